@@ -901,7 +901,7 @@ def test_what_is_of_a_device_is_made_anew_on_another(trainer: frugal.Trainer) ->
     module = ft.Embedding(ROWS, DIM, trainer=trainer)
     steps, here = module._steps, torch.device("cpu")
     anchor = module._anchors[0]
-    module(torch.arange(4)).sum().backward()
+    module(torch.arange(4, dtype=torch.int32)).sum().backward()  # by Python, also where there is _usual.native
     shown, like = module.weight, module._lookup._like
     assert module.weight is shown and like is not None and like[3] is steps.device
     steps.device = torch.device("meta")

@@ -8,13 +8,15 @@ for keys, offsets, grad in loader:
     optimizer.zero_grad()
 """
 
-from . import _hook  # noqa: F401  # PyTorch's optimizers step tables from here on
+from . import _anchor, _hook, _lookup, _usual  # with _hook PyTorch's optimizers step tables from here on
 from ._convert import convert
 from ._default import trainer as default_trainer
 from ._lookahead import Lookahead
 from ._modules import Embedding, EmbeddingBag, EmbeddingBagCollection, TableConfig
 from ._optimizer import Optimizer
 from ._ranks import attach
+
+_usual.tell(_anchor.Held, _anchor.Part, _anchor.Gradient, _lookup.Lookup, _hook._Count)
 
 __all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig",
     "attach",

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn,
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from . import _usual
+
 if TYPE_CHECKING:
     from ._lookup import Lookup
     from ._steps import Table
@@ -317,6 +319,9 @@ class Anchor(torch.nn.Parameter):
             grad = found
         return grad
 
+
+if _usual.native is not None:
+    setattr(Anchor, "grad", _usual.native.Grad())  # the same
 
 _data: Any = torch.Tensor.data  # which Anchor has its own of
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import frugal
 
-from . import _state
+from . import _state, _usual
 from ._anchor import Anchor, Gradient, get_grad, set_grad
 from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
@@ -85,10 +85,10 @@ def _remember(made: Dict[_K, _V], key: _K, value: _V) -> _V:
 class _Group:
     """What the engine's optimizers of a group's tables are."""
 
-    group: Dict[str, Any]
     made: Any = None  # a _Made, from the first look on
 
     def __init__(self) -> None:
+        self.group: Dict[str, Any] = {}
         self.names: Tuple[str, ...] = ()
         # The group's values by these names, where none can change in place.
         self.seen: Tuple[Any, ...] = ()
@@ -313,6 +313,8 @@ register_optimizer_step_pre_hook(_before)
 
 
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
+    if _usual.step(optimizer, known):
+        return
     for entry in known.rounds[1] if len(known.rounds) > 1 else ():
         if optimizer.param_groups[entry.group].get("momentum"):
             raise NotImplementedError(f"table {entry.table.name!r}: a group with momentum has its parameter twice")

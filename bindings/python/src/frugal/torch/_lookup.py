@@ -136,6 +136,17 @@ class Lookup:
             node.register_prehook(_Backward(self, tensors, mine, node.next_functions[1][0], len(anchors)))
         return out, self.look_up(out, tensors)
 
+    def backward(
+        self, keys: Optional[torch.Tensor], ends: Optional[torch.Tensor], version: int, leaf: Any
+    ) -> "_Backward":
+        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys, at the forward; None in their
+        place: they are freed. `leaf`: the anchor's node."""
+        backward = _Backward(self, [] if keys is None else [keys, ends, None], 2, leaf, 1)
+        backward.versions = version
+        if keys is None:
+            backward.tensors = None
+        return backward
+
     def add_pushes(
         self, ops: List[bytes], held: Held, features: Sequence[int], factor: float
     ) -> torch.Tensor:
@@ -311,6 +322,12 @@ class _Backward:
         if not _keeps_graph():
             self.tensors = None
         return None if asked else _NOTHING
+
+    def unusual(self, grad: torch.Tensor) -> Optional[torch.Tensor]:
+        """Calls it from C++. Returns what autograd goes on with."""
+        if self((grad,)) is not None:
+            return None
+        return torch.zeros(1, dtype=torch.float32, device=grad.device)  # a hook puts the table's gradient in its place
 
     def _hold(self, grad: torch.Tensor, tensors: Tensors, anchor: Any) -> Held:
         """What the optimizer's step will push."""

@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 
 import frugal
 
-from . import _default, _inputs, _native, _renorm, _state, _steps
+from . import _default, _inputs, _native, _renorm, _state, _steps, _usual
 from ._anchor import Anchor
 from ._lookup import EmptyLookup, Feature, Lookup, WeightedRows, int64_of
 from ._weight import Weight, saved, write
@@ -341,6 +341,7 @@ class _Single(_Module):
     _pools = False
     _shown: Optional[Weight] = None
     _instead: Optional[torch.Tensor] = None  # of the rows, while torch.func.functional_call runs
+    _usual: Optional[Callable[..., Optional[torch.Tensor]]] = None  # see the module of that name
     num_embeddings: int
     embedding_dim: int
 
@@ -473,6 +474,13 @@ class _Single(_Module):
         kind = EmptyLookup if self._table.empty else Lookup
         self._lookup = kind(self._steps, [Feature(self._table, pooling, padding, 0)], self.embedding_dim)
         self._by_frequency = self._lookup.by_frequency()
+        self.__dict__.pop("_usual", None)
+
+    def _make_usual(self) -> Callable[..., Optional[torch.Tensor]]:
+        has_one = type(self._lookup) is Lookup and self._pools == (self._pooling() != _native.POOL_NONE)
+        usual = _usual.forward(self._lookup, self._anchors[0], self._first, self._pools) if has_one else _usual.never
+        self.__dict__["_usual"] = usual
+        return usual
 
     def _pooling(self) -> int:
         return _native.POOL_NONE
@@ -559,7 +567,12 @@ class Embedding(_Single):
             return torch.nn.functional.embedding(
                 input, self._instead, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
             )
-        run = self._runner() if is_compiling() or _in_transform() else self._run
+        compiling = is_compiling()
+        if not compiling:
+            out = (self._usual or self._make_usual())(self, input, None)
+            if out is not None:
+                return out
+        run = self._runner() if compiling or _in_transform() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
         return run((*input.shape, self.embedding_dim), [keys, None, None], mine)
@@ -644,7 +657,12 @@ class EmbeddingBag(_Single):
                 input, self._instead, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
                 per_sample_weights, self.include_last_offset, self.padding_idx,
             )  # fmt: skip
-        run = self._runner() if is_compiling() or _in_transform() else self._run
+        compiling = is_compiling()
+        if per_sample_weights is None and not compiling:
+            out = (self._usual or self._make_usual())(self, input, offsets)
+            if out is not None:
+                return out
+        run = self._runner() if compiling or _in_transform() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
             device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,

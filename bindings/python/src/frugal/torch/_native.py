@@ -151,11 +151,17 @@ class Trainer:
         try:
             status = call(*args)
             if status:
-                check(status)
-        except (frugal.InvalidArgument, frugal.KeyOutOfRange) as error:
-            raise _CLASSES[type(error)](error.message, error.status, error.system_code, error.device_code) from None
+                self.told(status)
         finally:
             self._turn.append(None)
+
+    @staticmethod
+    def told(status: int) -> None:
+        """Raises what a status that is not 0 means."""
+        try:
+            check(status)
+        except (frugal.InvalidArgument, frugal.KeyOutOfRange) as error:
+            raise _CLASSES[type(error)](error.message, error.status, error.system_code, error.device_code) from None
 
 
 def _host(tensor: torch.Tensor, what: str, dtype: torch.dtype, shape: Tuple[int, ...]) -> int:

@@ -518,6 +518,19 @@ class Steps:
             self._tried(self.native.lookup, ops)
             return self.next, self.writes
 
+    def refused(self, status: int) -> None:
+        """Raises what the status of a call means that was made under the lock in C++ (see _usual)."""
+        self._tried(self.native.told, status)
+
+    def refused_step(self, status: int) -> None:
+        """The same, of a push or of the end of the step, of which nothing is left."""
+        try:
+            self.refused(status)
+        except frugal.Error:
+            if self.open and self.world_size == 1:
+                self._abort()
+            raise
+
     def apply(self, updates: Sequence[Update], skip: bool = False) -> None:
         """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing."""
         with self.lock:

@@ -1,0 +1,62 @@
+// The usual calls of frugal.torch, without Python between PyTorch and the library. Whatever is done
+// here is done in Python as well, with the same calls of the library in the same order: what is not
+// usual is left to Python with nothing done, and so is all where this is not there.
+
+#include "anchor.h"
+#include "forward.h"
+#include "step.h"
+
+namespace frugal_torch {
+namespace {
+
+// tell(lock, Held, Part, Gradient, Lookup, _Count): the classes that are looked for.
+PyObject* tell(PyObject*, PyObject* arguments) {
+  Classes told;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &told.lock, &told.held, &told.part, &told.gradient,
+                        &told.lookup, &told.count))
+    return nullptr;
+  for (PyObject* each :
+       {told.lock, told.held, told.part, told.gradient, told.lookup, told.count})
+    Py_INCREF(each);
+  classes = told;
+  Py_RETURN_NONE;
+}
+
+// step(push, end, optimizer, known): addresses of the library's calls; see step_tables.
+PyObject* step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 4) return not_usual();
+  const StepCalls calls{
+      reinterpret_cast<decltype(&frugal_push_grad)>(PyLong_AsVoidPtr(arguments[0])),
+      reinterpret_cast<decltype(&frugal_step_end)>(PyLong_AsVoidPtr(arguments[1]))};
+  return step_tables(calls, arguments[2], arguments[3]);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"tell", tell, METH_VARARGS, "Tells the classes that are looked for."},
+    {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL,
+     "The step of the tables that an optimizer has: True, or None and nothing is done."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_direct", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace frugal_torch
+
+PyMODINIT_FUNC PyInit__direct() {
+  using namespace frugal_torch;
+#define FRUGAL_INTERN(name) \
+  if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr;
+  FRUGAL_NAMES(FRUGAL_INTERN)
+  if (!make_forward_type() || !make_grad_type()) return nullptr;
+  PyObject* made = PyModule_Create(&module);
+  if (!made ||
+      PyModule_AddObjectRef(made, "Forward", reinterpret_cast<PyObject*>(&forward_type)) ||
+      PyModule_AddObjectRef(made, "Grad", reinterpret_cast<PyObject*>(&grad_type))) {
+    Py_XDECREF(made);
+    return nullptr;
+  }
+  return made;
+}

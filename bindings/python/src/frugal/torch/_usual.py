@@ -1,0 +1,104 @@
+"""The usual forward, backward and step in C++ (bindings/python/native), where they were built for this Python and this
+torch. All that they do is done in Python as well: there is no word where they are not.
+
+FRUGAL_TORCH_NATIVE=0 in the environment leaves them out. Another value is the file that is to be loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sysconfig
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+
+from frugal._lib import lib
+
+from . import _native
+
+if TYPE_CHECKING:
+    from ._anchor import Anchor
+    from ._lookup import Lookup
+
+_NAME = "_direct"
+
+
+def _load() -> Any:
+    said = os.environ.get("FRUGAL_TORCH_NATIVE", "")
+    if said == "0":
+        return None
+    beside = Path(__file__).parent / f"{_NAME}.torch-{torch.__version__}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    path = said or str(beside)
+    if not os.path.exists(path):
+        return None
+    loader = importlib.machinery.ExtensionFileLoader(f"{__package__}.{_NAME}", path)
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError:
+        return None
+    return module
+
+
+native: Any = _load()  # or None
+
+
+def tell(held: type, part: type, gradient: type, lookup: type, count: type) -> None:
+    """Tells which classes are those of a usual backward and step."""
+    if native is not None:
+        native.tell(type(threading.RLock()), held, part, gradient, lookup, count)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def never(*args: Any) -> Optional[torch.Tensor]:
+    """The forward of a module that has no usual one."""
+    return None
+
+
+def forward(lookup: "Lookup", anchor: "Anchor", first: str, bags: bool) -> Callable[..., Optional[torch.Tensor]]:
+    """Called with a module of one table, its input and its offsets, gives the output; or None, if Python is to do it."""
+    if native is None:
+        return never
+    (feature,) = lookup.features
+    table, pooling, padding, _ = feature
+    padded = padding is not None
+    shows = padded and pooling == _native.POOL_NONE and not table.hashed  # see Feature.hidden
+    made: Callable[..., Optional[torch.Tensor]] = native.Forward(
+        _address(lib.frugal_lookup), table.handle, table.dim, pooling, padding or 0, bags, padded, shows,
+        lookup, table, lookup.steps, anchor, lookup.places[0], first,
+    )  # fmt: skip
+    return made
+
+
+class _Calls:
+    """The library's calls of a step, and where they are."""
+
+    push: Any = None
+    end: Any = None
+    at_push = at_end = 0
+
+    def look(self) -> None:
+        self.push, self.end = lib.frugal_push_grad, lib.frugal_step_end
+        self.at_push, self.at_end = _address(self.push), _address(self.end)
+
+
+_calls = _Calls()
+
+
+def step(optimizer: torch.optim.Optimizer, known: Any) -> bool:
+    """Makes the step of the tables that an optimizer has, and hides their gradients; or does nothing and is false."""
+    if native is None:
+        return False
+    if lib.frugal_push_grad is not _calls.push or lib.frugal_step_end is not _calls.end:
+        _calls.look()
+    return native.step(_calls.at_push, _calls.at_end, optimizer, known) is True
