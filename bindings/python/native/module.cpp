@@ -9,6 +9,9 @@
 namespace frugal_torch {
 namespace {
 
+// Changes with what Python and this say to each other: _usual.py takes no file of another number.
+constexpr long kRevision = 1;
+
 // tell(lock, Held, Part, Gradient, Lookup, _Count): the classes that are looked for.
 PyObject* tell(PyObject*, PyObject* arguments) {
   Classes told;
@@ -52,7 +55,7 @@ PyMODINIT_FUNC PyInit__direct() {
   FRUGAL_NAMES(FRUGAL_INTERN)
   if (!make_forward_type() || !make_grad_type()) return nullptr;
   PyObject* made = PyModule_Create(&module);
-  if (!made ||
+  if (!made || PyModule_AddIntConstant(made, "REVISION", kRevision) ||
       PyModule_AddObjectRef(made, "Forward", reinterpret_cast<PyObject*>(&forward_type)) ||
       PyModule_AddObjectRef(made, "Grad", reinterpret_cast<PyObject*>(&grad_type))) {
     Py_XDECREF(made);

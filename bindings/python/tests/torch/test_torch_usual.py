@@ -549,3 +549,9 @@ def test_it_can_be_left_out(run_python: Any, tmp_path: Path, said: str) -> None:
         Path(said).write_bytes(b"no library")
     done = run_python(PROGRAM, env={**os.environ, "FRUGAL_TORCH_NATIVE": said})
     assert done.stdout == "None\nFalse\n" and not done.stderr, done.stderr
+
+
+def test_a_file_of_another_revision_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _usual._load() is not None
+    monkeypatch.setattr(_usual, "_REVISION", _usual._REVISION + 1)
+    assert _usual._load() is None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
+_REVISION = 1  # of what is said to each other here and there
 
 
 def _load() -> Any:
@@ -44,7 +45,7 @@ def _load() -> Any:
         loader.exec_module(module)
     except ImportError:
         return None
-    return module
+    return module if getattr(module, "REVISION", 0) == _REVISION else None
 
 
 native: Any = _load()  # or None
