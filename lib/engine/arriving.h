@@ -12,10 +12,12 @@ namespace frugal {
 
 class Arriving {
  public:
-  // Throws where there is no memory. Then add() does not.
+  // Throws where there is no memory. Then lacks() and add() of one part do not.
   void make_room() {
     Lock lock(mu_);
     if (parts_.size() + expected_ >= parts_.capacity()) parts_.reserve(2 * parts_.capacity() + 1);
+    if (lacking_.size() + expected_ >= lacking_.capacity())
+      lacking_.reserve(2 * lacking_.capacity() + 1);
     ++expected_;
   }
   // The part that there was room for, if it has been resolved.
@@ -59,9 +61,8 @@ class Arriving {
     Arriving& of_;
     const uint64_t step_;
   };
-  // The part has found no places: the same, until it is resolved, or nobody is to resolve it any
-  // more. (Throws where there is no memory. Then those of later steps go before it, and give way
-  // when it comes again.)
+  // The part that there was room for has found no places: the same, until it is resolved, or nobody
+  // is to resolve it any more. Before add().
   void lacks(const PartRef& part) {
     Lock lock(mu_);
     if (std::find(lacking_.begin(), lacking_.end(), part) == lacking_.end())

@@ -236,13 +236,7 @@ bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
   return true;
 }
 
-bool Declarations::quiet(const Table& table) {
-  bool none = !retiring_ && table.calls.load() == 0;
-  each({.table = &table}, [&](const Batch& b, size_t i) {
-    none = none && b.parts[i]->state.load() != Part::kResolving;
-  });
-  return none;
-}
+bool Declarations::quiet(const Table& table) { return !retiring_ && table.calls.load() == 0; }
 
 void Declarations::recount(Table& table) try {
   if (!table.rows.unsure()) return;
@@ -294,6 +288,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
         }
         set_state(*b, i, Part::kResolving);
         ++resolving_;
+        ++table.calls;
         *out = {b, i, b->parts[i]};
         return true;
       }
@@ -305,6 +300,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
 void Declarations::resolved(const Item& item, bool done) {
   Lock lock(mu_);
   --resolving_;
+  --item.table()->calls;
   if (served(*item.batch)) {
     if (done) item.part()->let_go(item.table()->rows);
     set_state(*item.batch, item.index, Part::kDropped);
@@ -317,6 +313,7 @@ void Declarations::resolved(const Item& item, bool done) {
 void Declarations::put_back(const Item& item) {
   Lock lock(mu_);
   --resolving_;
+  --item.table()->calls;
   Batch& b = *item.batch;
   if (served(b)) return set_state(b, item.index, Part::kDropped);
   set_state(b, item.index, Part::kDeclared);

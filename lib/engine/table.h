@@ -22,7 +22,8 @@ struct Table : AnyTable {
   // First step -> hyper-parameters, all of one kind; with the engine's mu_.
   Map<uint64_t, frugal_optimizer> schedule;
   std::atomic<bool> has_state{false};  // there is state that is not a new row's: the kind is fixed
-  std::atomic<uint32_t> calls{0};  // that hold places, besides the declarations that do
+  // That hold places, besides the declarations that do; a part that somebody resolves is one.
+  std::atomic<uint32_t> calls{0};
   std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
   // With the engine's mu_.
   const frugal_optimizer& optimizer_at(uint64_t step) const {

@@ -104,6 +104,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   }
   declarations_.resolved(item, resolved);
   workers_.progress();
+  if (expected) workers_.wake();  // what is declared later was held up
   // Its arrays go to the rank's GPU ahead of the lookup, which does it itself where this fails.
   if (resolved && trainer && trainer->gpu && !stale() && !trainer->gpu->sticky()) {
     PartOnDevice* ignored;
