@@ -11,6 +11,7 @@ inline PyObject* drop_grad(PyObject* anchor) {
   if (!given || !begun) return nullptr;
   if (PyObject_Size(given.get()) != 0) return call(anchor, names._take_grad, Py_None).give();
   tensor_of(anchor).mutable_grad().reset();
+  if (PyObject_SetAttr(anchor, names.aside, Py_None)) return nullptr;
   if (begun.get() == Py_None) Py_RETURN_NONE;
   // Two have it, who are the anchor and this: it is used again.
   const bool alone = Py_REFCNT(begun.get()) == 2 && tensor_of(begun.get()).use_count() == 1;

@@ -149,6 +149,7 @@ inline bool Backward::hold(const at::Tensor& grad) const {
   if (!part || call(adding.get(), names.locked).get() != Py_False) return false;
   const at::Tensor& anchor = tensor_of(of->anchor);
   const bool first = !anchor.grad().defined();
+  if (first && get(of->anchor, names.aside).get() != Py_None) return false;
   const Ref gradient =
       first ? get(of->anchor, names.begun) : Ref(THPVariable_Wrap(anchor.grad()));
   if (!is(gradient, classes.gradient)) return false;

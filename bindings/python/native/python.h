@@ -33,7 +33,7 @@ class Ref {
 // Names of attributes and methods.
 #define FRUGAL_NAMES(X)                                                                          \
   X(_handle) X(_instead) X(_keeper) X(_lookup) X(_parameters) X(_take_grad) X(_turn) X(_untold)  \
-  X(acquire) X(adding) X(anchor) X(backward) X(backwards) X(begin) X(begun)                      \
+  X(acquire) X(adding) X(anchor) X(aside) X(backward) X(backwards) X(begin) X(begun)                      \
   X(by_step) X(change) X(clip_limit) X(factor) X(features) X(found_inf) X(given) X(grad)         \
   X(grad_scale) X(group) X(groups) X(handle) X(held) X(hidden) X(hooks) X(include_last_offset)   \
   X(is_of) X(kind) X(lock) X(locked) X(look) X(lookup) X(made) X(max_norm) X(mean_ranks)         \

@@ -244,7 +244,9 @@ inline bool hide(PyObject* known, PyObject* entries) {
     at::Tensor& grad = tensor_of(anchor.get()).mutable_grad();
     if (!grad.defined()) continue;
     const Ref gradient(THPVariable_Wrap(grad)), pair(PyTuple_Pack(2, anchor.get(), gradient.get()));
-    if (!pair || PyList_Append(hidden.get(), pair.get())) return false;
+    if (!pair || PyList_Append(hidden.get(), pair.get()) ||
+        PyObject_SetAttr(anchor.get(), names.aside, gradient.get()))
+      return false;
     grad.reset();
   }
   return PyObject_SetAttr(known, names.hidden, hidden.get()) == 0;

@@ -16,7 +16,7 @@ from torch_support import DIM, ROWS, integers, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _native, _state, _steps
+from frugal.torch import _native, _state, _steps, _usual
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
@@ -169,3 +169,62 @@ def test_what_is_pushed_lives_until_it_is(trainer: frugal.Trainer) -> None:
     assert len(gradient.parts) == 1 and all(tensor() is not None for tensor in memory)
     del alive
     assert all(tensor() is None for tensor in memory[::2])
+
+
+@pytest.mark.parametrize("usual", [True, False])
+def test_a_backward_beside_an_optimizers_step_is_for_the_next(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, usual: bool
+) -> None:
+    if not usual:
+        monkeypatch.setattr(_usual, "native", None)
+    weight, keys = integers(ROWS, DIM), torch.tensor([1, 2, 2])
+    ours = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
+    theirs = torch.nn.Embedding(ROWS, DIM, _weight=weight.clone())
+    dense = torch.nn.Parameter(torch.ones(1))
+    dense.grad = torch.zeros(1)
+
+    def backward(module: Any) -> None:
+        (module(keys) * 0.5).sum().backward()
+
+    optimizer = torch.optim.SGD([*ours.parameters(), dense], lr=0.5)
+    backward(ours)
+    of_torch: Any = sys.modules[torch.optim.SGD.__module__]
+    steps = of_torch.sgd
+    with monkeypatch.context() as inside:  # where PyTorch steps the other parameters
+
+        def beside(*args: Any, **kwargs: Any) -> Any:
+            in_a_thread(lambda: backward(ours))
+            return steps(*args, **kwargs)
+
+        inside.setattr(of_torch, "sgd", beside)
+        optimizer.step()
+    optimizer.step()  # of both backwards, as there was no zero_grad()
+
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    backward(theirs)
+    reference.step()
+    backward(theirs)
+    reference.step()
+    assert torch.equal(snapshot(ours), theirs.weight.detach())
+
+
+def test_a_step_that_fails_in_pytorch_leaves_gradients(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    dense = torch.nn.Parameter(torch.ones(1))
+    dense.grad = torch.zeros(1)
+    optimizer = torch.optim.SGD([*module.parameters(), dense], lr=0.5)
+    module(torch.tensor([1, 2])).sum().backward()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError
+
+    with monkeypatch.context() as inside:
+        inside.setattr(sys.modules[torch.optim.SGD.__module__], "sgd", fails)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    module(torch.tensor([1])).sum().backward()
+    before = snapshot(module)
+    optimizer.step()
+    moved = torch.zeros(ROWS, DIM)
+    moved[1], moved[2] = 1.0, 0.5
+    torch.testing.assert_close(before - snapshot(module), moved)

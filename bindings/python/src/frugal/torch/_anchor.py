@@ -112,6 +112,7 @@ class Anchor(torch.nn.Parameter):
     given: Dict[int, Tuple["Gradient", bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
     begun: Optional["Gradient"]  # the newest; used again when nobody else has it
+    aside: Optional["Gradient"]  # while an optimizer's step has it hidden; backwards of other threads add to it
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
@@ -125,7 +126,7 @@ class Anchor(torch.nn.Parameter):
         self.adding = threading.Lock()  # of backwards in several threads
         self.hooks = OrderedDict()
         self._delivers = False
-        self.begun = None
+        self.begun = self.aside = None
         self.seen = self._version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -162,6 +163,7 @@ class Anchor(torch.nn.Parameter):
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
             set_grad(self, None)
+            self.aside = None
             if self.given and _task() < 0:
                 self.given.clear()  # of backwards that have failed
             begun: Any = self.begun
@@ -248,6 +250,8 @@ class Anchor(torch.nn.Parameter):
             with anchor.adding:
                 had = get_grad(anchor)
                 if had is None:
+                    had = anchor.aside
+                if had is None:
                     set_grad(anchor, grad)
                 else:
                     _add(_aten.add_.Tensor, had, grad)
@@ -285,6 +289,8 @@ class Anchor(torch.nn.Parameter):
             return
         with self.adding:
             grad = get_grad(self)
+            if grad is None:
+                grad = self.aside
             if type(grad) is not Gradient:
                 left = None if grad is None else _replaced(self, grad)
                 if grad is not None and left is None and self.last is None:

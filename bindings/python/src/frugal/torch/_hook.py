@@ -304,8 +304,10 @@ def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: 
 
 def _show(known: _Known) -> None:
     for anchor, grad in known.hidden:
-        if get_grad(anchor) is None:
-            set_grad(anchor, grad)
+        with anchor.adding:
+            if get_grad(anchor) is None:
+                set_grad(anchor, grad)
+            anchor.aside = None
     known.hidden = []
 
 
@@ -313,6 +315,8 @@ register_optimizer_step_pre_hook(_before)
 
 
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
+    if known.hidden:
+        _show(known)  # of a step that has failed
     if _usual.step(optimizer, known):
         return
     for entry in known.rounds[1] if len(known.rounds) > 1 else ():
@@ -326,7 +330,9 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
         grad = get_grad(anchor)
         if grad is not None:
             known.hidden.append((anchor, grad))
-            set_grad(anchor, None)
+            with anchor.adding:
+                anchor.aside = grad if isinstance(grad, Gradient) else None
+                set_grad(anchor, None)
 
 
 def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_Entry], again: bool) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
-_REVISION = 1  # of what is said to each other here and there
+_REVISION = 2  # of what is said to each other here and there
 
 
 def _load() -> Any:
