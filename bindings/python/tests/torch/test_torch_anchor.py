@@ -1443,17 +1443,44 @@ def test_copies_and_pickles_say_what_to_do(trainer: frugal.Trainer) -> None:
             call(tables)
 
 
+def test_modules_are_leaves_of_graphs_of_fx(trainer: frugal.Trainer) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = ft.Embedding(ROWS, DIM, trainer=trainer)
+            self.bags = torch.nn.ModuleList([ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)])
+
+        def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> Any:
+            return self.rows(ids).sum(0) + self.bags[0](ids, offsets)
+
+    model = Model()
+    graph = torch.fx.symbolic_trace(model)
+    assert [str(node.target) for node in graph.graph.nodes if node.op == "call_module"] == ["rows", "bags.0"]
+    ids, offsets = torch.tensor([1, 2, 2, 3]), torch.tensor([0, 1])
+    assert torch.equal(graph(ids, offsets), model(ids, offsets))
+    assert graph.rows is model.rows
+
+
+def test_a_gradient_says_how_it_is_copied(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    module(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="weight.grad"):
+        copy.deepcopy(next(module.parameters()).grad)
+
+
 def test_traces_say_what_to_do(trainer: frugal.Trainer) -> None:
     module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
     for frozen in (False, True):
         module.requires_grad_(not frozen)
-        with pytest.raises(RuntimeError, match="cannot be traced or exported.*from_pretrained"):
+        with pytest.raises(RuntimeError, match="cannot be traced, scripted or exported.*from_pretrained"):
             torch.jit.trace(module, (keys(),))
-        with pytest.raises(Exception, match="cannot be traced or exported.*from_pretrained"):
+        with pytest.raises(Exception, match="cannot be traced, scripted or exported.*from_pretrained"):
             torch.export.export(module, (keys(),))
     model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 1))
-    with pytest.raises(Exception, match="cannot be traced or exported"):
+    with pytest.raises(Exception, match="cannot be traced, scripted or exported"):
         torch.export.export(model, (keys(),), strict=True)
+    with pytest.raises(RuntimeError, match="cannot be traced, scripted or exported.*from_pretrained"):
+        torch.jit.script(model)
     batch = keys()
     decoder = torch.nn.Linear(DIM, ROWS, bias=False)
     decoder.weight = module.weight

@@ -740,20 +740,71 @@ class Subclass(torch.nn.Embedding):
     pass
 
 
-@pytest.mark.parametrize("case", ["subclass", "shared weight", "tied decoder", "complex"])
+def shared(kind: Any, of: Any, **options: Any) -> Any:
+    """Two modules that have one weight."""
+    first = kind.Embedding(ROWS, DIM, padding_idx=2, **options)
+    second = kind.EmbeddingBag(ROWS, DIM, mode="sum", **options)
+    with torch.no_grad():
+        first.weight.copy_(of)
+    second.weight = first.weight
+    return torch.nn.ModuleList([first, second])
+
+
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+def test_modules_that_share_a_weight_train_it_together(trainer: frugal.Trainer, kind: str, converts: bool) -> None:
+    weight = integers(ROWS, DIM)
+    theirs = shared(torch.nn, weight, sparse=kind == "SparseAdam")
+    ours: Any = ft.convert(copy.deepcopy(theirs), trainer=trainer) if converts else shared(ft, weight, trainer=trainer)
+    assert ours[0].weight is not None and ours[0].table.name == ours[1].table.name
+    assert len(list(ours.parameters())) == 1
+    assert ours[0].padding_idx == 2 and ours[1].padding_idx is None
+    both: List[Any] = [ours, theirs]
+    optimizers = [getattr(torch.optim, kind)(model.parameters(), lr=0.5) for model in both]
+    for step in range(3):
+        ids = torch.tensor([1, 2, 2, 5 + step])
+        for model, optimizer in zip(both, optimizers):
+            optimizer.zero_grad()
+            (model[0](ids).pow(2).sum() + model[1](ids, torch.tensor([0, 1, 2, 3])).sum()).backward()
+            optimizer.step()
+    for model in ours:
+        torch.testing.assert_close(model.weight.detach(), theirs[0].weight.detach(), rtol=1e-6, atol=1e-6)
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours[1].weight.detach(), theirs[0].weight.detach())
+
+
+def test_weights_of_another_shape_are_not_shared(trainer: frugal.Trainer) -> None:
+    one = ft.Embedding(ROWS, DIM, trainer=trainer)
+    for other in (ft.Embedding(ROWS + 1, DIM, trainer=trainer), ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer)):
+        with pytest.raises(NotImplementedError, match="another shape"):
+            one.weight = other.weight
+
+
+def test_a_table_goes_when_its_module_takes_anothers(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    one, other = (ft.Embedding(ROWS, DIM, trainer=trainer) for _ in range(2))
+    before = len(engine.tables())
+    one.weight = other.weight
+    gc.collect()
+    other(torch.tensor([1]))  # calls drop what has gone
+    assert len(engine.tables()) == before - 1
+    del other
+    gc.collect()
+    assert one(torch.tensor([1])).shape == (1, DIM)
+
+
+@pytest.mark.parametrize("case", ["subclass", "tied decoder", "complex"])
 def test_convert_refuses_all_or_nothing(trainer: frugal.Trainer, case: str) -> None:
     first, second = torch.nn.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM)
     if case == "subclass":
         second = Subclass(ROWS, DIM)
-    elif case == "shared weight":
-        second.weight = first.weight
     elif case == "tied decoder":
         second = torch.nn.Linear(DIM, ROWS, bias=False)  # type: ignore[assignment]
         second.weight = first.weight
     else:
         second = torch.nn.Embedding.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.complex64))
     model = torch.nn.Sequential(first, second)
-    with pytest.raises((NotImplementedError, TypeError), match="subclass|share a weight|1.weight is the weight of 0|complex64"):
+    with pytest.raises((NotImplementedError, TypeError), match="subclass|1.weight is the weight of 0|complex64"):
         ft.convert(model, trainer=trainer)
     assert model[0] is first and model[1] is second
 

@@ -808,13 +808,14 @@ def test_hashed_tables(trainer: frugal.Trainer) -> None:
         module.weight[3]
 
 
-def test_the_weight_of_another_module_is_not_tied(trainer: frugal.Trainer) -> None:
+def test_the_weight_of_another_module_is_copied_or_shared(trainer: frugal.Trainer) -> None:
     one, other = (ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd()) for _ in range(2))
-    before = snapshot(other)
-    with pytest.raises(NotImplementedError, match=f"{other.table.name}.*{one.table.name}.*use one module"):
-        other.weight = one.weight
-    assert torch.equal(snapshot(other), before)
     other.weight.data.copy_(one.weight)
-    assert torch.equal(snapshot(other), snapshot(one))
+    assert torch.equal(snapshot(other), snapshot(one)) and other.table.name != one.table.name
+    one.weight.data.add_(1)
+    assert torch.equal(snapshot(other) + 1, snapshot(one))
     one.weight = one.weight  # what swaps and gives back does
+    other.weight = one.weight
+    assert other.table.name == one.table.name
+    one.weight.data.add_(1)
     assert torch.equal(snapshot(other), snapshot(one))

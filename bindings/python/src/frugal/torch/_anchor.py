@@ -437,6 +437,12 @@ class Gradient(torch.Tensor):
         self.parts = []
         self.clip_limit = 0.0
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"the gradient of table {self.table.name!r} cannot be copied: it is in the engine's hands. Its clone() is it, and"
+            " module.weight.grad has it as a tensor"
+        )
+
     @classmethod
     def of(cls, anchor: Anchor, held: Held, features: Tuple[int, ...]) -> "Gradient":
         """That of one backward."""

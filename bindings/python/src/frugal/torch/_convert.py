@@ -19,8 +19,8 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
 
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
     buffers, other parameters, attributes. A module that stands in several places stays one. Make optimizers afterwards,
-    since parameters are others, and convert before DistributedDataParallel. A subclass, a weight that two modules share (as
-    of a decoder that is tied to the embedding), a hook of a weight, and a forward that was assigned raise
+    since parameters are others, and convert before DistributedDataParallel. Modules that share a weight share a table. A subclass,
+    a weight that a dense layer has too (as of a decoder that is tied to the embedding), a hook of a weight, and a forward that was assigned raise
     NotImplementedError, and nothing is replaced. Returns the model, or, if it is such a module itself, what replaces it.
     """
     found = {}
@@ -30,13 +30,11 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
             found[name] = module
     weights: "dict[int, str]" = {}
     for name, module in found.items():
-        first = weights.setdefault(id(module.weight), name)
-        if found[first] is not module:
-            raise NotImplementedError(f"{first} and {name} share a weight, which two modules with tables cannot")
+        weights.setdefault(id(module.weight), name)
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             first = weights.get(id(parameter), name)
-            if first != name and found[first] is not module:
+            if first != name and module not in found.values():
                 raise NotImplementedError(
                     f"{name}.{own} is the weight of {first}, which would not be tied to it any more: untie them, or leave"
                     f" {first} out"
@@ -44,7 +42,7 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     made: "dict[int, torch.nn.Module]" = {}
     for name, module in found.items():  # all, before one is replaced: any of them may be refused
         if id(module) not in made:
-            made[id(module)] = _made(name, module, trainer)
+            made[id(module)] = _made(name, module, trainer, made.get(id(found[weights[id(module.weight)]])))
     for module in {id(module): module for module in found.values()}.values():
         _carry(module, made[id(module)])
     for name, module in found.items():
@@ -102,24 +100,26 @@ def _carry(old: Any, new: Any) -> None:
             new.register_parameter(own, parameter)
 
 
-def _made(name: str, module: Any, trainer: Optional[frugal.Trainer]) -> torch.nn.Module:
+def _made(name: str, module: Any, trainer: Optional[frugal.Trainer], first: Optional[Any]) -> torch.nn.Module:
+    """`first`: has the table already, as their weight is one."""
     weight: torch.Tensor = module.weight
+    rows, table = (weight.detach(), None) if first is None else (None, first.table.name)
     device = weight.device if trainer is None and weight.is_cuda else None
     new: torch.nn.Module
     if isinstance(module, torch.nn.Embedding):
         new = Embedding(
             module.num_embeddings, module.embedding_dim, module.padding_idx, module.max_norm, module.norm_type,
-            module.scale_grad_by_freq, module.sparse, weight.detach(), _freeze=not weight.requires_grad,
-            dtype=weight.dtype, trainer=trainer, device=device,
+            module.scale_grad_by_freq, module.sparse, rows, _freeze=not weight.requires_grad,
+            dtype=weight.dtype, trainer=trainer, device=device, name=table,
         )  # fmt: skip
     else:
         new = EmbeddingBag(
             module.num_embeddings, module.embedding_dim, module.max_norm, module.norm_type, module.scale_grad_by_freq,
-            module.mode, module.sparse, weight.detach(), module.include_last_offset, module.padding_idx,
-            freeze=not weight.requires_grad, dtype=weight.dtype, trainer=trainer, device=device,
+            module.mode, module.sparse, rows, module.include_last_offset, module.padding_idx,
+            freeze=not weight.requires_grad, dtype=weight.dtype, trainer=trainer, device=device, name=table,
         )  # fmt: skip
     for attribute in [attribute for attribute in _added(module) if hasattr(new, attribute)]:
         raise NotImplementedError(f"{name}: its attribute {attribute} is another thing in what replaces it: rename it")
-    if weight.grad is not None:
+    if weight.grad is not None and first is None:
         new.weight.grad = weight.grad
     return new.train(module.training)

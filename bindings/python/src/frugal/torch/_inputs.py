@@ -76,6 +76,11 @@ def declared(value: object, what: str, device: torch.device) -> torch.Tensor:
     return _integers(value, what, torch.device("cpu") if on_host else device)
 
 
+def is_traced(value: object) -> bool:
+    """Whether it stands for a tensor in torch.fx.symbolic_trace()."""
+    return type(value).__module__ == "torch.fx.proxy"
+
+
 def keys(value: object, what: str, device: torch.device) -> torch.Tensor:
     """Keys of 64 bits, contiguous."""
     return _integers(value, what, device)

@@ -19,6 +19,7 @@ from typing import (
     Tuple,
     TypeVar,
     Union,
+    cast,
 )
 
 import torch
@@ -235,9 +236,15 @@ class _Module(torch.nn.Module):
         runner: Callable[..., torch.Tensor] = self._run_uncompiled
         return runner
 
+    def _as_leaf(self, traced: Any, *inputs: Any) -> torch.Tensor:
+        """What torch.fx writes down of torch.nn's modules: a call of the module."""
+        tracer = traced.tracer
+        call: torch.Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
+        return call
+
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
-            f"a {type(self).__name__} cannot be traced or exported: its rows are not in the program. Serve with"
+            f"a {type(self).__name__} cannot be traced, scripted or exported: its rows are not in the program. Serve with"
             " frugal_read of the engine, or put torch.nn.Embedding.from_pretrained(module.weight.clone()) in its"
             " place"
         )
@@ -293,6 +300,9 @@ class _Module(torch.nn.Module):
                 error_msgs.append(f"{begin}weight: {error}")
         missing_keys += [key for key in missing if key not in anchors]
         unexpected_keys += [key for key in unexpected if key not in known]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        self._refuse_tracing()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -427,10 +437,8 @@ class _Single(_Module):
             object.__setattr__(self, "_instead", None if mine else value)
             return
         if type(value) is Weight and value.is_whole() and value._table is not self._table:
-            raise NotImplementedError(
-                f"the weight of table {self._table.name!r} cannot be that of table {value._table.name!r} from now on: use one"
-                " module in both places, or copy the rows once with weight.data.copy_()"
-            )
+            self._share(value._table)
+            return
         anchor, requires_grad = self._anchors[0], self._anchors[0].requires_grad
         if isinstance(value, torch.nn.Parameter):
             requires_grad = value.requires_grad
@@ -448,6 +456,23 @@ class _Single(_Module):
             self._table.tied_to(value)
             if isinstance(value, torch.nn.Parameter):
                 self.weight.grad = value.grad  # that of before went with the parameter of before
+
+    def _share(self, table: _steps.Table) -> None:
+        """The rows are those of another module's table from now on, as of modules that share a Parameter."""
+        mine = self._table
+        if table.steps is not self._steps or (table.capacity, table.dim, table.hashed) != (
+            mine.capacity, mine.dim, mine.hashed,
+        ):  # fmt: skip
+            raise NotImplementedError(
+                f"the weight of table {mine.name!r} cannot be that of table {table.name!r}, which has another shape, kind of"
+                " keys or trainer: copy rows with weight.data.copy_()"
+            )
+        self._table = table
+        self._anchors = (table.make_anchor(self._anchors[0].dtype, self._anchors[0].requires_grad),)
+        self._parameters[self._first] = self._anchors[0]
+        cast(_Parameters, self._parameters).table = table.name
+        object.__setattr__(self, "_shown", None)
+        self._make_lookup(self._pooling())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered
@@ -572,6 +597,8 @@ class Embedding(_Single):
             out = (self._usual or self._make_usual())(self, input, None)
             if out is not None:
                 return out
+        if _inputs.is_traced(input):
+            return self._as_leaf(input, input)
         run = self._runner() if compiling or _in_transform() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
@@ -662,6 +689,9 @@ class EmbeddingBag(_Single):
             out = (self._usual or self._make_usual())(self, input, offsets)
             if out is not None:
                 return out
+        for value in (input, offsets, per_sample_weights):
+            if _inputs.is_traced(value):
+                return self._as_leaf(value, input, offsets, per_sample_weights)
         run = self._runner() if compiling or _in_transform() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
