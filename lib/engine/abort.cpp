@@ -1,8 +1,5 @@
 #include "engine/abort.h"
 
-#include <chrono>
-#include <thread>
-
 #include "base/insist.h"
 #include "base/os.h"
 
@@ -12,7 +9,7 @@ Status Aborter::tell(Trainer& t) {
   if (t.undo_pending.load()) undo_part(t);
   String again;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     again = ranks_.step_again();
     t.abort_notice.fetch_sub(1);
   }
@@ -35,7 +32,7 @@ void Aborter::undo_part(Trainer& t) {
   t.parts.clear();
   t.pushes.clear();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     ranks_.undo(t);
   }
   t.undo_pending.store(false);
@@ -49,7 +46,7 @@ void Aborter::await_undone(Trainer& t) {
       break;
     }
     // Inside a call, which will notice.
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    sleep_ns(20'000);
   }
 }
 
@@ -63,10 +60,10 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
 // marked.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   if (by.abort_notice.load() && why == Why::kCall) {
     lock.unlock();
-    std::lock_guard<std::mutex> call(by.call_mu);
+    Lock call(by.call_mu);
     return tell(by);
   }
   // What a rank that has left had ended is whole, or undone.
@@ -83,7 +80,10 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
     if (leaving) return FRUGAL_OK;
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   }
-  auto may_abort = [&] { return phase_.may(Phase::kAbort); };
+  auto may_abort = [&] {
+    mu_.assert_held();
+    return phase_.may(Phase::kAbort);
+  };
   workers_.settle(lock, may_abort);
   // A step that all ranks have ended is not undone for want of memory.
   Status lacking = FRUGAL_OK;
@@ -111,7 +111,7 @@ Status Aborter::undo(Trainer& by, Why why) {
   TraceSpan span(trace_, SpanKind::kAbort);
   span.rank(by.rank);
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
-  std::lock_guard<std::mutex> one(one_);
+  Lock one(one_);
   struct Clear {
     Vector<TrainerRef>& of;
     ~Clear() { of.clear(); }
@@ -124,13 +124,13 @@ Status Aborter::undo(Trainer& by, Why why) {
   if (!leaving) await_undone(by);
   // Of a rank whose device has failed not before it is closed: it may be writing its gradients.
   if (why != Why::kFailed) {
-    std::lock_guard<std::mutex> call(by.call_mu);
+    Lock call(by.call_mu);
     by.lent.clear();
   }
   for (const TrainerRef& t : others_) await_undone(*t);
   if (leaving) {
     // No call of its is under way or gets in, but the engine may be being closed.
-    std::lock_guard<std::mutex> call(by.call_mu);
+    Lock call(by.call_mu);
     undo_part(by);
   }
   // No call that began before the abort reads rows any more, and nobody is inside a step: places of
@@ -139,7 +139,7 @@ Status Aborter::undo(Trainer& by, Why why) {
   undo_rows(by.created);
   for (const TrainerRef& t : others_) undo_rows(t->created);
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     phase_.end(Phase::kAbort);
     ranks_.undone();
   }

@@ -1,8 +1,8 @@
 // Undoes the steps that are not committed, and tells each rank of that once.
 #pragma once
 #include <atomic>
-#include <mutex>
 
+#include "base/sync.h"
 #include "base/trace.h"
 #include "engine/commit.h"
 #include "engine/counters.h"
@@ -24,7 +24,7 @@ class Aborter {
   };
 
   // `mu` guards ranks, records and phase.
-  Aborter(std::mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
+  Aborter(Mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
           Declarations& declarations, Workers& workers, Counters& counters, Trace& trace)
       : mu_(mu), ranks_(ranks), records_(records), phase_(phase), committer_(committer),
         declarations_(declarations), workers_(workers), counters_(counters), trace_(trace) {
@@ -52,16 +52,16 @@ class Aborter {
   void await_undone(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
 
-  std::mutex& mu_;
+  Mutex& mu_;
   Ranks& ranks_;
   StepRecords& records_;
-  Phase& phase_;
+  Phase& phase_ GUARDED_BY(mu_);
   Committer& committer_;
   Declarations& declarations_;
   Workers& workers_;
   Counters& counters_;
   Trace& trace_;
-  std::mutex one_;             // abort at a time. Before all other locks
+  Mutex one_;             // abort at a time. Before all other locks
   Vector<TrainerRef> others_;  // the ranks beside that which aborts. Has room: nothing wants memory
   std::atomic<bool> insists_{true};
 };

@@ -62,7 +62,7 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   auto first_uncommitted = [&] {
     if (!stale()) return t.step;
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return ranks_.to_commit();
   };
   for (const Access& a : accesses) {
@@ -276,7 +276,7 @@ Status Engine::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
   Timed timed(counters_.lookup_ns);
   TraceSpan span(trace_, SpanKind::kLookup);
   span.rank(any.rank);
-  std::lock_guard<std::mutex> call(any.call_mu);
+  Lock call(any.call_mu);
   LocalStep step(*this, own(any), &span);
   return RowPath(step).lookup(ops, n);
 }
@@ -285,13 +285,13 @@ Status Engine::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
   Timed timed(counters_.push_ns);
   TraceSpan span(trace_, SpanKind::kPush);
   span.rank(any.rank);
-  std::lock_guard<std::mutex> call(any.call_mu);
+  Lock call(any.call_mu);
   LocalStep step(*this, own(any), &span);
   return RowPath(step).push(ops, n);
 }
 
 Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
-  std::lock_guard<std::mutex> call(any.call_mu);
+  Lock call(any.call_mu);
   LocalStep step(*this, own(any), nullptr);
   return RowPath(step).borrow(bytes, out);
 }
@@ -337,7 +337,7 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
 
 Status Engine::inside(const Trainer& t) {
   if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   return ranks_.not_inside(t);
 }
 

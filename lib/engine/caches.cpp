@@ -27,7 +27,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (const TableRef& o : tables_)
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
@@ -65,8 +65,7 @@ TableCache* Engine::cache_in(Trainer& t, const Table& table) {
 
 // --- Planning ------------------------------------------------------------------------------------
 
-// The resolved parts that a rank has declared for a step. With mu_ held. False: there may be more of
-// them soon.
+// The resolved parts that a rank has declared for a step. False: there may be more of them soon.
 bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
   bool all = true;
   Lock declared(declarations_.mutex());
@@ -80,7 +79,7 @@ bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
   return all && !parts->empty();
 }
 
-bool Engine::to_plan(const Trainer& t) const {  // with mu_ held
+bool Engine::to_plan(const Trainer& t) const {
   return t.has_cache.load() && !t.planning && t.turned != kNoStep && t.next_step == t.turned + 1 &&
          (t.planned != t.next_step || t.plan_more) && t.next_step >= t.cache_from && !t.closing.load() &&
          !t.abort_notice.load() && !t.undo_pending.load();
@@ -100,7 +99,7 @@ bool Engine::plan_one() {
     }
   } hold;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
     for (const TrainerRef& r : ranks_) {
       if (!r || !to_plan(*r)) continue;
@@ -146,7 +145,7 @@ bool Engine::plan_one() {
     }
   }
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     t->planning = false;
     t->planned = step;
     phase_.end(Phase::kPlan);
@@ -157,7 +156,7 @@ bool Engine::plan_one() {
 
 // The caches are the caller's from here on.
 void Engine::end_planning(Trainer& t) {
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   t.turned = kNoStep;
   workers_.settle(lock, [&] { return !t.planning; });
   t.turning = true;
@@ -166,7 +165,7 @@ void Engine::end_planning(Trainer& t) {
 // The boundary of `step` is behind us: that of the next may be planned.
 void Engine::begin_planning(Trainer& t, uint64_t step) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turned = step;
     t.planned = kNoStep;
     t.plan_more = t.turning = false;
@@ -180,12 +179,12 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   TraceSpan span(trace_, SpanKind::kTurn);
   span.step(step).rank(t.rank);
   // No commit while rows are copied: with staleness other ranks may end steps now.
-  std::lock_guard<std::mutex> boundary(committer_.boundary());
+  Lock boundary(committer_.boundary());
   Vector<Trainer::Late> backlog;
   Vector<TableRef> tables;
   PartsByTable parts;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
     if (ranks_.to_commit() >= t.cache_from) declared_by(t, step, &parts);
@@ -226,7 +225,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   if (!ranks_.caches_exist()) return;
   Vector<TrainerRef> trainers;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     trainers.assign(ranks_.begin(), ranks_.end());
   }
   Vector<uint32_t> dropped;
@@ -235,7 +234,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     TableCache* of = t ? cache_in(*t, table) : nullptr;
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     t->planned = kNoStep;
   }
   if (table.window.opened())
@@ -249,7 +248,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   of->forget();
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   t.planned = kNoStep;
 }
 

@@ -7,7 +7,7 @@ namespace frugal {
 
 Status Committer::ready() {
   Status status = FRUGAL_OK;
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
   if (phase_.is(Phase::kCommit)) return FRUGAL_OK;
   while (one(lock, &status)) {
@@ -15,7 +15,7 @@ Status Committer::ready() {
   return status;
 }
 
-bool Committer::one(std::unique_lock<std::mutex>& lock, Status* status) {
+bool Committer::one(UniqueLock& lock, Status* status) {
   const uint64_t step = ranks_.to_commit();
   if (step == kNoStep || phase_.is(Phase::kAbort) || closed_.load()) return false;
   if (workers_.health() != FRUGAL_OK) return false;
@@ -47,7 +47,7 @@ bool Committer::one(std::unique_lock<std::mutex>& lock, Status* status) {
   }
 }
 
-void Committer::commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
                        Status* status) {
   TraceSpan span(trace_, SpanKind::kCommit);
   span.step(step);
@@ -61,6 +61,7 @@ void Committer::commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRe
     if (!helped) workers_.settle(lock, staged);
   }
   auto give_up = [&] {
+    mu_.assert_held();
     *status = workers_.health();
     phase_.end(Phase::kCommit);
     // Who waits for commits to end has no time-out, and nothing else may happen any more.
@@ -72,7 +73,7 @@ void Committer::commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRe
   lock.unlock();
   memory_.end_step();  // of the steps before
   {
-    std::lock_guard<std::mutex> boundary(boundary_);
+    Lock boundary(boundary_);
     // First all that may want memory: after a failure it goes on from there.
     for (Commit& c : record.commits) {
       const Status s = prepare(step, record, &c);
@@ -116,7 +117,7 @@ void Committer::commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRe
   workers_.wake();
 }
 
-// What it is to be of is decided once. With mu_ held.
+// What it is to be of is decided once.
 void Committer::begin(StepRecord& record) {
   const bool any_pending = tables_.any_pending();
   Vector<Commit> commits(tables_.size());
@@ -190,7 +191,7 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   commit->held = true;
   table.has_state.store(true);
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     update->scalars = arith::step_scalars(table.optimizer_at(step), step, ranks_.size(),
                                           table.config.nan_policy, table.rows.layout().dim);
     ranks_.expect_backlog(record.commits.size());
@@ -219,7 +220,7 @@ void Committer::stage(Commit* commit) {
   Window& window = commit->table->window;
   bool declared = true;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
   }
   try {
@@ -238,7 +239,7 @@ void Committer::stage(Commit* commit) {
 void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
   if (commit.update && ranks_.caches_exist()) {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     ranks_.add_backlog(commit.update, commit.table);
   }
   Timed timed(counters_.entry_ns, commit.staged);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/sync.h"
 #include "base/trace.h"
 #include "engine/counters.h"
 #include "engine/declarations.h"
@@ -25,7 +26,7 @@ namespace frugal {
 class Committer {
  public:
   // `mu` guards ranks, records, phase and tables. Once it is `closed`, no step is committed.
-  Committer(std::mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Tables& tables,
+  Committer(Mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Tables& tables,
             Declarations& declarations, PendingBytes& pending, Flusher& flusher, Workers& workers,
             Pacing& pacing, EngineMemory& memory, const std::shared_ptr<Ledger>& ledger,
             const std::atomic<bool>& closed, Counters& counters, Trace& trace)
@@ -37,27 +38,27 @@ class Committer {
   // Commits all that may be. OUT_OF_MEMORY: the next is owed.
   Status ready();
   // One step, with `mu` held, which it lets go of meanwhile. False: there is none, or no memory.
-  bool one(std::unique_lock<std::mutex>& lock, Status* status);
+  bool one(UniqueLock& lock, Status* status) NO_THREAD_SAFETY_ANALYSIS;
   // A commit that there was no memory for: whoever waits, or has memory, makes it.
   bool owed() const { return owed_.load(); }
   void forget_owed() { owed_.store(false); }  // with `mu` held: its step is undone
   // While it is held no step is committed. Before `mu`.
-  std::mutex& boundary() { return boundary_; }
+  Mutex& boundary() { return boundary_; }
 
  private:
-  void commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
-              Status* status);
-  void begin(StepRecord& record);
+  void commit(UniqueLock& lock, uint64_t step, StepRecord& record,
+              Status* status) NO_THREAD_SAFETY_ANALYSIS;
+  void begin(StepRecord& record) REQUIRES(mu_);
   void take(uint64_t step, StepRecord& record, Commit* commit);
   Status prepare(uint64_t step, StepRecord& record, Commit* commit);
   void stage(Commit* commit);
   void publish(uint64_t step, const StepRecord& record, Commit& commit);
   Pacing::Measured measured() const;
 
-  std::mutex& mu_;
+  Mutex& mu_;
   Ranks& ranks_;
   StepRecords& records_;
-  Phase& phase_;
+  Phase& phase_ GUARDED_BY(mu_);
   Tables& tables_;
   Declarations& declarations_;
   PendingBytes& pending_;
@@ -70,7 +71,7 @@ class Committer {
   Counters& counters_;
   Trace& trace_;
   std::atomic<bool> owed_{false};
-  std::mutex boundary_;  // of caches
+  Mutex boundary_;  // of caches
 };
 
 }  // namespace frugal

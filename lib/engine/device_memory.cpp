@@ -21,14 +21,14 @@ Status device_status(const Result& r, const char* what) {
 }
 
 void DevicePinner::add(std::shared_ptr<device::Runtime> runtime) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   live_.push_back(runtime);
   last_ = std::move(runtime);
   count_.store(live_.size());
 }
 
 void DevicePinner::remove(const device::Runtime* runtime) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   for (size_t i = 0; i < live_.size(); ++i)
     if (live_[i].get() == runtime) {
       live_.erase(live_.begin() + static_cast<ptrdiff_t>(i));
@@ -43,7 +43,7 @@ Status DevicePinner::pin(void* p, size_t bytes, bool read_only, bool* pinned) {
   if (!any()) return FRUGAL_OK;
   Vector<std::shared_ptr<device::Runtime>> live;
   try {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     live = live_;
   } catch (const std::bad_alloc&) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
@@ -62,7 +62,7 @@ Status DevicePinner::pin(void* p, size_t bytes, bool read_only, bool* pinned) {
 void DevicePinner::unpin(void* p) noexcept {
   std::shared_ptr<device::Runtime> runtime;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     runtime = last_;
   }
   if (runtime) runtime->unpin(p);
@@ -87,7 +87,7 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
   const size_t capacity = BufferPool::capacity_for(bytes);
   Ptr<char> at;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     auto found = free_.find(capacity);
     if (found != free_.end()) {
       at = found->second.at;
@@ -103,7 +103,7 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
       r = runtime_->alloc(capacity, &at);
     }
     FRUGAL_TRY_DEVICE(r, "device memory");
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     circulation_.take(capacity, 1, kSpan);
   }
   out->pool_ = shared_from_this();
@@ -116,7 +116,7 @@ void DevicePool::put(size_t capacity, Ptr<char> at) noexcept {
   bool kept = false;
   size_t most = 0;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     circulation_.put(capacity);
     try {
       free_.emplace(capacity, Free{at, circulation_.clock()});
@@ -134,7 +134,7 @@ void DevicePool::keep(size_t bytes) noexcept {
   for (;;) {
     Ptr<char> oldest;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       if (circulation_.kept <= bytes) return;
       const auto of = std::min_element(free_.begin(), free_.end(), [](auto& a, auto& b) {
         return a.second.since < b.second.since;

@@ -10,6 +10,7 @@
 #include "base/heap.h"
 #include "base/pin.h"
 #include "base/status.h"
+#include "base/sync.h"
 #include "device/runtime.h"
 
 namespace frugal {
@@ -31,7 +32,7 @@ class DevicePinner : public Pinner {
 
  private:
   Status pin(void* p, size_t bytes, bool read_only, bool* pinned);
-  std::mutex mu_;
+  Mutex mu_;
   Vector<std::shared_ptr<device::Runtime>> live_;  // one for each trainer
   std::shared_ptr<device::Runtime> last_;          // to unpin with
   std::atomic<size_t> count_{0};
@@ -82,7 +83,7 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   void put(size_t capacity, device::Ptr<char> at) noexcept;
   void keep(size_t bytes) noexcept;
   std::shared_ptr<device::Runtime> runtime_;
-  std::mutex mu_;
+  Mutex mu_;
   using BySize = std::multimap<size_t, Free, std::less<size_t>,
                                HeapAllocator<std::pair<const size_t, Free>>>;
   BySize free_;

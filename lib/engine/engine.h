@@ -104,7 +104,7 @@ class Engine final : public Session, private DataPath {
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return tables_.find(name);
   }
   Status next_table(uint64_t* cursor, String* name) override;
@@ -245,10 +245,10 @@ class Engine final : public Session, private DataPath {
   Status open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out);
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
-  bool to_plan(const Trainer& t) const;
+  bool to_plan(const Trainer& t) const REQUIRES(mu_);
   void begin_planning(Trainer& t, uint64_t step);
   void end_planning(Trainer& t);
-  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts);
+  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(mu_);
   Status turn_caches(Trainer& t, uint64_t step);
   void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
@@ -256,7 +256,7 @@ class Engine final : public Session, private DataPath {
 
   // --- gate.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool open_still(uint64_t step);
+  bool open_still(uint64_t step) REQUIRES(mu_);
 
   // --- steps.cpp
   void end_holding(Table& table);
@@ -268,14 +268,14 @@ class Engine final : public Session, private DataPath {
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   bool find_silent();  // was there one?
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
-  Status first_step_allowed(uint64_t first_step) const;
+  Status first_step_allowed(uint64_t first_step) const REQUIRES(mu_);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  bool outside_allowed(String* why);
+  bool outside_allowed(String* why) REQUIRES(mu_);
   // --- far.cpp: rows that may be far
   bool load_one();
   bool free_places(Table& table, uint64_t step);
@@ -284,7 +284,7 @@ class Engine final : public Session, private DataPath {
   bool give_up_cache(Choose choose);
   bool give_up_lines_of(Table& table);
   bool give_up_own_lines(const Trainer& t);
-  bool loading_until(uint64_t step);
+  bool loading_until(uint64_t step) REQUIRES(mu_);
   Status settle_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
   Status put_far(Table& table, const uint64_t* keys, size_t n,
@@ -334,7 +334,7 @@ class Engine final : public Session, private DataPath {
   Counters counters_;
   Trace trace_;
 
-  std::mutex mu_;
+  Mutex mu_;
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
   std::atomic<bool> closed_{false};    // calls end
   PendingBytes pending_;
@@ -345,7 +345,7 @@ class Engine final : public Session, private DataPath {
   Ranks ranks_;
   Tables tables_;
   Flusher flusher_;
-  Phase phase_;
+  Phase phase_ GUARDED_BY(mu_);
   TimedMutex outside_mu_;
   StepRecords records_;
   Declarations declarations_;
@@ -354,7 +354,11 @@ class Engine final : public Session, private DataPath {
       {[this](uint64_t step) {
          return resolve_one(step, true) || (need_links() && link_one(step));
        },
-       [this](uint64_t step) { return loading_until(step); }, [this] { return load_one(); }}};
+       [this](uint64_t step) {
+         mu_.assert_held();
+         return loading_until(step);
+       },
+       [this] { return load_one(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed

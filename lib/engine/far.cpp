@@ -17,7 +17,7 @@ bool Engine::load_one() {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   Vector<TableRef> tables;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (const TableRef& t : tables_)
       if (t->rows.loading()) tables.push_back(t);
   }
@@ -32,7 +32,7 @@ bool Engine::load_one() {
   return false;
 }
 
-// Is a row loading that is declared for a step up to `step`? With mu_ held.
+// Is a row loading that is declared for a step up to `step`?
 bool Engine::loading_until(uint64_t step) {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
@@ -54,7 +54,7 @@ bool Engine::free_places(Table& table, uint64_t step) {
 bool Engine::revoke_later(Table& table, uint64_t step) {
   bool any;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     // Who plans a boundary has parts in hand.
     if (phase_.is(Phase::kPlan)) return false;
     Lock declared(declarations_.mutex());
@@ -79,7 +79,7 @@ bool Engine::give_up_cache(Choose choose) {
   TrainerRef t;
   TableCache* of;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
     of = choose(&t);
     if (!of) return false;
@@ -88,7 +88,7 @@ bool Engine::give_up_cache(Choose choose) {
   }
   of->forget();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     t->planning = false;
     t->planned = kNoStep;
     phase_.end(Phase::kPlan);

@@ -13,7 +13,7 @@ constexpr size_t kClaimRows = kChunkRows;
 
 void Scratches::make_room(size_t row_bytes) {
   auto more = std::make_unique<Scratch>(ranks_, row_bytes);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (row_bytes <= row_bytes_) return;
   row_bytes_ = row_bytes;
   more->next = std::move(free_);
@@ -23,7 +23,7 @@ void Scratches::make_room(size_t row_bytes) {
 std::unique_ptr<Scratch> Scratches::take() noexcept {
   for (size_t row_bytes;;) {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       while (free_) {
         std::unique_ptr<Scratch> first = std::move(free_);
         free_ = std::move(first->next);
@@ -48,7 +48,7 @@ bool Flusher::write(uint64_t step) {
   for (size_t looked = 0; written < kUrgentRows;) {
     TableRef t;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       t = tables_.next_pending(step, &looked);
     }
     if (!t) break;

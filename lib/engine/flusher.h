@@ -2,8 +2,8 @@
 // update, in chunks that threads share.
 #pragma once
 #include <memory>
-#include <mutex>
 
+#include "base/sync.h"
 #include "base/trace.h"
 #include "engine/counters.h"
 #include "engine/tables.h"
@@ -41,11 +41,11 @@ class Scratches {
  private:
   std::unique_ptr<Scratch> take() noexcept;
   void give(std::unique_ptr<Scratch> scratch) noexcept {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     scratch->next = std::move(free_);
     free_ = std::move(scratch);
   }
-  std::mutex mu_;
+  Mutex mu_;
   const size_t ranks_;
   size_t row_bytes_ = 0;
   std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_bytes_ came with
@@ -54,7 +54,7 @@ class Scratches {
 class Flusher {
  public:
   // `mu` guards the tables.
-  Flusher(std::mutex& mu, Tables& tables, const Ranks& ranks, Workers& workers, Counters& counters,
+  Flusher(Mutex& mu, Tables& tables, const Ranks& ranks, Workers& workers, Counters& counters,
           Trace& trace)
       : mu_(mu), tables_(tables), ranks_(ranks), workers_(workers), counters_(counters),
         trace_(trace), scratches_(ranks.size()) {}
@@ -75,7 +75,7 @@ class Flusher {
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
   void apply_chunk(const Chunks& of, size_t chunk);
 
-  std::mutex& mu_;
+  Mutex& mu_;
   Tables& tables_;
   const Ranks& ranks_;
   Workers& workers_;

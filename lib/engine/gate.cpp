@@ -12,7 +12,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Gate::Pass pass;
   pass.step = step;
   auto open = [&] {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return gate_.open(&pass);
   };
   if (open()) return FRUGAL_OK;
@@ -28,7 +28,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   span.waited(pass.waited);
   if (pass.in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     gate_.open(&pass);
     // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on
     // waiting. (An abort, which is for that, may be what the gate has met first.)
@@ -44,7 +44,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
 }
 
 // Who begins a step looks again, in the section in which it does: since the gate has opened, parts
-// of the step may have given up their places. With mu_ held.
+// of the step may have given up their places.
 bool Engine::open_still(uint64_t step) {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return true;
   Gate::Pass pass;

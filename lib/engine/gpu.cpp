@@ -135,7 +135,7 @@ Status found_in_step(Flight::Found found, uint64_t step) {
 
 bool Flight::ask(uint64_t timeout_ns) {
   if (landed.load(std::memory_order_acquire)) return true;
-  std::unique_lock<std::mutex> lock(mu, std::try_to_lock);
+  UniqueLock lock(mu, std::try_to_lock);
   if (!lock.owns_lock()) {  // somebody else asks
     if (timeout_ns) std::this_thread::sleep_for(std::chrono::microseconds(20));
     return false;
@@ -205,7 +205,7 @@ Gpu::~Gpu() {
 
 Result Gpu::take_event(device::Event* out) {
   {
-    std::lock_guard<std::mutex> lock(events_mu_);
+    Lock lock(events_mu_);
     if (!events_.empty()) {
       *out = events_.back();
       events_.pop_back();
@@ -220,7 +220,7 @@ Status Gpu::create_event(device::Event* out) {
 }
 
 void Gpu::give_back(device::Event e) {
-  std::lock_guard<std::mutex> lock(events_mu_);
+  Lock lock(events_mu_);
   try {
     events_.push_back(e);
   } catch (...) {
@@ -230,7 +230,7 @@ void Gpu::give_back(device::Event e) {
 
 void Gpu::failed(const Result& r) {
   if (r.kind != ErrorKind::kFault && r.kind != ErrorKind::kNoDevice) return;
-  std::lock_guard<std::mutex> lock(events_mu_);
+  Lock lock(events_mu_);
   if (failed_.load()) return;
   failure_ = r;
   failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
@@ -345,7 +345,7 @@ bool Gpu::await(device::Event e, std::atomic<int>* errors) {
 // and then a new event may be refused, too.)
 void Gpu::drain(device::Stream stream) {
   device::Event e;
-  std::unique_lock<std::mutex> last(drained_mu_, std::defer_lock);
+  UniqueLock last(drained_mu_, std::defer_lock);
   const Result made = take_event(&e);
   failed(made);
   if (!made.ok()) {

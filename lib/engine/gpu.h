@@ -15,6 +15,7 @@
 #include "base/buffer.h"
 #include "base/heap.h"
 #include "base/status.h"
+#include "base/sync.h"
 #include "cache/lines.h"
 #include "device/ops/kernels.h"
 #include "device/ops/shapes.h"
@@ -109,7 +110,7 @@ struct Flight : HeapObject {
   // Words in pinned memory, 0 unless: a gradient that is to be refused has a NaN; offsets are none.
   Vector<const uint32_t*> nans, wrong_offsets;
   bool must_land = false;  // before the step's end answers
-  std::mutex mu;           // of events, once it has ended
+  Mutex mu;           // of events, once it has ended
   std::atomic<int> errors{0};  // of asking, in a row
   std::atomic<bool> landed{false};
   std::atomic<bool> failed{false};
@@ -321,13 +322,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   FlightRef flight_;       // call_mu
   Buffer identity_;        // call_mu
   Vector<Buffer> outgrown_;
-  std::mutex upload_mu_;
+  Mutex upload_mu_;
   device::Stream upload_;
   device::Stream boundary_;       // call_mu
   device::Event boundary_done_;
-  std::mutex events_mu_;
+  Mutex events_mu_;
   Vector<device::Event> events_;
-  std::mutex drained_mu_;
+  Mutex drained_mu_;
   device::Event drained_;  // drain's, where there is no other
   std::atomic<Status> failed_{FRUGAL_OK};
   std::function<void()> while_waiting_;

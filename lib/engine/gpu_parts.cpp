@@ -71,7 +71,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     return *out && (*out)->gpu.get() == this;
   };
   {
-    std::lock_guard<std::mutex> lock(upload_mu_);
+    Lock lock(upload_mu_);
     if (known()) return FRUGAL_OK;
   }
   // Without the lock: calls of a step ask for parts that are there while those of later steps are
@@ -94,7 +94,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
                staged_at = pieces.of<uint32_t>(d.frequent.size()),
                heavy_at = pieces.of<device::HeavyRow>(d.frequent.size());
   if (const Status s = room(pieces.bytes(), &d)) {
-    std::lock_guard<std::mutex> lock(upload_mu_);
+    Lock lock(upload_mu_);
     return known() ? FRUGAL_OK : s;  // who was faster has the memory
   }
   std::memcpy(here<char>(d, slots_at), part.row_slots(), n * sizeof(uint32_t));
@@ -134,7 +134,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     d.staged = there<uint32_t>(d, staged_at);
     d.heavy = there<device::HeavyRow>(d, heavy_at);
   }
-  std::lock_guard<std::mutex> lock(upload_mu_);
+  Lock lock(upload_mu_);
   if (known()) return FRUGAL_OK;  // somebody else was faster
   FRUGAL_TRY(send(pieces.bytes(), &d));
   part.on_device = std::move(made);
@@ -190,7 +190,7 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
   s.items = there<device::Item>(s, items_at);
   s.host_rows = there<uint32_t>(s, host_at);
   {
-    std::lock_guard<std::mutex> lock(upload_mu_);
+    Lock lock(upload_mu_);
     FRUGAL_TRY(send(pieces.bytes(), &s));
   }
   d.cached = std::move(made);
@@ -199,7 +199,7 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
 
 void Gpu::forget_places(Part& part) {
   std::shared_ptr<SourcesOnDevice> gone;
-  std::lock_guard<std::mutex> lock(upload_mu_);
+  Lock lock(upload_mu_);
   auto* d = static_cast<PartOnDevice*>(part.on_device.get());
   if (d) gone = std::move(d->cached);
 }
@@ -221,7 +221,7 @@ Status DeviceLines::send_lists(const LineUpdate& u, std::shared_ptr<LinesOnDevic
     l.lines = there<uint32_t>(l, lines_at);
     l.start = there<uint32_t>(l, start_at);
     l.terms = there<device::Term>(l, terms_at);
-    std::lock_guard<std::mutex> lock(gpu_.upload_mu_);
+    Lock lock(gpu_.upload_mu_);
     FRUGAL_TRY(gpu_.send(pieces.bytes(), &l));
   }
   *out = std::move(made);
@@ -242,7 +242,7 @@ Status DeviceLines::send_plan(const CachePlan& plan) {
     std::memcpy(here<char>(p, to_at), plan.to.data(), p.count * sizeof(uint32_t));
     p.slots = there<uint32_t>(p, slots_at);
     p.to = there<uint32_t>(p, to_at);
-    std::lock_guard<std::mutex> lock(gpu_.upload_mu_);
+    Lock lock(gpu_.upload_mu_);
     FRUGAL_TRY(gpu_.send(pieces.bytes(), &p));
   }
   plan_ = std::move(made);

@@ -224,7 +224,7 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
   auto r = std::make_unique<Record>();
   FRUGAL_TRY(ledger_->pool_.get(bytes, &r->memory));
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     records_.reserve(records_.size() + 1);
   }
   r->update = new (r->memory.data()) LedgerUpdate{};
@@ -268,7 +268,7 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
         gone->of->remove(p);
       },
       HeapAllocator<Record>());
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   const uint64_t place = ledger_->place_of(added->update);
   ledger_point();
   (records_.empty() ? table_->first : records_.back()->update->next)
@@ -280,7 +280,7 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
 }
 
 void TableLedger::remove(Record* record) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   auto at = std::find(records_.begin(), records_.end(), record);
   if (at == records_.end()) return;
   // A step that was not committed is nothing to miss.

@@ -25,6 +25,7 @@
 
 #include "base/assert.h"
 #include "base/buffer.h"
+#include "base/sync.h"
 #include "storage/rows.h"
 #include "window/step_update.h"
 
@@ -152,7 +153,7 @@ class TableLedger final : public HeapObject,
   LedgerTable* table_ = nullptr;
   uint32_t rows_ = 0, count_ = 0;           // of an image, of images
   Vector<Taken> taken_;                     // by image
-  std::mutex mu_;
+  Mutex mu_;
   Vector<Record*> records_;                 // ascending steps
 };
 

@@ -31,7 +31,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (deadline.passed()) {
       // The other one may only be on its way to be told the same.
       String why;
-      std::lock_guard<std::mutex> lock(engine.mu_);
+      Lock lock(engine.mu_);
       status_ = engine.ranks_.inside(&why)
                     ? busy(why)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
@@ -40,8 +40,9 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
       order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
-  std::unique_lock<std::mutex> lock(engine.mu_);
+  UniqueLock lock(engine.mu_);
   auto settled = [&] {
+    engine.mu_.assert_held();
     return engine.phase_.may(Phase::kOutside) || engine.closed_.load();
   };
   engine.workers_.settle(lock, settled);
@@ -61,20 +62,23 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   } else {
     engine.phase_.begin(Phase::kOutside);  // no more of them begin
     entered_ = true;
-    engine.workers_.settle(lock, [&] { return engine.phase_.may(Phase::kAlone); });
+    engine.workers_.settle(lock, [&] {
+      engine.mu_.assert_held();
+      return engine.phase_.may(Phase::kAlone);
+    });
   }
 }
 
 OutsideScope::~OutsideScope() {
   if (!entered_) return;
   {
-    std::lock_guard<std::mutex> lock(engine_.mu_);
+    Lock lock(engine_.mu_);
     engine_.phase_.end(Phase::kOutside);
   }
   engine_.workers_.progress();
 }
 
-bool Engine::outside_allowed(String* why) {  // with mu_ held
+bool Engine::outside_allowed(String* why) {
   // What a rank has ended counts after it has left, too.
   const uint64_t ended = records_.ended();
   if (ended == kNoStep) return ranks_.between(why);
@@ -87,7 +91,7 @@ Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (phase_.is(Phase::kCommit)) return false;
     return !tables_.any_pending();
   };
@@ -96,7 +100,7 @@ Status Engine::flush(Deadline deadline) {
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   uint64_t rows = 0;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   tables_.each_window([&](Window& w) { rows += w.pending_rows(); });
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
@@ -282,7 +286,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   Trainer* const trainer = any ? &own(*any) : nullptr;
   FRUGAL_TRY(check());
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kRead));
-  std::unique_lock<std::mutex> call;
+  std::optional<UniqueLock> call;
   std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;
   // Between steps nothing else keeps operations outside steps from changing the rows that are read.
@@ -292,7 +296,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     ~Reading() {
       if (!counted) return;
       {
-        std::lock_guard<std::mutex> lock(engine.mu_);
+        Lock lock(engine.mu_);
         engine.phase_.end(Phase::kRead);
       }
       engine.workers_.progress();
@@ -300,14 +304,14 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   } reading{*this};
   if (trainer) {
     tell_used(*trainer);
-    call = std::unique_lock<std::mutex>(trainer->call_mu);
+    call.emplace(trainer->call_mu);
     FRUGAL_TRY(enter(*trainer));
     // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
     // before it must be committed, and nothing commits while this rank has not begun the next.
     uint64_t next;
     bool inside;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       inside = trainer->in_step;
       next = inside ? trainer->step : trainer->next_step;
       if (next != kNoStep) step = next;
@@ -315,7 +319,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     bool busy = false;
     auto ended = [&] {
       if (workers_.applying()) return false;
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       // This rank may have been told of an abort that is still taking rows of others back.
       busy = !phase_.may(Phase::kRead);
       const bool others = next != kNoStep && config_.staleness < next && ranks_.to_commit() < next - config_.staleness;

@@ -6,7 +6,7 @@ namespace frugal {
 
 void PinnedTables::join(Trainer& t, std::shared_ptr<device::Runtime> runtime) {
   {
-    std::lock_guard<std::mutex> joins(joins_mu_);
+    Lock joins(joins_mu_);
     pinner_.add(std::move(runtime));
   }
   t.pinning.store(true);
@@ -20,11 +20,11 @@ void PinnedTables::leave(Trainer& t) noexcept {
 }
 
 void PinnedTables::unpin() {
-  std::lock_guard<std::mutex> joins(joins_mu_);
+  Lock joins(joins_mu_);
   if (pinner_.any()) return;
   Vector<TableRef> tables;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     tables = tables_.all();
   }
   for (const TableRef& table : tables) table->rows.unpin();
@@ -34,7 +34,7 @@ Status PinnedTables::next(bool* any) {
   *any = false;
   Vector<TableRef> tables;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     tables = tables_.all();
   }
   for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
@@ -47,7 +47,7 @@ bool PinnedTables::one(bool* changed) {
   // Of these, and not of who joins from here on, it can be told below that all is pinned.
   Vector<TrainerRef> waiting;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (const TrainerRef& t : ranks_)
       if (t && waits(*t)) waiting.push_back(t);
   }

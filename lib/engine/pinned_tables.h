@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/sync.h"
 #include "engine/device_memory.h"
 #include "engine/ranks.h"
 #include "engine/tables.h"
@@ -17,7 +18,7 @@ namespace frugal {
 
 class PinnedTables {
  public:
-  PinnedTables(std::mutex& mu, const Ranks& ranks, const Tables& tables, DevicePinner& pinner)
+  PinnedTables(Mutex& mu, const Ranks& ranks, const Tables& tables, DevicePinner& pinner)
       : mu_(mu), ranks_(ranks), tables_(tables), pinner_(pinner) {}
   // From here on new slabs are pinned, and tables that are being created look again when they are
   // there. Throws.
@@ -38,12 +39,12 @@ class PinnedTables {
  private:
   Status next(bool* any);
 
-  std::mutex& mu_;
+  Mutex& mu_;
   const Ranks& ranks_;
   const Tables& tables_;
   DevicePinner& pinner_;
   std::atomic<uint32_t> waiting_{0};  // trainers for which memory is being pinned
-  std::mutex joins_mu_;               // joins against taking all pins back
+  Mutex joins_mu_;               // joins against taking all pins back
 };
 
 }  // namespace frugal

@@ -14,7 +14,7 @@ Status Engine::keep_ledger() {
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   std::shared_ptr<Ledger> ledger;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (ledger_) return FRUGAL_OK;
   FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, ranks_.committed(), &ledger));
   Vector<std::shared_ptr<TableLedger>> of(tables_.size());
@@ -39,7 +39,7 @@ Status Engine::keep_ledger() {
 
 // The parts of the step that the rank is inside of.
 Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (!t.in_step) return FRUGAL_OK;
   for (const StepPart& of : t.parts) {
@@ -110,7 +110,7 @@ Status LinesElsewhere::turn(const CachePlan& plan, const Vector<DueUpdate>& due)
 }
 
 Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   if (number > t.boundaries)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such boundary of a cache");
   t.boundaries_done = number;
@@ -118,7 +118,7 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   if (table && std::find(t.no_lines.begin(), t.no_lines.end(), table) == t.no_lines.end() &&
       t.no_lines.size() < t.caches.size())
     t.no_lines.push_back(table);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
   // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
   // begins it anew.
@@ -127,7 +127,7 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
 }
 
 void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   *out = std::move(t.boundary);
   t.boundary = {};
 }
@@ -139,7 +139,7 @@ Status Engine::give_up_lines(Trainer& t) {
     if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table()->handle) != t.no_lines.end())
       of.close();
   t.boundaries_done = t.boundaries;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
   t.backlog.clear();
@@ -152,7 +152,7 @@ Status Engine::give_up_lines(Trainer& t) {
 Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& numbers,
                            Vector<RemotePart>* out) {
   const size_t n = numbers.at.size();
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   LocalStep step(*this, t, nullptr, &numbers);
   FRUGAL_TRY(step.begin(Use::kDeclare));
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));
@@ -182,7 +182,7 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& nu
 
 // Rows of declared parts that the trainer has looked up or pushed gradients of.
 Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(check());
   // What has undone the step is told by a call of the trainer's own.
   if (t.closing.load() || t.abort_notice.load()) return FRUGAL_ERR_NOT_IN_STEP;
@@ -205,7 +205,7 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
 // be told of stays for itself.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   auto inside = [&] {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return t.in_step.load();
   };
   if (!inside()) return;
@@ -214,7 +214,7 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     if (!inside()) return;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
-  std::lock_guard<std::mutex> call(t.call_mu, std::adopt_lock);
+  const UniqueLock call(t.call_mu, std::adopt_lock);
   if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed_.load() &&
       health() == FRUGAL_OK)
     create_used(t, used);
@@ -225,19 +225,19 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
 void Engine::tell_used(const Trainer& by) {
   Vector<TrainerRef> others;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by && t->heard.load()) others.push_back(t);
   }
   for (const TrainerRef& t : others) {
-    std::lock_guard<std::mutex> lock(t->elsewhere_mu);
+    Lock lock(t->elsewhere_mu);
     if (t->elsewhere) t->elsewhere->tell();
   }
 }
 
 // What the trainer has summed in this step, in place of all that it handed over before.
 Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));
   Map<const AnyTable*, PushState> states;
@@ -270,14 +270,14 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
 
 // OK where the trainer is inside a step that nobody has undone.
 Status Engine::inside_step(Trainer& t) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   return inside(t);
 }
 
 // Has it begun the step, and nobody undone it?
 bool Engine::is_inside(const Trainer& t, uint64_t step) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   return t.in_step && t.step == step && !t.abort_notice.load();
 }
 
@@ -315,8 +315,8 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();
   {
-    std::lock_guard<std::mutex> call(t->call_mu);  // a call of its that waits ends
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock call(t->call_mu);  // a call of its that waits ends
+    Lock lock(mu_);
     if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
     ranks_.lose(t->rank);
   }
@@ -325,7 +325,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
 }
 
 void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   ranks_.on_silent(std::move(silent));
 }
 
@@ -333,7 +333,7 @@ bool Engine::find_silent() {
   if (silence_.limit == UINT64_MAX) return false;
   bool found;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     found = ranks_.find_silent(silence_);
   }
   if (found) workers_.progress();

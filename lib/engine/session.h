@@ -16,6 +16,7 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
+#include "base/sync.h"
 #include "engine/data_path.h"
 #include "frugal.h"
 #include "window/part.h"
@@ -71,7 +72,7 @@ struct AnyTrainer : HeapObject {
   uint64_t handle = 0;
   uint32_t rank = 0;
   std::shared_ptr<Gpu> gpu;   // null: the cpu device
-  std::mutex call_mu;         // held by a call of this trainer; taken by an abort to undo its step
+  Mutex call_mu;         // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
   uint64_t step = kNoStep;    // begun last
   // Of the step that it is inside of, with call_mu held:

@@ -33,7 +33,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   Timed timed(counters_.step_begin_ns);
   TraceSpan span(trace_, SpanKind::kStepBegin);
   span.step(step).rank(t.rank);
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.gpu)
     FRUGAL_TRY(t.gpu->ready());
@@ -41,7 +41,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     device::look_for_devices();
   FRUGAL_TRY(check_step(step));
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     FRUGAL_TRY(ranks_.may_begin(t, step));
     if (ranks_.to_commit() == kNoStep) {
       ranks_.start(step);
@@ -56,7 +56,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     Trainer* t = nullptr;  // null: begin_planning has told
     ~Turning() {
       if (!t) return;
-      std::lock_guard<std::mutex> lock(engine.mu_);
+      Lock lock(engine.mu_);
       t->turning = false;
     }
   } turning{*this};
@@ -70,7 +70,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
     if (s != FRUGAL_OK) return s;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
           phase_.may(Phase::kStep) && open_still(step)) {
         // None is declared for it any more, and what is stays as the gate has found it.
@@ -118,7 +118,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       forget_places(t, step);
       if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
       t.boundary = {};
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       t.backlog.clear();
       if (t.gpu || t.lines_elsewhere) {
         ranks_.begin_again(t);
@@ -133,7 +133,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   if (pacing_.deferred() && config_.flush_threads) {
     bool schedule = false;
     try {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       // After an abort, of which this rank is not told yet, all begin the step again: it may be
       // declared for meanwhile, and what is staged must have passed the gates.
       if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
@@ -157,13 +157,13 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   span.step(step).rank(t.rank);
   FlightRef landed;  // ends when no lock is held
   {
-    std::unique_lock<std::mutex> call(t.call_mu);
+    UniqueLock call(t.call_mu);
     FRUGAL_TRY(enter(t));
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       if (!t.in_step) return ranks_.not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
@@ -194,7 +194,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     }
     bool taken = false;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       // Who closes the engine has taken the records away already.
       if (closed_.load()) return engine_closed();
       if (!t.abort_notice.load()) {
@@ -254,9 +254,9 @@ void Engine::end_holding(Table& table) {
 Status Engine::abort_call(AnyTrainer& any) {
   Trainer& t = own(any);
   {
-    std::lock_guard<std::mutex> call(t.call_mu);
+    Lock call(t.call_mu);
     FRUGAL_TRY(enter(t));
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!t.in_step) return ranks_.not_inside(t);
   }
   return aborter_.undo(t, Aborter::Why::kCall);

@@ -59,7 +59,7 @@ Status Engine::start() {
 void Engine::close_ranks() {
   aborter_.insist_no_more();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (const TrainerRef& t : ranks_)
       if (t && !t->told_elsewhere.load()) t->closing.store(true);
   }
@@ -71,7 +71,7 @@ void Engine::each_trainer(Visit visit) {
   for (uint32_t r = 0; r < ranks_.size(); ++r) {
     TrainerRef t;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       t = ranks_[r];
     }
     if (t) visit(*t);
@@ -86,7 +86,7 @@ void Engine::shutdown() {
          [](int tries) { return tries >= kLandTries; });
   bool again;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     again = closed_.exchange(true);
     if (again && !workers_.running() && tables_.size() == 0) return;
   }
@@ -95,12 +95,12 @@ void Engine::shutdown() {
   workers_.stop();
   Vector<Thread> reapers;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     reapers.swap(reapers_);
   }
   for (Thread& r : reapers) r.join();
   // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice closed_.
-  each_trainer([](Trainer& t) { std::lock_guard<std::mutex> call(t.call_mu); });
+  each_trainer([](Trainer& t) { Lock call(t.call_mu); });
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
   memory_.pool.leave();
@@ -113,8 +113,11 @@ void Engine::shutdown() {
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     {
-      std::unique_lock<std::mutex> lock(mu_);
-      workers_.settle(lock, [&] { return !phase_.is(Phase::kCommit); });
+      UniqueLock lock(mu_);
+      workers_.settle(lock, [&] {
+        mu_.assert_held();
+        return !phase_.is(Phase::kCommit);
+      });
     }
     while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
@@ -123,10 +126,13 @@ void Engine::shutdown() {
   Vector<TableRef> tables;
   Map<uint64_t, StepRecord> records;
   {
-    std::unique_lock<std::mutex> lock(mu_);
+    UniqueLock lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
-    workers_.settle(lock, [&] { return phase_.may(Phase::kEnd); });
+    workers_.settle(lock, [&] {
+      mu_.assert_held();
+      return phase_.may(Phase::kEnd);
+    });
     tables = tables_.take();
     records = records_.take();
   }
@@ -141,12 +147,12 @@ void Engine::shutdown() {
   }
   each_trainer([this](Trainer& t) {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       ranks_.leave(t);
     }
     t.closing.store(true);
     handle_remove(HandleKind::kTrainer, t.handle);
-    std::lock_guard<std::mutex> call(t.call_mu);
+    Lock call(t.call_mu);
     if (t.gpu) t.gpu->take_flight();
     t.parts.clear();
     t.pushes.clear();
@@ -171,7 +177,7 @@ Status Engine::committed(uint64_t* step) {
   } catch (const std::bad_alloc&) {
     // What cannot be committed now is not.
   }
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   *step = ranks_.committed();
   return FRUGAL_OK;
 }
@@ -182,7 +188,7 @@ Status Engine::find_table(const char* name, AnyTableRef* out) {
 }
 
 Status Engine::next_table(uint64_t* cursor, String* name) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   const TableRef table = tables_.from(*cursor);
   if (!table) return FRUGAL_OK;
   *name = table->name;
@@ -227,7 +233,7 @@ static Status is_there(const TableRef& table, const frugal_table_config& config,
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FRUGAL_TRY(check());
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
@@ -283,7 +289,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                   memory_.pinner->any() ? "memory that can be pinned, or " : "", memory_.budget.left_text().c_str(),
                   static_cast<unsigned long long>(available_bytes()));
   }
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
   if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
@@ -319,7 +325,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   // From here on nothing wants memory, so that it is dropped whole, or not at all.
   {
-    std::unique_lock<std::mutex> lock(mu_);
+    UniqueLock lock(mu_);
     if (!tables_.has(table))
       return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already: the handle is closed");
     // Background work on its declarations must have ended.
@@ -333,14 +339,14 @@ Status Engine::drop_table(const AnyTableRef& any) {
     // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
     // nobody uses a cache.
     drop_cache(t, *table);
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     std::erase_if(t.backlog, [&](const Trainer::Late& late) { return late.table == table; });
   });
   handle_remove(HandleKind::kTable, table->handle);
   return FRUGAL_OK;
 }
 
-Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
+Status Engine::first_step_allowed(uint64_t first_step) const {
   const uint64_t committed = ranks_.committed();
   if (committed != kNoStep && first_step <= committed)
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
@@ -366,7 +372,7 @@ Status Engine::describe(AnyTable& table, frugal_table_info* out) {
   i.key_space = t.config.key_space;
   i.page_bytes = static_cast<uint32_t>(kHugePage);
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     i.optimizer = t.schedule.begin()->second.kind;
   }
   *out = i;
@@ -381,7 +387,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   o.flags &= ~FRUGAL_OPT_NEW_STATE;
   for (std::optional<OutsideScope> scope;;) {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       FRUGAL_TRY(check_step(first_step));
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
@@ -453,7 +459,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   each_trainer([&](Trainer& t) { drop_cache(t, table); });
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   table.schedule.swap(schedule);
   return FRUGAL_OK;
 }
@@ -469,7 +475,7 @@ Status Engine::stats(frugal_stats* out) {
 #undef SKIP
   Vector<TableRef> tables;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     tables = tables_.all();
   }
   for (const TableRef& t : tables) {

@@ -1,9 +1,9 @@
 // The tables of an engine. Its mutex guards which there are.
 #pragma once
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
+#include "base/sync.h"
 #include "engine/ranks.h"
 #include "engine/table.h"
 
@@ -12,7 +12,7 @@ namespace frugal {
 class Tables {
  public:
   // `config` is what the engine makes of it, as long as it lives.
-  Tables(const frugal_config& config, std::mutex& mu, const Ranks& ranks)
+  Tables(const frugal_config& config, Mutex& mu, const Ranks& ranks)
       : config_(config), mu_(mu), ranks_(ranks) {}
 
   const Vector<TableRef>& all() const { return all_; }
@@ -52,7 +52,7 @@ class Tables {
     c.placement = config_.world_size;
     c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
     c.pending_rows = &pending_rows_;
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return table.window.open(c, ranks_.soonest());
   }
   // All that are opened.
@@ -86,7 +86,7 @@ class Tables {
 
  private:
   const frugal_config& config_;
-  std::mutex& mu_;
+  Mutex& mu_;
   const Ranks& ranks_;
   // So a look at many tables of which none has any is one look.
   bool none_pending() const { return pending_rows_.load(std::memory_order_acquire) == 0; }

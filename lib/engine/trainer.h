@@ -6,6 +6,7 @@
 
 #include "base/buffer.h"
 #include "base/heap.h"
+#include "base/sync.h"
 #include "engine/gpu.h"
 #include "engine/session.h"
 #include "engine/table_cache.h"
@@ -109,7 +110,7 @@ struct Trainer : AnyTrainer {
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Where else that is counted: in memory that the rank's own process sees. Or null.
   std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
-  std::mutex elsewhere_mu;  // before call_mu
+  Mutex elsewhere_mu;  // before call_mu
   UsedElsewhere* elsewhere = nullptr;
   // When its process was last heard of (now_ns()); 0: a thread of this process.
   std::atomic<uint64_t> heard{0};

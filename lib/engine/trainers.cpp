@@ -50,11 +50,14 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
   FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
   if (ranks_.joined(config.rank) && !ranks_[config.rank])
-    workers_.settle(lock, [&] { return phase_.may(Phase::kJoin) || closed_.load(); });
+    workers_.settle(lock, [&] {
+      mu_.assert_held();
+      return phase_.may(Phase::kJoin) || closed_.load();
+    });
   if (closed_.load()) return engine_closed();
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
@@ -88,7 +91,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // when it is being closed.
 Status Engine::may_close(const Trainer& t) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!t.in_step) return FRUGAL_OK;
   }
   if (!committer_.owed()) return FRUGAL_OK;
@@ -102,10 +105,10 @@ Status Engine::may_close(const Trainer& t) {
 Status Engine::close_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();
-  std::unique_lock<std::mutex> call(t->call_mu);
+  UniqueLock call(t->call_mu);
   bool inside;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
     inside = t->in_step;
   }
@@ -125,15 +128,18 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   // What it has read in a step that the others have not ended yet stays declared.
   auto mine = [&] {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return declarations_.any_of(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
   };
   while (const BatchRef b = mine()) drop_batches(b->step, b->rank, nullptr);
   decltype(t->caches) caches;
   {
-    std::unique_lock<std::mutex> lock(mu_);
+    UniqueLock lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
-    workers_.settle(lock, [&] { return phase_.may(Phase::kLeave) && !t->planning; });
+    workers_.settle(lock, [&] {
+      mu_.assert_held();
+      return phase_.may(Phase::kLeave) && !t->planning;
+    });
     caches.swap(t->caches);
   }
   t->lent.clear();
@@ -144,7 +150,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   // the rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     ranks_.leave(*t);
     workers_.progress();
   }
@@ -163,7 +169,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   Timed timed(counters_.prefetch_ns, !late);
   TraceSpan span(trace_, SpanKind::kPrefetch);
   span.step(step).rank(t.rank);
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t, !late));
   auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
   batch->step = step;
@@ -216,7 +222,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   bool alone;
   if (!arriving.empty()) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     // Who closes the engine has taken the batches away already.
     if (closed_.load()) return engine_closed();
     for (const TableRef& table : batch->tables)
@@ -283,7 +289,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
 // their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
 // again. Until the caller takes `tight` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   const Declarations::Which of_table{.table = &table};
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
   // the declarations' lock held, under which it is done, too: who waits for the lock begins to
@@ -320,7 +326,7 @@ void Engine::give_up_reserved(Table& table) {
 void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   const Declarations::Share share{step, rank, one};
   if (!declarations_.close(share)) return;
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   workers_.settle(lock, [&] {
     // A step that is being taken in ahead uses its declarations.
     const StepRecord* record = records_.find(step);
@@ -333,7 +339,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
 
 Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
   Trainer& t = own(any);
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (batch->session != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
@@ -342,7 +348,7 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
                 "the batch was declared by rank %u, not rank %u: give one of its own",
                 batch->rank, t.rank);
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)
       return fail(FRUGAL_ERR_STEP_RANGE,
                   "step %llu has begun: its declaration stays until that ends; cancel before",

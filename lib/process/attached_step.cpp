@@ -177,19 +177,19 @@ Status Client::AttachedStep::ask_for(const frugal_op* ops) {
 }
 
 Status Client::lookup(AnyTrainer& t, const frugal_op* ops, size_t n) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   AttachedStep step(*this, own(t));
   return RowPath(step).lookup(ops, n);
 }
 
 Status Client::push(AnyTrainer& t, const frugal_op* ops, size_t n) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   AttachedStep step(*this, own(t));
   return RowPath(step).push(ops, n);
 }
 
 Status Client::borrow(AnyTrainer& t, size_t bytes, void** out) {
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   AttachedStep step(*this, own(t));
   return RowPath(step).borrow(bytes, out);
 }

@@ -42,7 +42,7 @@ Status Client::attach(const frugal_config& config) {
 }
 
 void Client::cut_channels() noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (talk_.opened()) talk_.channel().cut();
   for (auto& weak : trainers_)
     if (auto t = weak.lock()) t->channel().cut();
@@ -58,14 +58,14 @@ void Client::shutdown() {
   // All of them are marked before the first is cut: what the end of one undoes is not for the calls
   // of the others to tell.
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (auto& weak : trainers_)
       if (auto t = weak.lock()) t->closing.store(true);
     for (auto& weak : trainers_)
       if (auto t = weak.lock()) t->channel().cut();
   }
   auto next = [this](auto& of) {  // takes no memory
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     auto item = of.empty() ? nullptr : of.back().lock();
     for (; !of.empty() && !item; item = of.empty() ? nullptr : of.back().lock()) of.pop_back();
     if (item) of.pop_back();
@@ -80,7 +80,7 @@ void Client::shutdown() {
     if (!ended) {
       // Another thread closes it, or nobody can. A call of its may be reading what is let go of
       // below.
-      std::lock_guard<std::mutex> call(t->call_mu);
+      Lock call(t->call_mu);
       if (t->gpu) t->gpu->take_flight();  // kernels read what is about to be unmapped
     }
     handle_remove(HandleKind::kTrainer, t->handle);
@@ -177,7 +177,7 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
     return *out != nullptr;
   };
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (taken()) return FRUGAL_OK;
   }
   auto t = std::allocate_shared<RemoteTable>(HeapAllocator<RemoteTable>(), pins_);
@@ -204,7 +204,7 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   t->rows = t->layout.at(values.base, state.base);
   t->pinned.over_rows(values, reply.info.capacity, t->layout.value_pitch);
   if (state.base) t->pinned_state.over_rows(state, reply.info.capacity, t->layout.state_pitch);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (controller_.closed()) return controller_.check();
   if (taken()) return FRUGAL_OK;
   tables_.reserve(tables_.size() + 1);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/sync.h"
 #include "engine/data_path.h"
 #include "process/controller.h"
 #include "process/helpers.h"
@@ -87,7 +88,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   template <class Answer>
   Status ask(Exchange& e, Answer answer) {
     settle_all(e.until ? e.until : controller_.deadline().at);
-    std::lock_guard<std::mutex> one(talk_mu_);
+    Lock one(talk_mu_);
     return talk_.ask(e, answer);
   }
   Status ask(Exchange& e) { return ask(e, nothing_more); }
@@ -125,10 +126,10 @@ class Client final : public Session, private DataPath, private Controller::Owner
   BufferPool pool_;
   BufferPool pinned_;                 // that devices see
   Helpers helpers_;
-  std::mutex talk_mu_;
+  Mutex talk_mu_;
   Talk talk_{controller_};            // for calls outside steps
   Joins joins_{controller_};
-  mutable std::mutex mu_;             // what follows
+  mutable Mutex mu_;             // what follows
   Vector<std::weak_ptr<RemoteTrainer>> trainers_;
   Vector<std::weak_ptr<RemoteTable>> tables_;
 };

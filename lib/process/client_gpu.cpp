@@ -28,7 +28,7 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
 Status Client::pin_tables() {
   Vector<RemoteTableRef> tables;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (auto& weak : tables_)
       if (auto table = weak.lock(); table && !table->lazy && !table->dropped.load())
         tables.push_back(std::move(table));
@@ -88,7 +88,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
     if (known == t.lines.end()) {
       RemoteTrainer::OfTable made;
       {
-        std::lock_guard<std::mutex> lock(mu_);
+        Lock lock(mu_);
         for (auto& weak : tables_)
           if (auto table = weak.lock(); table && table->id == of.table)
             made.table = std::move(table);
@@ -261,7 +261,7 @@ Status Client::device_failed(RemoteTrainer& t) {
 Status Client::told(AnyTrainer& any, Status status) {
   if (status != FRUGAL_ERR_DEVICE || !any.gpu) return status;
   RemoteTrainer& t = own(any);
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   t.gpu->look();
   return t.gpu->sticky() ? device_failed(t) : status;
 }

@@ -1,6 +1,7 @@
 // A trainer's calls. Declared keys need no message between the gate and the step's end.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "base/handles.h"
@@ -20,7 +21,7 @@ constexpr size_t kStagedBytes = size_t{2} << 10;
 void Client::settle_all(uint64_t until) {
   Vector<RemoteTrainerRef> trainers;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (auto& weak : trainers_)
       if (auto t = weak.lock()) trainers.push_back(std::move(t));
   }
@@ -33,7 +34,7 @@ Status Client::enter(RemoteTrainer& t) {
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) return device_failed(t);
   Status s = FRUGAL_OK;
-  if (std::unique_lock<std::mutex> one(t.late.mu, std::try_to_lock); one) s = t.channel().look();
+  if (UniqueLock one(t.late.mu, std::try_to_lock); one) s = t.channel().look();
   if (s != FRUGAL_OK) {  // another has its place, or the controller has ended, or this trainer is
                          // closed meanwhile
     t.leave_step();
@@ -95,7 +96,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
                         bool want_handle, uint64_t* batch_out) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kDeclare));
   Vector<GpuOp> taken;
@@ -167,7 +168,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
 
 Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
   RemoteTrainer& t = own(any);
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (of->session != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
@@ -189,7 +190,7 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
 Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
@@ -256,7 +257,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
 Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(t.inside());
   if (t.step != step)
@@ -305,7 +306,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
 
 Status Client::abort_call(AnyTrainer& any) {
   RemoteTrainer& t = own(any);
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(t.inside());
   return t.abort();
@@ -367,9 +368,9 @@ Status Client::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       FRUGAL_TRY(host_memory(ops, n));
       return read_out(t, ops, n);
     }
-    std::unique_lock<std::mutex> call;
+    std::optional<UniqueLock> call;
     if (t) {
-      call = std::unique_lock<std::mutex>(t->call_mu);
+      call.emplace(t->call_mu);
       FRUGAL_TRY(enter(*t));
     }
     if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);

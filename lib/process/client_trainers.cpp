@@ -46,7 +46,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   } joined{&joins_, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
   Descriptors d{reply.descriptors};
   auto set_up = [&]() -> Status {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     FRUGAL_TRY(controller_.check());
     FRUGAL_TRY(controller_.connected());
     if (reply.numbers.size() != 2)
@@ -79,7 +79,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     }
   } known{t.get()};
   {
-    std::lock_guard<std::mutex> call(t->call_mu);
+    Lock call(t->call_mu);
     Exchange e{Call::kMapped, {}, {}};
     FRUGAL_TRY(t->ask(e));
   }
@@ -100,15 +100,15 @@ bool Client::let_go_of_lost() {
   for (size_t i = 0;; ++i) {
     RemoteTrainerRef t;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       if (i >= trainers_.size()) return any;
       t = trainers_[i].lock();
     }
     if (!t || t->closing.load()) continue;
-    const std::unique_lock<std::mutex> call(t->call_mu, std::try_to_lock);
+    const UniqueLock call(t->call_mu, std::try_to_lock);
     if (!call || t->let_go) continue;
     {
-      const std::unique_lock<std::mutex> late(t->late.mu, std::try_to_lock);
+      const UniqueLock late(t->late.mu, std::try_to_lock);
       if (!late || t->channel().look() == FRUGAL_OK) continue;
     }
     t->leave_step();
@@ -119,7 +119,7 @@ bool Client::let_go_of_lost() {
 }
 
 bool Client::has_rank(uint32_t rank) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   return std::any_of(trainers_.begin(), trainers_.end(), [&](auto& weak) {
     const RemoteTrainerRef t = weak.lock();
     return t && t->rank == rank && !t->closing.load() && !t->channel().is_cut();
@@ -141,7 +141,7 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   // go there.
   t->closing.store(true);
   t->channel().cut();
-  std::lock_guard<std::mutex> call(t->call_mu);
+  Lock call(t->call_mu);
   // Before anything can fail: nobody comes here again where the engine is being closed.
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
   t->batches.clear();
@@ -164,7 +164,7 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
 
 Status Client::set_stream(AnyTrainer& t, void* stream) {
   // No call of the step protocol: an abort is told by the next one.
-  std::lock_guard<std::mutex> call(t.call_mu);
+  Lock call(t.call_mu);
   FRUGAL_TRY(controller_.check());
   if (!t.gpu) return no_streams(t.rank);
   return t.gpu->set_stream(stream);

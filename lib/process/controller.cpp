@@ -144,7 +144,7 @@ void Controller::disconnect() {
     control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
 }
 
-void Controller::let_go(std::mutex& calls, std::mutex& trainers) {
+void Controller::let_go(Mutex& calls, Mutex& trainers) {
   std::scoped_lock all(calls, trainers, remains_mu_);
   remains_ = {};
   kept_.clear();

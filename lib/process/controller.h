@@ -9,6 +9,7 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "base/sync.h"
 #include "engine/session.h"
 #include "process/control.h"
 #include "process/descriptors.h"
@@ -91,7 +92,7 @@ class Controller {
   // go of when nobody reads it: what it has left, or with these locks of calls.
   bool begin_close() { return !closed_.exchange(true); }
   void disconnect();
-  void let_go(std::mutex& calls, std::mutex& trainers);
+  void let_go(Mutex& calls, Mutex& trainers);
 
  private:
   Status connect(const frugal_config& config, int64_t timeout_ms);

@@ -9,7 +9,7 @@ RemoteTable::~RemoteTable() {
 }
 
 Status RemoteTable::remains(const Remains& of, BufferPool& pool, TableReadout** out) {
-  std::lock_guard<std::mutex> lock(readout_mu_);
+  Lock lock(readout_mu_);
   if (!readout_) {
     TableReadout::Source s;
     s.record = ledger;

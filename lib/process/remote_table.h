@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/sync.h"
 #include "engine/session.h"
 #include "process/controller.h"
 #include "process/pinned_slabs.h"
@@ -28,7 +29,7 @@ struct RemoteTable : AnyTable {
   bool lazy = false;
 
  private:
-  std::mutex readout_mu_;
+  Mutex readout_mu_;
   std::unique_ptr<TableReadout> readout_;  // when the controller is dead and somebody has asked
 };
 using RemoteTableRef = std::shared_ptr<RemoteTable>;

@@ -61,7 +61,7 @@ Status RemoteTrainer::answer_late(uint64_t until) {
 }
 
 Status RemoteTrainer::settle() {
-  std::lock_guard<std::mutex> one(late.mu);
+  Lock one(late.mu);
   if (!late.open) return FRUGAL_OK;
   const Status s = answer_late(talk.overdue(Exchange{Call::kPrefetch, {}, {}}));
   return s == FRUGAL_OK ? s : talk.not_answered(s);
@@ -89,7 +89,7 @@ Status RemoteTrainer::take_settled() {
 void RemoteTrainer::settle_within(uint64_t until) {
   for (Status s = FRUGAL_ERR_TIMEOUT; s == FRUGAL_ERR_TIMEOUT;) {
     const uint64_t now = now_ns();
-    if (std::unique_lock<std::mutex> one(late.mu, std::try_to_lock); one)
+    if (UniqueLock one(late.mu, std::try_to_lock); one)
       s = late.open ? answer_late(std::min(until, now + kLateNs)) : FRUGAL_OK;
     if (s == FRUGAL_ERR_TIMEOUT && now >= until) break;
     if (s == FRUGAL_ERR_TIMEOUT) std::this_thread::sleep_for(kLateSleep);
@@ -111,7 +111,7 @@ Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
   add_used(&e);
   Vector<uint64_t> keys;
   for (const OpHead& head : heads) keys.push_back(head.place);
-  std::unique_lock<std::mutex> one(late.mu);
+  UniqueLock one(late.mu);
   if (Status s = talk.request(e)) {
     one.unlock();
     return concluded(s);

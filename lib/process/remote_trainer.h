@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 
+#include "base/sync.h"
 #include "base/trace.h"
 #include "cache/lines.h"
 #include "engine/engine.h"
@@ -120,7 +121,7 @@ struct RemoteTrainer : AnyTrainer {
   // A declaration whose answer its call has not waited for. Any thread takes the answer, with `mu`;
   // the trainer's calls do what follows from it.
   struct Late {
-    std::mutex mu;
+    Mutex mu;
     bool open = false;         // the next message is its answer
     RemoteBatchRef batch;      // null: nothing follows
     size_t used = 0;           // told with it, of `used`

@@ -22,7 +22,7 @@ Status TrainerLane::start() {
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   {
-    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->elsewhere_mu);
     trainer_->elsewhere = this;
   }
   trainer_->told_elsewhere.store(notices);
@@ -34,7 +34,7 @@ TrainerLane::~TrainerLane() {
   end();
   trainer_->told_elsewhere.store(nullptr);
   {
-    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->elsewhere_mu);
     if (trainer_->elsewhere == this) trainer_->elsewhere = nullptr;
   }
   if (staging_) staging_->let_go();
@@ -119,7 +119,7 @@ Status TrainerLane::take_used(uint64_t count) {
   const Status s = engine_->use_parts(*trainer_, used);
   // The call itself tells what has become of the step; where that is undone nothing is taken.
   if (s != FRUGAL_OK) return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
-  std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+  Lock lock(trainer_->elsewhere_mu);
   for (uint32_t at : numbers) parts_[at].used |= parts_[at].whole;
   return FRUGAL_OK;
 }
@@ -197,7 +197,7 @@ Status TrainerLane::prefetch(const Header& request) {
 Status TrainerLane::step_begin(const Header& request) {
   {
     // Not while others look at those of the step before.
-    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->elsewhere_mu);
     parts_.clear();
   }
   const uint64_t step = request.args[0];
@@ -215,7 +215,7 @@ Status TrainerLane::step_begin(const Header& request) {
   for (auto& [number, handle] : batches_) numbers[handle] = number;
   for (RemotePart& p : parts) p.batch = p.batch ? numbers[p.batch] : 0;
   {
-    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->elsewhere_mu);
     parts_.swap(parts);
   }
   args_[0] = engine_->tracing();
@@ -257,7 +257,7 @@ Status TrainerLane::access(const Header& request) {
   if (request.args[1] > parts_.size()) return no_part("there are not so many parts");
   {
     // Those whose answer the trainer could not take, for lack of memory.
-    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->elsewhere_mu);
     parts_.erase(parts_.begin() + static_cast<ptrdiff_t>(request.args[1]), parts_.end());
   }
   Ops ops;
@@ -266,7 +266,7 @@ Status TrainerLane::access(const Header& request) {
   FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.numbers, &found));
   const size_t from = parts_.size();
   {
-    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->elsewhere_mu);
     for (RemotePart& p : found) parts_.push_back(std::move(p));
   }
   args_[0] = from;

@@ -21,7 +21,7 @@ struct AbortTest : testing::Test {
   }
   Status undo(const TrainerRef& by, Why why = Why::kCall) { return parts.aborter.undo(*by, why); }
   Status tell(const TrainerRef& t) {
-    std::lock_guard<std::mutex> call(t->call_mu);
+    Lock call(t->call_mu);
     return parts.aborter.tell(*t);
   }
   // The step that ranks are to begin, and that they are inside of none.
@@ -133,12 +133,12 @@ TEST_F(AbortTest, WhoIsInsideACallUndoesItsPartWhenTheCallNotices) {
   begin(0);
   std::atomic<bool> inside{false};
   std::thread call([&] {
-    std::lock_guard<std::mutex> of(a->call_mu);
+    Lock of(a->call_mu);
     inside = true;
     while (!a->abort_notice.load()) std::this_thread::yield();
     EXPECT_TRUE(a->in_step.load());
     EXPECT_FALSE([&] {
-      std::lock_guard<std::mutex> lock(parts.mu);
+      Lock lock(parts.mu);
       return parts.phase.may(Phase::kStep);
     }()) << "not before all is undone";
     EXPECT_EQ(parts.aborter.tell(*a), FRUGAL_ERR_STEP_ABORTED);

@@ -214,7 +214,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
   EXPECT_FALSE(find(0)) << "it is another step that is waited for";
   ranks.note_awaited(0);
   {
-    std::lock_guard<std::mutex> in_a_call(b->call_mu);
+    Lock in_a_call(b->call_mu);
     std::thread([&] { EXPECT_FALSE(find(0)); }).join();
   }
   EXPECT_FALSE(ranks.find_silent({1, 0})) << "nobody had looked for a while";

@@ -2,7 +2,6 @@
 // tell how often they were updated, and who writes them.
 #pragma once
 #include <algorithm>
-#include <mutex>
 #include <vector>
 
 #include "engine/abort.h"
@@ -83,7 +82,7 @@ struct EngineParts {
   frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
   Counters counters;
   Trace trace;
-  std::mutex mu;
+  Mutex mu;
   PendingBytes pending{uint64_t{1} << 30, &counters.pending_bytes_peak};
   Workers workers{0, {[] { return false; }, [] { return false; }, [] {}}, &trace};
   Ranks ranks;
@@ -99,7 +98,7 @@ struct CommitParts : EngineParts {
   }
   // The rank ends the step that it is inside of, having pushed that.
   void hand_over(const TrainerRef& t, const TableRef& table, Handover&& pushed) {
-    std::lock_guard<std::mutex> lock(mu);
+    Lock lock(mu);
     StepRecord::TableHandovers& to = records.of(t->step).handovers[table.get()];
     to.table = table;
     to.add(std::move(pushed));
@@ -119,7 +118,7 @@ struct CommitParts : EngineParts {
     u->make_list();
     table->window.add(u);
     EXPECT_TRUE(table->window.stage(*u, true, SIZE_MAX, Window::Urgency::kUrgent));
-    std::lock_guard<std::mutex> lock(mu);
+    Lock lock(mu);
     records.of(step).prepared[table.get()] = {table, u, true};
     return u;
   }
