@@ -1,7 +1,7 @@
 # frugal_test(NAME name COMMAND command... [LABEL label] [TIER tier] [COST seconds] [TIMEOUT seconds] [SERIAL]
 #             [SHARDS number] [PROPERTIES name value...])
 # adds a test. docs/testing.md tells what the labels and tiers are.
-#   LABEL  unit (the default), header, oracle or system. A unit test may take FRUGAL_UNIT_SECONDS of processor time.
+#   LABEL  unit (the default), header, oracle or system. A unit test should take FRUGAL_UNIT_SECONDS of processor time at most.
 #   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all.
 #   COST   seconds of the whole test; ctest begins with the longest.
 #   SHARDS of a GoogleTest program that mostly waits: that many tests, NAME_1 and so on, which can run side by side.

@@ -37,6 +37,7 @@ class Suite:
     self.done = 0.0  # the part of it that has run
     self.note = ''   # what it is at
     self.counts = None  # passed, failed, skipped
+    self.long = []      # unit tests that took longer than their label says
 
   def call(self, command, **options):
     """Runs the command into the suite's log; returns its exit status."""
@@ -113,6 +114,10 @@ class Tests(Suite):
     if not os.path.exists(junit):
       return 0, 1, 0
     suite = xml.etree.ElementTree.parse(junit).getroot()
+    for test in suite.iter('testcase'):
+      beyond = re.search(r'^budget: (.*): too long', test.findtext('system-out') or '', re.M)
+      if beyond:
+        self.long.append(f'{test.get("name")}: {beyond[1]}')
     total, bad, disabled, skipped = (int(suite.get(n, 0)) for n in ('tests', 'failures', 'disabled', 'skipped'))
     if status != 0 and bad == 0:
       # A test that could not be started counts as skipped in the file, but is not.
@@ -316,6 +321,9 @@ def main():
   if args.json:
     with open(args.json, 'w', encoding='utf-8') as out:
       json.dump([{'suite': s.name, 'seconds': round(s.took, 1), 'processor': round(s.used, 1), 'counts': s.counts} for s in chosen], out, indent=1)
+  for suite in chosen:
+    for test in suite.long:
+      print(f'   {suite.name}: too long for a unit test: {test}')
   for suite in chosen:
     print(f'   {suite.name:14s} {suite.took:6.0f} s {suite.used:6.0f} s   {suite.counts[0]:5d} {suite.counts[1]:3d} {suite.counts[2]:3d}')
   run.say('that was all')

@@ -33,12 +33,12 @@
 namespace frugal {
 namespace {
 
-std::atomic<int64_t> g_fail_after{0};
+std::atomic<int64_t> g_fail_call_after{0};
 
-bool injected_failure() {
-  const int64_t left = g_fail_after.load(std::memory_order_relaxed);
+bool injected_call_failure() {
+  const int64_t left = g_fail_call_after.load(std::memory_order_relaxed);
   if (left <= 0) return false;
-  return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
+  return g_fail_call_after.fetch_sub(1, std::memory_order_relaxed) == 1;
 }
 
 // The bytes that a file may have. Beyond them the system would not only refuse, it would send a
@@ -219,7 +219,7 @@ uint64_t available_bytes() {
 
 Status os_reserve_range(size_t bytes, Mapping* out) {
   bytes = in_huge_pages(bytes);
-  if (injected_failure()) return no_addresses(bytes);
+  if (injected_call_failure()) return no_addresses(bytes);
   FRUGAL_TRY(reserve_aligned(bytes, PROT_READ, &out->base));
   *out = {out->base, bytes, -1};
   return FRUGAL_OK;
@@ -236,7 +236,7 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, ch
                 bytes);
   const size_t used = bytes;
   bytes = in_huge_pages(bytes);
-  if (injected_failure()) return no_addresses(bytes);
+  if (injected_call_failure()) return no_addresses(bytes);
   if (!shared) {
     FRUGAL_TRY(reserve_aligned(bytes, PROT_READ | PROT_WRITE, &out->base));
     advise(out->base, bytes, used);
@@ -259,7 +259,7 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, ch
 
 Status os_reserve_to_read(size_t bytes, Mapping* out) {
   bytes = in_huge_pages(bytes);
-  if (injected_failure()) return no_addresses(bytes);
+  if (injected_call_failure()) return no_addresses(bytes);
   Mapping made{nullptr, bytes, -1};
   FRUGAL_TRY(make_memfd(bytes, &made.fd));
   const Status s = map_fd(made.fd, bytes, bytes, false, &made.base);
@@ -289,7 +289,7 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
                 "descriptor %d is shared memory of %llu bytes, which is "
                 "no multiple of 2 MiB: another version of this library sent it",
                 fd, static_cast<unsigned long long>(bytes));
-  if (injected_failure())
+  if (injected_call_failure())
     return fail_errno(
         FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
         "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
@@ -362,7 +362,7 @@ void take_huge_pages(char* base, size_t bytes) {
 }  // namespace
 
 Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
-  if (injected_failure() || g_fail_after.load(std::memory_order_relaxed) < 0)
+  if (injected_call_failure() || g_fail_call_after.load(std::memory_order_relaxed) < 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
                       "%zu bytes of memory cannot be had; free memory of the machine or raise the "
                       "container's limit",
@@ -435,7 +435,7 @@ int os_send(int socket, const void* message, size_t bytes, int fd) {
   } else {
     m.header.msg_controllen = 0;
   }
-  if (injected_failure()) return ENOMEM;
+  if (injected_call_failure()) return ENOMEM;
   ssize_t sent;
   do sent = sendmsg(socket, &m.header, MSG_DONTWAIT | MSG_NOSIGNAL);
   while (sent < 0 && errno == EINTR);
@@ -480,7 +480,7 @@ Status NewFile::refused(int code, const char* what) const {
 Status NewFile::open(const char* path) {
   static std::atomic<uint32_t> counter{0};
   path_ = path;
-  if (injected_failure()) return refused(EACCES, "created");
+  if (injected_call_failure()) return refused(EACCES, "created");
   for (;;) {
     String name = path_ + text(".%d.%u.new", static_cast<int>(getpid()), counter.fetch_add(1));
     fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -494,7 +494,7 @@ Status NewFile::open(const char* path) {
 }
 
 Status NewFile::write(const char* bytes, size_t n) {
-  if (injected_failure()) return refused(ENOSPC, "written");
+  if (injected_call_failure()) return refused(ENOSPC, "written");
   written_ += n;
   if (written_ > most_of_file()) return refused(EFBIG, "written (ulimit -f)");
   while (n) {
@@ -508,7 +508,7 @@ Status NewFile::write(const char* bytes, size_t n) {
 }
 
 Status NewFile::publish() {
-  if (injected_failure()) return refused(EIO, "put in place");
+  if (injected_call_failure()) return refused(EIO, "put in place");
   const int fd = fd_;
   fd_ = -1;
   if (close(fd) != 0 && errno != EINTR) return refused(errno, "written");
@@ -517,6 +517,6 @@ Status NewFile::publish() {
   return FRUGAL_OK;
 }
 
-int64_t os_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }
+int64_t os_test_fail_after(int64_t n) { return g_fail_call_after.exchange(n); }
 
 }  // namespace frugal

@@ -8,7 +8,7 @@ using device::ErrorKind;
 using device::Ptr;
 using device::Result;
 
-constexpr uint64_t kSpan = 256;  // requests for device memory: some dozen steps
+constexpr uint64_t kRequestSpan = 256;  // requests for device memory: some dozen steps
 
 Status device_status(const Result& r, const char* what) {
   if (r.ok()) return FRUGAL_OK;
@@ -93,7 +93,7 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
       at = found->second.at;
       free_.erase(found);
       circulation_.kept -= capacity;
-      circulation_.take(capacity, 1, kSpan);
+      circulation_.take(capacity, 1, kRequestSpan);
     }
   }
   if (!at) {
@@ -104,7 +104,7 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
     }
     FRUGAL_TRY_DEVICE(r, "device memory");
     Lock lock(mu_);
-    circulation_.take(capacity, 1, kSpan);
+    circulation_.take(capacity, 1, kRequestSpan);
   }
   out->pool_ = shared_from_this();
   out->at_ = at;

@@ -6,7 +6,7 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kHoldNs = 50'000;       // between two looks whether the calls have ended
-constexpr uint64_t kLaterNs = 1'000'000;   // until what nobody needs is looked at again
+constexpr uint64_t kIdleNs = 1'000'000;   // until what nobody needs is looked at again
 constexpr uint64_t kEndingNs = 100'000;    // between two looks whether calls have noticed the end
 
 // What a chunk throws is kept as a status: the thread that runs it may not be the one that waits.
@@ -102,7 +102,7 @@ void Workers::main(uint32_t number) {
     if (did == Did::kNothing)
       cv_work_.wait(lock, called);
     else
-      cv_work_.wait_until(lock, now_ns() + (did == Did::kHeld ? kHoldNs : kLaterNs), called);
+      cv_work_.wait_until(lock, now_ns() + (did == Did::kHeld ? kHoldNs : kIdleNs), called);
   }
 }
 

@@ -5,7 +5,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kSpinNs = 10000;     // before a helper sleeps: calls of a step follow each other
+constexpr uint64_t kHelperSpinNs = 10000;     // before a helper sleeps: calls of a step follow each other
 constexpr uint64_t kLastNs = 50000;     // before the caller sleeps: the last chunks are under way
 
 }  // namespace
@@ -59,7 +59,7 @@ void Helpers::main() {
       const uint64_t count = loops_.load();
       if (count == seen && !stopping_) {
         lock.unlock();
-        for (uint64_t until = now_ns() + kSpinNs;
+        for (uint64_t until = now_ns() + kHelperSpinNs;
              loops_.load(std::memory_order_relaxed) == seen && now_ns() < until;)
           cpu_relax();
         lock.lock();

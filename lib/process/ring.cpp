@@ -14,7 +14,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kSpinNs = 50000;          // about what a sleep and a wake-up cost
+constexpr uint64_t kRingSpinNs = 50000;          // about what a sleep and a wake-up cost
 constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
 
 const char kOver[] =
@@ -32,7 +32,7 @@ bool reached(uint64_t count, uint64_t wanted) { return static_cast<int64_t>(coun
 }  // namespace
 
 RingLink::RingLink(const char* peer)
-    : peer_(peer), alone_(cpu_count() == 1), spin_ns_(alone_ ? 0 : kSpinNs) {}
+    : peer_(peer), alone_(cpu_count() == 1), spin_ns_(alone_ ? 0 : kRingSpinNs) {}
 
 void RingLink::end(const char* why) noexcept {
   const char* none = nullptr;

@@ -18,7 +18,7 @@ std::atomic<FarRows (*)(const frugal_table_config&)> g_make_far_rows{nullptr};
 namespace {
 
 constexpr size_t kSome = 64;     // rows that are brought in, or put out, at a time
-constexpr size_t kChunk = 8192;  // as in rows.cpp
+constexpr size_t kFarChunk = 8192;  // as kChunk in rows.cpp
 
 }  // namespace
 
@@ -54,9 +54,9 @@ void Rows::release(uint32_t s, uint64_t times) {
 void Rows::hold_far(const uint32_t* slots, size_t n) {
   size_t held = 0;
   try {
-    for (size_t at = 0; at < n; at += kChunk) {
+    for (size_t at = 0; at < n; at += kFarChunk) {
       Lock lock(mu_);
-      for (; held < std::min(n, at + kChunk); ++held)
+      for (; held < std::min(n, at + kFarChunk); ++held)
         if (slots[held] < kMissingSlot) hold_place(slots[held]);
     }
   } catch (const std::bad_alloc&) {
@@ -138,8 +138,8 @@ Status Rows::resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding
   static_assert(KeyIndex::kNone == kNoSlot);  // which nobody holds
   Status status = FRUGAL_OK;
   try {
-    for (size_t at = 0; at < n; at += kChunk) {
-      const size_t to = std::min(n, at + kChunk);
+    for (size_t at = 0; at < n; at += kFarChunk) {
+      const size_t to = std::min(n, at + kFarChunk);
       Lock lock(mu_);
       index_.find(keys + at, to - at, slots + at);
       size_t i = at;

@@ -1,11 +1,11 @@
-/* Runs a test and fails it if it, or a process that it started, has used more processor time than
- * it may.
+/* Runs a test and tells how much processor time it and the processes that it started have used.
  *
  *     budget SECONDS COMMAND...
  *
- * Processor time, since a test's label is to be true on a busy machine, too. Exit status: that of
- * the command; 1 if it took too long. Processes that outlive the command are waited for, so that
- * their time counts. */
+ * Processor time, since a test's label is to be true on a busy machine, too. The run's report names
+ * the tests that are beyond SECONDS. They do not fail for it: how fast a processor is says nothing
+ * of the library. Exit status: that of the command. Processes that outlive the command are waited
+ * for, so that their time counts. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,8 +43,7 @@ int main(int argc, char** argv) {
   struct rusage used;
   getrusage(RUSAGE_CHILDREN, &used);
   const double taken = seconds(used.ru_utime) + seconds(used.ru_stime);
-  printf("budget: %.1f s of processor time, of %.0f\n", taken, most);
-  if (taken <= most) return result;
-  printf("budget: a test of this label may not take so long (docs/testing.md)\n");
-  return result != 0 ? result : 1;
+  printf("budget: %.1f s of processor time, of %.0f%s\n", taken, most,
+         taken <= most ? "" : ": too long for its label (docs/testing.md)");
+  return result;
 }

@@ -1,4 +1,4 @@
-"""Every test has one label and one tier, and the processor time of every unit test is bounded.
+"""Every test has one label and one tier, and the processor time of every unit test is measured.
 
     labels.py BUILD_FOLDER
 """
@@ -17,8 +17,8 @@ for test in tests:
   labels = {label for p in test['properties'] if p['name'] == 'LABELS' for label in p['value']}
   if len(labels & LABELS) != 1 or len(labels & TIERS) != 1 or len(labels) != 2:
     wrong.append(f'{test["name"]} has the labels {sorted(labels)}: one of {sorted(LABELS)} and one tier are wanted')
-  bounded = test.get('command', [''])[0].endswith('/frugal_budget')
-  if bounded != ('unit' in labels):
-    wrong.append(f'{test["name"]} is {"" if bounded else "not "}bounded: frugal_test() does that for unit tests')
+  measured = test.get('command', [''])[0].endswith('/frugal_budget')
+  if measured != ('unit' in labels):
+    wrong.append(f'{test["name"]} is {"" if measured else "not "}measured: frugal_test() does that for unit tests')
 print('\n'.join(wrong) or f'{len(tests)} tests are labelled')
 sys.exit(1 if wrong or not tests else 0)
