@@ -128,9 +128,8 @@ bool Engine::plan_one() {
     for (auto& [raw, list] : pushed)
       std::sort(list.begin(), list.end(),
                 [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
-    t->planning = true;
     t->plan_more = false;
-    phase_.begin(Phase::kPlan);
+    begin_plan(*t);
   }
   TraceSpan span(trace_, SpanKind::kPlan);
   span.step(step).rank(t->rank);
@@ -144,18 +143,28 @@ bool Engine::plan_one() {
     } catch (const std::bad_alloc&) {
     }
   }
-  {
-    Lock lock(mu_);
-    t->planning = false;
-    t->planned = step;
-    phase_.end(Phase::kPlan);
-  }
-  workers_.progress();
+  end_plan(*t, step);
   return true;
 }
 
+// Between the two the trainer's caches are the caller's.
+void Engine::begin_plan(Trainer& t) {
+  t.planning = true;
+  phase_.begin(Phase::kPlan);
+}
+
+void Engine::end_plan(Trainer& t, uint64_t planned) {
+  {
+    Lock lock(mu_);
+    t.planning = false;
+    t.planned = planned;
+    phase_.end(Phase::kPlan);
+  }
+  workers_.progress();
+}
+
 // The caches are the caller's from here on.
-void Engine::end_planning(Trainer& t) {
+void Engine::forbid_planning(Trainer& t) {
   UniqueLock lock(mu_);
   t.turned = kNoStep;
   workers_.settle(lock, [&] { return !t.planning; });
@@ -163,7 +172,7 @@ void Engine::end_planning(Trainer& t) {
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.
-void Engine::begin_planning(Trainer& t, uint64_t step) {
+void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
     Lock lock(mu_);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turned = step;

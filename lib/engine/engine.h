@@ -246,8 +246,10 @@ class Engine final : public Session, private DataPath {
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
   bool to_plan(const Trainer& t) const REQUIRES(mu_);
-  void begin_planning(Trainer& t, uint64_t step);
-  void end_planning(Trainer& t);
+  void begin_plan(Trainer& t) REQUIRES(mu_);
+  void end_plan(Trainer& t, uint64_t planned);
+  void allow_planning(Trainer& t, uint64_t step);
+  void forbid_planning(Trainer& t);
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(mu_);
   Status turn_caches(Trainer& t, uint64_t step);
   void forget_places(const Trainer& t, uint64_t step) noexcept;

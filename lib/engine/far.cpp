@@ -83,17 +83,10 @@ bool Engine::give_up_cache(Choose choose) {
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
     of = choose(&t);
     if (!of) return false;
-    t->planning = true;
-    phase_.begin(Phase::kPlan);
+    begin_plan(*t);
   }
   of->forget();
-  {
-    Lock lock(mu_);
-    t->planning = false;
-    t->planned = kNoStep;
-    phase_.end(Phase::kPlan);
-  }
-  workers_.progress();
+  end_plan(*t, kNoStep);
   return true;
 }
 

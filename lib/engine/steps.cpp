@@ -53,7 +53,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   struct Turning {
     Engine& engine;
-    Trainer* t = nullptr;  // null: begin_planning has told
+    Trainer* t = nullptr;  // null: allow_planning has told
     ~Turning() {
       if (!t) return;
       Lock lock(engine.mu_);
@@ -61,7 +61,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     }
   } turning{*this};
   if (t.has_cache.load()) {
-    end_planning(t);
+    forbid_planning(t);
     turning.t = &t;
   }
   for (;;) {
@@ -127,7 +127,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     }
   }
   if (t.has_cache.load()) {
-    begin_planning(t, step);
+    allow_planning(t, step);
     turning.t = nullptr;
   }
   if (pacing_.deferred() && config_.flush_threads) {
