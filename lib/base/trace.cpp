@@ -248,6 +248,71 @@ void Trace::name_table(uint32_t table, const String& name) noexcept {
   }
 }
 
+namespace {
+
+void write_event(Writer& out, const TraceEvent& e, int pid, const Map<uint32_t, String>& names) {
+  const auto kind = static_cast<size_t>(e.span);
+  out.print(",\n{\"name\":\"%s\",\"cat\":\"frugal\",\"ph\":\"X\",\"pid\":%d,\"tid\":%u",
+            kSpanNames[kind], pid, e.thread);
+  put_time(out, "ts", e.begin);
+  put_time(out, "dur", e.end - e.begin);
+  out.put(",\"args\":{");
+  const char* comma = "";
+  auto number = [&](const char* name, uint64_t value) {
+    out.print("%s\"%s\":%llu", comma, name, static_cast<unsigned long long>(value));
+    comma = ",";
+  };
+  if (e.step != kNoTraceStep) number("step", e.step);
+  if (e.rank != kNoTraceRank) number("rank", e.rank);
+  if (*kCountNames[kind]) number(kCountNames[kind], e.count);
+  if (e.table != kNoTraceTable) {
+    out.print("%s\"table\":\"", comma);
+    comma = ",";
+    if (auto at = names.find(e.table); at != names.end())
+      out.put(at->second);
+    else
+      out.print("#%u", e.table);
+    out.put("\"");
+  }
+  if (e.span == SpanKind::kGate) {
+    out.print("%s\"waited_for\":\"", comma);
+    comma = "";
+    for (size_t i = 0; i < std::size(kWaitedNames); ++i)
+      if (e.waited >> i & 1) {
+        out.print("%s%s", comma, kWaitedNames[i]);
+        comma = ", ";
+      }
+    out.put("\"");
+  }
+  out.put("}}");
+}
+
+struct WrittenThread {
+  uint32_t worker = 0;
+  Vector<uint32_t> ranks;
+};
+
+void write_thread(Writer& out, uint32_t number, WrittenThread& thread, int pid) {
+  out.print(
+      ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%u,\"args\":{\"name\":\"",
+      pid, number);
+  if (thread.worker) {
+    out.print("flush %u", thread.worker - 1);
+  } else if (thread.ranks.empty()) {
+    out.put("caller");
+  } else {
+    std::sort(thread.ranks.begin(), thread.ranks.end());
+    const char* before = "rank ";
+    for (uint32_t rank : thread.ranks) {
+      out.print("%s%u", before, rank);
+      before = ", ";
+    }
+  }
+  out.put("\"}}");
+}
+
+}  // namespace
+
 // The Chrome trace event format: an object with complete events ("ph": "X") and names of threads.
 Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const char* path) {
   NewFile file;
@@ -263,76 +328,22 @@ Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const 
       "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":"
       "\"frugal %d\"}}",
       pid, pid);
-  struct Thread {
-    uint32_t worker = 0;
-    Vector<uint32_t> ranks;
-  };
-  Map<uint32_t, Thread> threads;
+  Map<uint32_t, WrittenThread> threads;
   for (uint64_t n = first; n < next; ++n) {
     const Slot& slot = ring.slots[n % ring.size];
     if (!slot.written) continue;
     ++written;
     const TraceEvent& e = slot.event;
-    Thread& thread = threads[e.thread];
+    WrittenThread& thread = threads[e.thread];
     thread.worker = e.worker;
     // Ranks that it has made calls for; work in the background is for any.
     if (!e.worker && e.rank != kNoTraceRank && e.span != SpanKind::kResolve &&
         e.span != SpanKind::kLink && e.span != SpanKind::kPlan && thread.ranks.size() < 8 &&
         std::find(thread.ranks.begin(), thread.ranks.end(), e.rank) == thread.ranks.end())
       thread.ranks.push_back(e.rank);
-    const auto kind = static_cast<size_t>(e.span);
-    out.print(",\n{\"name\":\"%s\",\"cat\":\"frugal\",\"ph\":\"X\",\"pid\":%d,\"tid\":%u",
-              kSpanNames[kind], pid, e.thread);
-    put_time(out, "ts", e.begin);
-    put_time(out, "dur", e.end - e.begin);
-    out.put(",\"args\":{");
-    const char* comma = "";
-    auto number = [&](const char* name, uint64_t value) {
-      out.print("%s\"%s\":%llu", comma, name, static_cast<unsigned long long>(value));
-      comma = ",";
-    };
-    if (e.step != kNoTraceStep) number("step", e.step);
-    if (e.rank != kNoTraceRank) number("rank", e.rank);
-    if (*kCountNames[kind]) number(kCountNames[kind], e.count);
-    if (e.table != kNoTraceTable) {
-      out.print("%s\"table\":\"", comma);
-      comma = ",";
-      if (auto at = names.find(e.table); at != names.end())
-        out.put(at->second);
-      else
-        out.print("#%u", e.table);
-      out.put("\"");
-    }
-    if (e.span == SpanKind::kGate) {
-      out.print("%s\"waited_for\":\"", comma);
-      comma = "";
-      for (size_t i = 0; i < std::size(kWaitedNames); ++i)
-        if (e.waited >> i & 1) {
-          out.print("%s%s", comma, kWaitedNames[i]);
-          comma = ", ";
-        }
-      out.put("\"");
-    }
-    out.put("}}");
+    write_event(out, e, pid, names);
   }
-  for (auto& [number, thread] : threads) {
-    out.print(
-        ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%u,\"args\":{\"name\":\"",
-        pid, number);
-    if (thread.worker) {
-      out.print("flush %u", thread.worker - 1);
-    } else if (thread.ranks.empty()) {
-      out.put("caller");
-    } else {
-      std::sort(thread.ranks.begin(), thread.ranks.end());
-      const char* before = "rank ";
-      for (uint32_t rank : thread.ranks) {
-        out.print("%s%u", before, rank);
-        before = ", ";
-      }
-    }
-    out.put("\"}}");
-  }
+  for (auto& [number, thread] : threads) write_thread(out, number, thread, pid);
   out.print(
       "\n],\n\"displayTimeUnit\":\"ns\",\"otherData\":{\"clock\":\"CLOCK_MONOTONIC\",\"dropped\":%"
       "llu}}\n",

@@ -220,6 +220,28 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   return t.gpu ? flight->mark() : FRUGAL_OK;
 }
 
+// A cache that there is no memory for is empty, and the step does without: updates may be lost to
+// it. Where lines are a device's, the step is to be begun again.
+Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
+  Status s;
+  try {
+    s = turn_caches(t, step);
+  } catch (const std::bad_alloc&) {
+    s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+             "no memory to bring the cache of rank %u up to date; call again", t.rank);
+  }
+  if (s == FRUGAL_OK) return s;
+  for (auto& [raw, of] : t.caches) of.forget();
+  forget_places(t, step);
+  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
+  t.boundary = {};
+  Lock lock(mu_);
+  t.backlog.clear();
+  if (!t.gpu && !t.lines_elsewhere) return FRUGAL_OK;
+  ranks_.begin_again(t);
+  return s;
+}
+
 // So what the trainer has declared for the step is read there, when it is up to date.
 void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
   Lock declared(declarations_.mutex());

@@ -98,6 +98,7 @@ class Engine final : public Session, private DataPath {
   // `here`: by this process, which may do so once; else for another. EXISTS: if *out is set, that
   // is there, and is the same.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here);
+  Status open_table(const frugal_table_config& config, bool here, TableRef* out);
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that another process knows by this handle.
   Status table_of(uint64_t handle, TableRef* out) const;
@@ -216,6 +217,8 @@ class Engine final : public Session, private DataPath {
   bool resolve_one(uint64_t up_to, bool gate = false);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
+  bool foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update)
+      REQUIRES(mu_);
   bool prepare_one();
   Workers::Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
@@ -252,6 +255,7 @@ class Engine final : public Session, private DataPath {
   void forbid_planning(Trainer& t);
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(mu_);
   Status turn_caches(Trainer& t, uint64_t step);
+  Status turn_or_forget(Trainer& t, uint64_t step);
   void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   void drop_cache(Trainer& t, const Table& table) noexcept;
@@ -261,6 +265,16 @@ class Engine final : public Session, private DataPath {
   bool open_still(uint64_t step) REQUIRES(mu_);
 
   // --- steps.cpp
+  void take_parts(Trainer& t, uint64_t step);
+  void schedule_staging(const Trainer& t, uint64_t step);
+  struct Handed {  // what a rank hands over of a table when it ends the step
+    PushState* push;
+    Handover joined;
+    StepRecord::TableHandovers* to;
+  };
+  Status join_handovers(Trainer& t, Vector<Handed>* handovers);
+  FlightRef hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers, uint32_t flags)
+      REQUIRES(mu_);
   void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);
@@ -272,6 +286,7 @@ class Engine final : public Session, private DataPath {
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const REQUIRES(mu_);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
+  Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(mu_);
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
@@ -324,6 +339,11 @@ class Engine final : public Session, private DataPath {
     Vector<uint32_t> at;
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
+  struct Reading;
+  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading);
+  // gpu: where the rows go to, if that is memory of a device.
+  Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
+                 uint64_t step, Deadline deadline);
   Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
                    const AwayRows& away);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op,

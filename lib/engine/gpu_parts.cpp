@@ -63,6 +63,7 @@ Ptr<T> there(const OnDevice& d, size_t at) {
 
 }  // namespace
 
+// Long, for all arrays of a part are laid out in one piece of memory and sent at once.
 Status Gpu::upload(Part& part, PartOnDevice** out) {
   // (A rank that has left and joined again may find what it has declared on another device: nothing
   // of the old one is in flight any more.)

@@ -82,6 +82,7 @@ FRUGAL_STATS(X, X)
 
 }  // namespace
 
+// A list: a line or two for each metric.
 Status Engine::metrics(String* text_out) {
   const uint64_t now = now_ns();
   frugal_stats s;

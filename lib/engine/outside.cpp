@@ -179,6 +179,7 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   return FRUGAL_OK;
 }
 
+// Long for its order: all that can fail comes before the first row is written.
 Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
   Table& t = own(table);
@@ -281,6 +282,74 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   return FRUGAL_OK;
 }
 
+// Between steps nothing else keeps operations outside steps from changing the rows that are read.
+struct Engine::Reading {
+  Engine& engine;
+  bool counted = false;
+  ~Reading() {
+    if (!counted) return;
+    {
+      Lock lock(engine.mu_);
+      engine.phase_.end(Phase::kRead);
+    }
+    engine.workers_.progress();
+  }
+};
+
+// Inside a step: what its lookups see. Between steps: what the next one's would see; the step
+// before it must be committed, and nothing commits while this rank has not begun the next.
+Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading) {
+  uint64_t next;
+  bool inside;
+  {
+    Lock lock(mu_);
+    inside = t.in_step;
+    next = inside ? t.step : t.next_step;
+    if (next != kNoStep) *step = next;
+  }
+  bool busy = false;
+  auto ended = [&] {
+    if (workers_.applying()) return false;
+    Lock lock(mu_);
+    // This rank may have been told of an abort that is still taking rows of others back.
+    busy = !phase_.may(Phase::kRead);
+    const bool others = next != kNoStep && config_.staleness < next &&
+                        ranks_.to_commit() < next - config_.staleness;
+    if (others) ranks_.note_awaited(ranks_.to_commit());
+    if (busy || others) return false;
+    if (!inside) {
+      phase_.begin(Phase::kRead);
+      reading->counted = true;
+    }
+    return true;
+  };
+  const Status s = wait_for_ranks(deadline, &t, ended, [&] { return workers_.help(true); });
+  if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
+  if (s == FRUGAL_ERR_TIMEOUT && busy)
+    return fail(s, "read waited for an operation outside steps, or an abort; call again");
+  if (s == FRUGAL_ERR_TIMEOUT)
+    return fail(s, "read waited for other ranks to end step %llu; call again",
+                static_cast<unsigned long long>(next - 1));
+  return s;
+}
+
+Status Engine::read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
+                       uint64_t step, Deadline deadline) {
+  const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
+  Buffer slots;
+  FRUGAL_TRY(memory_.unread().get(op.count * sizeof(uint32_t), &slots));
+  uint32_t* s = slots.as<uint32_t>();
+  FRUGAL_TRY(table.rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr));
+  const Unhold unhold{table.rows, s, op.count};
+  FRUGAL_TRY(fresh(trainer, table, s, op.count, step, deadline));
+  AwayRows away;
+  FRUGAL_TRY(read_away(table, op.keys, op.count, s, &away));
+  if (op.found_out)
+    for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot || away.has(k);
+  if (gpu) return read_to_device(*trainer, table, s, op.count, *gpu, away);
+  return read_rows(table, s, op.count, op, away);
+}
+
 // Evaluation: sees every committed step, changes nothing.
 Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline deadline) {
   Trainer* const trainer = any ? &own(*any) : nullptr;
@@ -289,56 +358,12 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   std::optional<UniqueLock> call;
   std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;
-  // Between steps nothing else keeps operations outside steps from changing the rows that are read.
-  struct Reading {
-    Engine& engine;
-    bool counted = false;
-    ~Reading() {
-      if (!counted) return;
-      {
-        Lock lock(engine.mu_);
-        engine.phase_.end(Phase::kRead);
-      }
-      engine.workers_.progress();
-    }
-  } reading{*this};
+  Reading reading{*this};
   if (trainer) {
     tell_used(*trainer);
     call.emplace(trainer->call_mu);
     FRUGAL_TRY(enter(*trainer));
-    // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
-    // before it must be committed, and nothing commits while this rank has not begun the next.
-    uint64_t next;
-    bool inside;
-    {
-      Lock lock(mu_);
-      inside = trainer->in_step;
-      next = inside ? trainer->step : trainer->next_step;
-      if (next != kNoStep) step = next;
-    }
-    bool busy = false;
-    auto ended = [&] {
-      if (workers_.applying()) return false;
-      Lock lock(mu_);
-      // This rank may have been told of an abort that is still taking rows of others back.
-      busy = !phase_.may(Phase::kRead);
-      const bool others = next != kNoStep && config_.staleness < next && ranks_.to_commit() < next - config_.staleness;
-      if (others) ranks_.note_awaited(ranks_.to_commit());
-      if (busy || others) return false;
-      if (!inside) {
-        phase_.begin(Phase::kRead);
-        reading.counted = true;
-      }
-      return true;
-    };
-    Status s = wait_for_ranks(deadline, trainer, ended, [&] { return workers_.help(true); });
-    if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(*trainer);
-    if (s == FRUGAL_ERR_TIMEOUT && busy)
-      return fail(s, "read waited for an operation outside steps, or an abort; call again");
-    if (s == FRUGAL_ERR_TIMEOUT)
-      return fail(s, "read waited for other ranks to end step %llu; call again",
-                  static_cast<unsigned long long>(next - 1));
-    FRUGAL_TRY(s);
+    FRUGAL_TRY(await_readable(*trainer, deadline, &step, &reading));
   } else {
     scope.emplace(*this, deadline);
     FRUGAL_TRY(scope->status());
@@ -363,24 +388,11 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     FRUGAL_TRY(in_op(table->rows.check_ids(op.keys, op.count, padding), i, n, table));
   }
   for (size_t i = 0; i < n; ++i) {
-    const frugal_op& op = ops[i];
     TableRef table;
-    FRUGAL_TRY(op_table(op, &table));
-    const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
-    Buffer slots;
-    FRUGAL_TRY(memory_.unread().get(op.count * sizeof(uint32_t), &slots));
-    uint32_t* s = slots.as<uint32_t>();
-    FRUGAL_TRY(in_op(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr), i, n, table));
-    const Unhold unhold{table->rows, s, op.count};
-    FRUGAL_TRY(in_op(fresh(trainer, *table, s, op.count, step, deadline), i, n, table));
-    AwayRows away;
-    FRUGAL_TRY(in_op(read_away(*table, op.keys, op.count, s, &away), i, n, table));
-    if (op.found_out)
-      for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot || away.has(k);
-    if (trainer && trainer->gpu && gpu[i].rows_on_device)
-      FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i], away));
-    else
-      FRUGAL_TRY(read_rows(*table, s, op.count, op, away));
+    FRUGAL_TRY(op_table(ops[i], &table));
+    const bool to_device = trainer && trainer->gpu && gpu[i].rows_on_device;
+    FRUGAL_TRY(in_op(read_op(trainer, *table, ops[i], to_device ? &gpu[i] : nullptr, step, deadline),
+                     i, n, table));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborter_.tell(*trainer);

@@ -2,6 +2,7 @@
 
 namespace frugal {
 
+// The list of conditions, in the order in which they are looked at.
 StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work)) {
   add({waited_for(WaitedFor::kOutside),
        [this](Pass& p) {

@@ -73,21 +73,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       Lock lock(mu_);
       if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
           phase_.may(Phase::kStep) && open_still(step)) {
-        // None is declared for it any more, and what is stays as the gate has found it.
-        t.parts.clear();
-        t.next_part = 0;
-        {
-          Lock declared(declarations_.mutex());
-          declarations_.each({step, step, t.rank}, [&](const Batch& b, size_t i) {
-            StepPart p;
-            p.batch = b.id;
-            p.index = static_cast<uint32_t>(i);
-            p.table = b.tables[i];
-            p.part = b.parts[i];
-            p.whole = p.fresh = p.part->resolved();
-            t.parts.push_back(std::move(p));
-          });
-        }
+        take_parts(t, step);
         ranks_.begin(t, step);
         if (t.boundaries_done == t.boundaries) break;
         again = true;
@@ -103,49 +89,46 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     // one of them waits for this call.
     FRUGAL_TRY(enter(t));
   }
-  if (t.cache_bytes || t.cache_ratio > 0) {
-    Status s;
-    try {
-      s = turn_caches(t, step);
-    } catch (const std::bad_alloc&) {
-      s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
-               "no memory to bring the cache of rank %u up to date; call again", t.rank);
-    }
-    if (s != FRUGAL_OK) {
-      // A cache that there is no memory for is empty, and the step does without: updates may be
-      // lost to it.
-      for (auto& [raw, of] : t.caches) of.forget();
-      forget_places(t, step);
-      if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
-      t.boundary = {};
-      Lock lock(mu_);
-      t.backlog.clear();
-      if (t.gpu || t.lines_elsewhere) {
-        ranks_.begin_again(t);
-        return s;
-      }
-    }
-  }
+  if (t.cache_bytes || t.cache_ratio > 0) FRUGAL_TRY(turn_or_forget(t, step));
   if (t.has_cache.load()) {
     allow_planning(t, step);
     turning.t = nullptr;
   }
-  if (pacing_.deferred() && config_.flush_threads) {
-    bool schedule = false;
-    try {
-      Lock lock(mu_);
-      // After an abort, of which this rank is not told yet, all begin the step again: it may be
-      // declared for meanwhile, and what is staged must have passed the gates.
-      if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
-        schedule = ranks_.all_begun(step);
-        if (schedule) records_.of(step).prepare_scheduled = true;
-      }
-    } catch (const std::bad_alloc&) {
-      schedule = false;  // staging is a favour
-    }
-    if (schedule) workers_.wake();
-  }
+  if (pacing_.deferred() && config_.flush_threads) schedule_staging(t, step);
   return FRUGAL_OK;
+}
+
+// None is declared for the step any more, and what is stays as the gate has found it.
+void Engine::take_parts(Trainer& t, uint64_t step) {
+  t.parts.clear();
+  t.next_part = 0;
+  Lock declared(declarations_.mutex());
+  declarations_.each({step, step, t.rank}, [&](const Batch& b, size_t i) {
+    StepPart p;
+    p.batch = b.id;
+    p.index = static_cast<uint32_t>(i);
+    p.table = b.tables[i];
+    p.part = b.parts[i];
+    p.whole = p.fresh = p.part->resolved();
+    t.parts.push_back(std::move(p));
+  });
+}
+
+// Once all ranks have begun the step, what they push in it may be staged ahead of its commit.
+void Engine::schedule_staging(const Trainer& t, uint64_t step) {
+  bool schedule = false;
+  try {
+    Lock lock(mu_);
+    // After an abort, of which this rank is not told yet, all begin the step again: it may be
+    // declared for meanwhile, and what is staged must have passed the gates.
+    if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
+      schedule = ranks_.all_begun(step);
+      if (schedule) records_.of(step).prepare_scheduled = true;
+    }
+  } catch (const std::bad_alloc&) {
+    schedule = false;  // staging is a favour
+  }
+  if (schedule) workers_.wake();
 }
 
 // --- Ending a step -------------------------------------------------------------------------------
@@ -170,11 +153,6 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
                     t.rank, static_cast<unsigned long long>(t.step),
                     static_cast<unsigned long long>(step));
     }
-    struct Ready {
-      PushState* push;
-      Handover joined;
-      StepRecord::TableHandovers* to;
-    };
     Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
     if (found != Flight::Found::kNothing) {
@@ -182,52 +160,15 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       FRUGAL_TRY(aborter_.undo(t, Aborter::Why::kCall));
       return found_in_step(found, step);
     }
-    Vector<Ready> handovers;
-    for (auto& [raw, push] : t.pushes) {
-      if (push.table->dropped.load()) continue;
-      Ready r{&push, {}, nullptr};
-      if (!push.tail.empty())
-        FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, memory_.pool, memory_.sums(),
-                               &r.joined));
-      Handover& h = push.tail.empty() ? push.first : r.joined;
-      if (h.rows()) handovers.push_back(std::move(r));
-    }
+    Vector<Handed> handovers;
+    FRUGAL_TRY(join_handovers(t, &handovers));
     bool taken = false;
     {
       Lock lock(mu_);
       // Who closes the engine has taken the records away already.
       if (closed_.load()) return engine_closed();
       if (!t.abort_notice.load()) {
-        // First all that may want memory; then the hand-over, which cannot fail.
-        StepRecord& record = records_.of(step);
-        for (Ready& r : handovers) {
-          const TableRef table = std::static_pointer_cast<Table>(r.push->table);
-          r.to = &record.handovers[table.get()];
-          r.to->table = table;
-          r.to->ranks.reserve(r.to->ranks.size() + 1);
-        }
-        record.created.reserve(record.created.size() + t.created.size());
-        if (t.gpu) {
-          record.flights.reserve(record.flights.size() + 1);
-          if (Flight* f = t.gpu->current_flight())
-            f->pinned.reserve(f->pinned.size() + t.pushes.size());
-        }
-        for (Ready& r : handovers)
-          r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
-        for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
-        if (flags & FRUGAL_STEP_SKIP) record.skip = true;
-        if (t.gpu) landed = t.gpu->take_flight();
-        if (landed && !landed->landed.load()) {
-          // Sums of runs are of no use any more, but kernels may still be writing them.
-          for (auto& [raw, push] : t.pushes)
-            if (push.runs) landed->pinned.push_back(std::move(push.runs));
-          records_.fly(&record, std::move(landed));
-        }
-        t.in_step = false;
-        t.parts.clear();
-        t.pushes.clear();
-        t.created.clear();
-        t.lent.clear();
+        landed = hand_in(t, records_.of(step), handovers, flags);
         taken = true;
       }
     }
@@ -240,6 +181,56 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   // memory, makes it.
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
+}
+
+// Of each table that the rank has pushed to, one sum a row.
+Status Engine::join_handovers(Trainer& t, Vector<Handed>* handovers) {
+  for (auto& [raw, push] : t.pushes) {
+    if (push.table->dropped.load()) continue;
+    Handed r{&push, {}, nullptr};
+    if (!push.tail.empty())
+      FRUGAL_TRY(
+          join_pushes(push, push.table->dim, t.rank, memory_.pool, memory_.sums(), &r.joined));
+    Handover& h = push.tail.empty() ? push.first : r.joined;
+    if (h.rows()) handovers->push_back(std::move(r));
+  }
+  return FRUGAL_OK;
+}
+
+// First all that may want memory; then the hand-over, which cannot fail. Returns a flight that has
+// landed, for the caller to let go of once no lock is held.
+FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers,
+                          uint32_t flags) {
+  for (Handed& r : handovers) {
+    const TableRef table = std::static_pointer_cast<Table>(r.push->table);
+    r.to = &record.handovers[table.get()];
+    r.to->table = table;
+    r.to->ranks.reserve(r.to->ranks.size() + 1);
+  }
+  record.created.reserve(record.created.size() + t.created.size());
+  if (t.gpu) {
+    record.flights.reserve(record.flights.size() + 1);
+    if (Flight* f = t.gpu->current_flight())
+      f->pinned.reserve(f->pinned.size() + t.pushes.size());
+  }
+  for (Handed& r : handovers)
+    r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
+  for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
+  if (flags & FRUGAL_STEP_SKIP) record.skip = true;
+  FlightRef landed;
+  if (t.gpu) landed = t.gpu->take_flight();
+  if (landed && !landed->landed.load()) {
+    // Sums of runs are of no use any more, but kernels may still be writing them.
+    for (auto& [raw, push] : t.pushes)
+      if (push.runs) landed->pinned.push_back(std::move(push.runs));
+    records_.fly(&record, std::move(landed));
+  }
+  t.in_step = false;
+  t.parts.clear();
+  t.pushes.clear();
+  t.created.clear();
+  t.lent.clear();
+  return landed;
 }
 
 // A call's hold of places of a table has ended; there may be a call that waits for them.

@@ -78,7 +78,8 @@ void Engine::each_trainer(Visit visit) {
   }
 }
 
-// Ends the threads and lets go of everything, and takes no memory for it. Calls of other threads that are under way notice
+// Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each part of which is
+// what makes the next one safe. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
@@ -230,16 +231,8 @@ static Status is_there(const TableRef& table, const frugal_table_config& config,
   return table_exists();
 }
 
-Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
-  FRUGAL_TRY(check());
-  {
-    Lock lock(mu_);
-    if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
-    for (const TrainerRef& t : ranks_)
-      if (t && t->in_step)
-        return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
-                    t->rank, static_cast<unsigned long long>(t->step));
-  }
+// Its rows, which nobody else sees yet.
+Status Engine::open_table(const frugal_table_config& config, bool here, TableRef* out) {
   auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
   table->session = shared_from_this();
   table->name = config.name;
@@ -289,6 +282,22 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                   memory_.pinner->any() ? "memory that can be pinned, or " : "", memory_.budget.left_text().c_str(),
                   static_cast<unsigned long long>(available_bytes()));
   }
+  *out = std::move(table);
+  return FRUGAL_OK;
+}
+
+Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
+  FRUGAL_TRY(check());
+  {
+    Lock lock(mu_);
+    if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
+    for (const TrainerRef& t : ranks_)
+      if (t && t->in_step)
+        return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
+                    t->rank, static_cast<unsigned long long>(t->step));
+  }
+  TableRef table;
+  FRUGAL_TRY(open_table(config, here, &table));
   Lock lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());

@@ -164,6 +164,43 @@ Status Engine::close_trainer(const TrainerRef& t) {
 
 // --- Declarations --------------------------------------------------------------------------------
 
+// Does the step lie in the window of those that the rank can declare now?
+Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
+  const uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.to_commit();
+  const uint64_t lookahead = config_.lookahead;
+  if (at == kNoStep) {
+    // The first step is not known yet; what is declared must fit into one window.
+    uint64_t least = step, most = step;
+    if (declarations_.range(&least, &most)) {
+      least = std::min(least, step);
+      most = std::max(most, step);
+    }
+    if (most - least <= lookahead) return FRUGAL_OK;
+    return fail(FRUGAL_ERR_STEP_RANGE,
+                "steps %llu and %llu do not fit into one window of lookahead %u: begin the "
+                "first before",
+                static_cast<unsigned long long>(least), static_cast<unsigned long long>(most),
+                config_.lookahead);
+  }
+  // Inside step s the next is s + 1, but the window is that of s.
+  uint64_t last = (t.in_step ? t.step : at) + lookahead;
+  // A step that it was inside of may be undone by now, with those that were not committed.
+  if (late && last < kNoStep - 2 * kRing) last += kRing;
+  if (step < at)
+    return fail(FRUGAL_ERR_STEP_RANGE,
+                "rank %u has begun step %llu already: declare step %llu or later", t.rank,
+                static_cast<unsigned long long>(step), static_cast<unsigned long long>(at));
+  if (step > last)
+    return fail(FRUGAL_ERR_STEP_RANGE,
+                "step %llu lies beyond the ring: the last that rank %u can declare now is %llu "
+                "(lookahead %u)",
+                static_cast<unsigned long long>(step), t.rank,
+                static_cast<unsigned long long>(last), config_.lookahead);
+  return FRUGAL_OK;
+}
+
+// Long for its order: all that can fail comes before the batch is entered, and what a failure
+// leaves on its way to the host is waited for at the end.
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
                         bool want_handle, uint64_t* batch_out, Buffer* copies, bool late) {
   Timed timed(counters_.prefetch_ns, !late);
@@ -229,37 +266,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       if (table->dropped.load())
         return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it",
                     table->name.c_str());
-    uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.to_commit();
-    uint64_t lookahead = config_.lookahead;
-    if (at != kNoStep) {
-      // Inside step s the next is s + 1, but the window is that of s.
-      uint64_t last = (t.in_step ? t.step : at) + lookahead;
-      // A step that it was inside of may be undone by now, with those that were not committed.
-      if (late && last < kNoStep - 2 * kRing) last += kRing;
-      if (step < at)
-        return fail(FRUGAL_ERR_STEP_RANGE,
-                    "rank %u has begun step %llu already: declare step %llu or later", t.rank,
-                    static_cast<unsigned long long>(step), static_cast<unsigned long long>(at));
-      if (step > last)
-        return fail(FRUGAL_ERR_STEP_RANGE,
-                    "step %llu lies beyond the ring: the last that rank %u can declare now is %llu "
-                    "(lookahead %u)",
-                    static_cast<unsigned long long>(step), t.rank,
-                    static_cast<unsigned long long>(last), config_.lookahead);
-    } else {
-      // The first step is not known yet; what is declared must fit into one window.
-      uint64_t least = step, most = step;
-      if (declarations_.range(&least, &most)) {
-        least = std::min(least, step);
-        most = std::max(most, step);
-      }
-      if (most - least > lookahead)
-        return fail(FRUGAL_ERR_STEP_RANGE,
-                    "steps %llu and %llu do not fit into one window of lookahead %u: begin the "
-                    "first before",
-                    static_cast<unsigned long long>(least), static_cast<unsigned long long>(most),
-                    config_.lookahead);
-    }
+    FRUGAL_TRY(may_declare(t, step, late));
     FRUGAL_TRY(check_step(step));
     FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(arrival), &alone));
     coming_keys.gpu = nullptr;

@@ -156,6 +156,38 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   return true;
 }
 
+// The next table of the step whose update can be foretold, and the update, without its sums. Each
+// table is looked at once: all that is declared for the step has passed its gate.
+bool Engine::foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update) {
+  Lock declared(declarations_.mutex());
+  for (; record->stage_at < tables_.size() && !*table; ++record->stage_at) {
+    const TableRef& t = tables_[record->stage_at];
+    if (record->prepared.count(t.get()) || t->dropped.load()) continue;
+    if (t->predict_pause) continue;
+    Vector<PartRef> parts(ranks_.size());
+    bool any = false, simple = true;
+    declarations_.each({step, step, kNoRank, t.get()}, [&](const Batch& b, size_t i) {
+      const PartRef& p = b.parts[i];
+      if (!p->resolved() || !p->linked || parts[b.rank]) simple = false;
+      parts[b.rank] = p;
+      any = true;
+    });
+    if (!any || !simple) continue;
+    *update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+    (*update)->step = step;
+    for (uint32_t r = 0; r < parts.size(); ++r)
+      if (parts[r] && parts[r]->distinct) {
+        (*update)->ranks.emplace_back();
+        (*update)->ranks.back().rank = r;
+        (*update)->ranks.back().part = parts[r];
+      }
+    if ((*update)->ranks.empty()) continue;
+    record->prepared[t.get()] = {t, *update, false};
+    *table = t;
+  }
+  return *table != nullptr;
+}
+
 // Takes a step's rows in while the step is still being computed: the rows that will be pushed are
 // known from the declarations, and when the push is what was declared, the commit has only to
 // publish them.
@@ -170,34 +202,7 @@ bool Engine::prepare_one() {
     if (step == kNoStep || !phase_.may(Phase::kStage)) return false;
     record = records_.find(step);
     if (!record || !record->prepare_scheduled) return false;
-    Lock declared(declarations_.mutex());
-    // Each table is looked at once: all that is declared for the step has passed its gate.
-    for (; record->stage_at < tables_.size() && !table; ++record->stage_at) {
-      const TableRef& t = tables_[record->stage_at];
-      if (record->prepared.count(t.get()) || t->dropped.load()) continue;
-      if (t->predict_pause) continue;
-      Vector<PartRef> parts(ranks_.size());
-      bool any = false, simple = true;
-      declarations_.each({step, step, kNoRank, t.get()}, [&](const Batch& b, size_t i) {
-        const PartRef& p = b.parts[i];
-        if (!p->resolved() || !p->linked || parts[b.rank]) simple = false;
-        parts[b.rank] = p;
-        any = true;
-      });
-      if (!any || !simple) continue;
-      update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
-      update->step = step;
-      for (uint32_t r = 0; r < parts.size(); ++r)
-        if (parts[r] && parts[r]->distinct) {
-          update->ranks.emplace_back();
-          update->ranks.back().rank = r;
-          update->ranks.back().part = parts[r];
-        }
-      if (update->ranks.empty()) continue;
-      record->prepared[t.get()] = {t, update, false};
-      table = t;
-    }
-    if (!table) {
+    if (!foretell(step, record, &table, &update)) {
       record->prepare_scheduled = false;
       return false;
     }

@@ -110,7 +110,12 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
   Status pin_tables();
   Status show_device(const Access& access, Flight& flight);
-  Status turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without);
+  class Told;
+  Status lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::OfTable** out,
+                  uint64_t* without);
+  Status take_due(Told& told, Flight& flight, DueUpdate* due);
+  Status turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
+                    uint64_t* without);
   Status pin_shared(const SumsPlace& sums, Flight& flight, const char** out);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait);

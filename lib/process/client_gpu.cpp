@@ -57,85 +57,107 @@ Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) 
   return FRUGAL_OK;
 }
 
-// What the controller has told of a step's boundary, done to the lines: updates of what the step
-// reads, new lines, and behind the event for which lookups wait the other updates. `without`: a
-// table for whose lines there is no memory. A failure leaves the lines as they may be.
-Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables,
-                          uint64_t* without) {
-  size_t at = 0;
-  auto take = [&](auto* item) -> Status {
-    if (sizeof *item > told.size() - at)
+// What the controller has told of a step's boundary, item after item.
+class Client::Told {
+ public:
+  Told(Controller& controller, const Vector<char>& bytes) : controller_(controller), bytes_(bytes) {}
+  template <class T>
+  Status take(T* item) {
+    if (sizeof *item > bytes_.size() - at_)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a boundary");
-    std::memcpy(item, told.data() + at, sizeof *item);
-    at += sizeof *item;
+    std::memcpy(item, bytes_.data() + at_, sizeof *item);
+    at_ += sizeof *item;
     return FRUGAL_OK;
-  };
-  RegionRefs reads;
-  auto list = [&](uint64_t place, uint64_t n, auto* out) -> Status {
-    using T = typename std::remove_reference_t<decltype(*out)>::value_type;
+  }
+  // What lies at `place` of the arena.
+  template <class T>
+  Status list(uint64_t place, uint64_t n, Vector<T>* out) {
     const T* from = nullptr;
-    if (n) FRUGAL_TRY(controller_.in_arena(place, &reads, &from, n));
+    if (n) FRUGAL_TRY(controller_.in_arena(place, &reads_, &from, n));
     out->assign(from, from + n);
     return FRUGAL_OK;
-  };
+  }
+
+ private:
+  Controller& controller_;
+  const Vector<char>& bytes_;
+  size_t at_ = 0;
+  RegionRefs reads_;
+};
+
+Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::OfTable** out,
+                        uint64_t* without) {
+  auto known = t.lines.find(of.table);
+  if (known == t.lines.end()) {
+    RemoteTrainer::OfTable made;
+    {
+      Lock lock(mu_);
+      for (auto& weak : tables_)
+        if (auto table = weak.lock(); table && table->id == of.table) made.table = std::move(table);
+    }
+    if (!made.table)
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
+    if (DeviceLines::open(*t.gpu, made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
+      *without = of.table;
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows",
+                  t.gpu->runtime().name());
+    }
+    known = t.lines.emplace(of.table, std::move(made)).first;
+  }
+  *out = &known->second;
+  return FRUGAL_OK;
+}
+
+Status Client::take_due(Told& told, Flight& flight, DueUpdate* due) {
+  UpdatePlace place;
+  FRUGAL_TRY(told.take(&place));
+  FRUGAL_TRY(told.list(place.lines, place.count, &due->other.lines));
+  FRUGAL_TRY(told.list(place.start, place.count + 1, &due->other.start));
+  FRUGAL_TRY(told.list(place.terms, place.term_count, &due->other.terms));
+  due->now = place.now;
+  due->update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+  due->update->scalars = place.scalars;
+  for (uint64_t r = 0; r < place.ranks; ++r) {
+    SumsPlace from;
+    FRUGAL_TRY(told.take(&from));
+    Handover h;
+    h.stride = place.stride;
+    const char* sums = nullptr;
+    if (from.bytes) FRUGAL_TRY(pin_shared(from, flight, &sums));
+    h.sums = Buffer::view(sums, from.bytes);
+    due->update->ranks.push_back(std::move(h));
+  }
+  if (place.now > place.count || place.ranks == 0)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a boundary that cannot be");
+  return FRUGAL_OK;
+}
+
+// A step's boundary, done to the lines: updates of what the step reads, new lines, and behind the
+// event for which lookups wait the other updates. `without`: a table for whose lines there is no
+// memory. A failure leaves the lines as they may be.
+Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
+                          uint64_t* without) {
+  Told told(controller_, bytes);
   Gpu& gpu = *t.gpu;
   Flight& flight = gpu.flight(t.rank, t.step);
   Vector<Lines*> turned;
   for (uint64_t i = 0; i < tables; ++i) {
     LinesPlace of;
-    FRUGAL_TRY(take(&of));
-    auto known = t.lines.find(of.table);
-    if (known == t.lines.end()) {
-      RemoteTrainer::OfTable made;
-      {
-        Lock lock(mu_);
-        for (auto& weak : tables_)
-          if (auto table = weak.lock(); table && table->id == of.table)
-            made.table = std::move(table);
-      }
-      if (!made.table)
-        return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
-      if (DeviceLines::open(gpu, made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
-        *without = of.table;
-        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows",
-                    gpu.runtime().name());
-      }
-      known = t.lines.emplace(of.table, std::move(made)).first;
-    }
-    RemoteTable& table = *known->second.table;
-    Lines& lines = *known->second.lines;
+    FRUGAL_TRY(told.take(&of));
+    RemoteTrainer::OfTable* known;
+    FRUGAL_TRY(lines_of(t, of, &known, without));
+    RemoteTable& table = *known->table;
+    Lines& lines = *known->lines;
     CachePlan plan;
     Vector<DueUpdate> due;
-    FRUGAL_TRY(list(of.admitted, of.count, &plan.admitted));
-    FRUGAL_TRY(list(of.to, of.count, &plan.to));
+    FRUGAL_TRY(told.list(of.admitted, of.count, &plan.admitted));
+    FRUGAL_TRY(told.list(of.to, of.count, &plan.to));
     Vector<uint32_t> ascending = plan.admitted;
     std::sort(ascending.begin(), ascending.end());
     FRUGAL_TRY(table.pinned.pin(ascending.data(), ascending.size()));
     if (table.rows.state) FRUGAL_TRY(table.pinned_state.pin(ascending.data(), ascending.size()));
-    for (uint64_t u = 0; u < of.updates; ++u) {
-      UpdatePlace place;
-      FRUGAL_TRY(take(&place));
-      DueUpdate& d = due.emplace_back();
-      FRUGAL_TRY(list(place.lines, place.count, &d.other.lines));
-      FRUGAL_TRY(list(place.start, place.count + 1, &d.other.start));
-      FRUGAL_TRY(list(place.terms, place.term_count, &d.other.terms));
-      d.now = place.now;
-      d.update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
-      d.update->scalars = place.scalars;
-      for (uint64_t r = 0; r < place.ranks; ++r) {
-        SumsPlace from;
-        FRUGAL_TRY(take(&from));
-        Handover h;
-        h.stride = place.stride;
-        const char* sums = nullptr;
-        if (from.bytes) FRUGAL_TRY(pin_shared(from, flight, &sums));
-        h.sums = Buffer::view(sums, from.bytes);
-        d.update->ranks.push_back(std::move(h));
-      }
-      if (place.now > place.count || place.ranks == 0)
-        return fail(FRUGAL_ERR_INTERNAL, "the controller sent a boundary that cannot be");
-    }
-    flight.kept.push_back(known->second.table);
+    for (uint64_t u = 0; u < of.updates; ++u) FRUGAL_TRY(take_due(told, flight, &due.emplace_back()));
+    flight.kept.push_back(known->table);
     lines.forget_plan();
     FRUGAL_TRY(lines.turn(plan, due));
     turned.push_back(&lines);

@@ -267,7 +267,7 @@ class ControlServer::Impl::Connection : public HeapObject {
     }
   }
 
-  // Nothing fails once the handler has done what was asked, but for `given`.
+  // A case for each call. Nothing fails once the handler has done what was asked, but for `given`.
   Status call(ControlHandler& handler, wire::Request::Reader request, wire::Answer::Builder answer,
               Given& given) {
     switch (request.which()) {

@@ -56,7 +56,7 @@ Status ProcessLane::handle(const Header& request) {
   return rows_call(call, request);
 }
 
-// Rows outside steps.
+// Rows outside steps: a case for each call.
 Status ProcessLane::rows_call(Call call, const Header& request) {
   TableRef table;
   FRUGAL_TRY(engine_->table_of(request.args[0], &table));

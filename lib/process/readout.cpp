@@ -17,14 +17,14 @@ Status damaged(const char* what) {
               what);
 }
 
+}  // namespace
+
 // An update of the ledger, as the engine had it.
-struct Unwritten {
+struct TableReadout::Unwritten {
   StepUpdate update;
   Vector<uint32_t> rows;  // of its list, that are not written
   uint64_t place = 0;
 };
-
-}  // namespace
 
 Status Remains::committed(uint64_t* step) const {
   if (!root || root->magic != LedgerRoot::kMagic) return damaged("its ledger");
@@ -131,72 +131,84 @@ device::RowsRef TableReadout::copies() const {
   return layout_.at(changed_values_.data(), changed_state_.data());
 }
 
-Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPool& pool) {
-  // What is committed and not wholly written.
-  Vector<std::unique_ptr<Unwritten>> updates;
+// Who pushed what in a committed update. `seen`: the sums lie in memory that is mapped here.
+Status TableReadout::take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from, Unwritten* u, bool* seen) const {
+  const LedgerTerms* terms = reach.at<LedgerTerms>(place + sizeof(LedgerUpdate), from.ranks);
+  if (!terms) return reach.missing("a table's updates");
+  if (from.scalars.kind != optimizer_ || from.scalars.dim != layout_.dim)
+    return damaged("a table's updates");
+  u->update.step = from.step;
+  u->update.scalars = from.scalars;
+  *seen = true;
+  for (uint64_t r = 0; r < from.ranks; ++r) {
+    const LedgerTerms& t = terms[r];
+    Handover h;
+    h.rank = static_cast<uint32_t>(t.rank);
+    h.stride = t.stride;
+    h.part = make_part();
+    h.part->distinct = t.rows;
+    const uint32_t* slots = reach.at<uint32_t>(t.slots, t.rows);
+    if (!slots) return reach.missing("a table's updates");
+    if (t.stride < layout_.dim || t.stride > layout_.sums_stride)
+      return damaged("a table's updates");
+    for (uint64_t i = 0; i < t.rows; ++i)
+      if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1]))
+        return damaged("a table's updates");
+    h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
+    const uint64_t floats = t.rows * t.stride;
+    if (t.sums == kNoPlace) {
+      *seen = false;
+    } else {
+      const char* sums = reach.at<char>(t.sums, floats * sizeof(float));
+      if (!sums) return reach.missing("a table's updates");
+      if (t.sums % 64) return damaged("a table's updates");
+      h.sums = Buffer::view(sums, floats * sizeof(float));
+    }
+    u->update.ranks.push_back(std::move(h));
+  }
+  u->update.make_list();
+  return FRUGAL_OK;
+}
+
+// Which rows of it are not written.
+Status TableReadout::take_rows(Reach& reach, const LedgerUpdate& from, Unwritten* u) const {
+  const size_t n = u->update.n;
+  if (from.chunks == 0) {
+    const uint8_t* marks = reach.at<uint8_t>(from.marks, n);
+    if (!marks) return reach.missing("a table's updates");
+    if (from.rows != n) return damaged("a table's updates");
+    for (uint32_t i = 0; i < n; ++i)
+      if (!marks[i]) u->rows.push_back(i);
+  } else {
+    const uint64_t chunks = from.chunks;
+    const uint64_t* bounds =
+        chunks < SIZE_MAX ? reach.at<uint64_t>(from.bounds, chunks + 1) : nullptr;
+    // (So many bounds are there, so that cannot overflow.)
+    const uint64_t* progress =
+        bounds ? reach.at<uint64_t>(from.progress, LedgerUpdate::kApart * chunks) : nullptr;
+    if (!bounds || !progress) return reach.missing("a table's updates");
+    if (bounds[0] != 0) return damaged("a table's updates");
+    size_t chunk = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+      while (chunk + 1 < chunks && u->update.slots[i] >= bounds[chunk + 1]) ++chunk;
+      if (u->update.slots[i] >= progress[LedgerUpdate::kApart * chunk]) u->rows.push_back(i);
+    }
+  }
+  return FRUGAL_OK;
+}
+
+// What is committed and not wholly written.
+Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updates* updates) {
   for (uint64_t place = record.first.load(), steps = 0; place != kNoPlace; ++steps) {
     const LedgerUpdate* from = reach.at<LedgerUpdate>(place);
     if (!from) return reach.missing("a table's updates");
     if (steps > kMostUpdates) return damaged("a table's updates");
     if (committed_ == kNoStep || from->step > committed_) break;
-    const LedgerTerms* terms = reach.at<LedgerTerms>(place + sizeof(LedgerUpdate), from->ranks);
-    if (!terms) return reach.missing("a table's updates");
-    if (from->scalars.kind != optimizer_ || from->scalars.dim != layout_.dim)
-      return damaged("a table's updates");
     auto u = std::make_unique<Unwritten>();
     u->place = place;
-    u->update.step = from->step;
-    u->update.scalars = from->scalars;
-    bool seen = true;
-    for (uint64_t r = 0; r < from->ranks; ++r) {
-      const LedgerTerms& t = terms[r];
-      Handover h;
-      h.rank = static_cast<uint32_t>(t.rank);
-      h.stride = t.stride;
-      h.part = make_part();
-      h.part->distinct = t.rows;
-      const uint32_t* slots = reach.at<uint32_t>(t.slots, t.rows);
-      if (!slots) return reach.missing("a table's updates");
-      if (t.stride < layout_.dim || t.stride > layout_.sums_stride)
-        return damaged("a table's updates");
-      for (uint64_t i = 0; i < t.rows; ++i)
-        if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1]))
-          return damaged("a table's updates");
-      h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
-      const uint64_t floats = t.rows * t.stride;
-      if (t.sums == kNoPlace) {
-        seen = false;
-      } else {
-        const char* sums = reach.at<char>(t.sums, floats * sizeof(float));
-        if (!sums) return reach.missing("a table's updates");
-        if (t.sums % 64) return damaged("a table's updates");
-        h.sums = Buffer::view(sums, floats * sizeof(float));
-      }
-      u->update.ranks.push_back(std::move(h));
-    }
-    u->update.make_list();
-    const size_t n = u->update.n;
-    if (from->chunks == 0) {
-      const uint8_t* marks = reach.at<uint8_t>(from->marks, n);
-      if (!marks) return reach.missing("a table's updates");
-      if (from->rows != n) return damaged("a table's updates");
-      for (uint32_t i = 0; i < n; ++i)
-        if (!marks[i]) u->rows.push_back(i);
-    } else {
-      const uint64_t chunks = from->chunks;
-      const uint64_t* bounds =
-          chunks < SIZE_MAX ? reach.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
-      // (So many bounds are there, so that cannot overflow.)
-      const uint64_t* progress =
-          bounds ? reach.at<uint64_t>(from->progress, LedgerUpdate::kApart * chunks) : nullptr;
-      if (!bounds || !progress) return reach.missing("a table's updates");
-      if (bounds[0] != 0) return damaged("a table's updates");
-      size_t chunk = 0;
-      for (uint32_t i = 0; i < n; ++i) {
-        while (chunk + 1 < chunks && u->update.slots[i] >= bounds[chunk + 1]) ++chunk;
-        if (u->update.slots[i] >= progress[LedgerUpdate::kApart * chunk]) u->rows.push_back(i);
-      }
-    }
+    bool seen;
+    FRUGAL_TRY(take_terms(reach, place, *from, u.get(), &seen));
+    FRUGAL_TRY(take_rows(reach, *from, u.get()));
     if (!seen && !u->rows.empty())
       return fail(FRUGAL_ERR_PEER_LOST,
                   "it cannot be read out: gradients of step %llu, which is committed, lie in "
@@ -205,14 +217,13 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
                   static_cast<unsigned long long>(from->step));
     for (uint32_t i : u->rows) changed_.push_back(u->update.slots[i]);
     place = from->next.load();
-    updates.push_back(std::move(u));
+    updates->push_back(std::move(u));
   }
-  // Rows in the middle of their write.
-  struct Torn {
-    uint32_t slot;
-    const char *values, *state;
-  };
-  Vector<Torn> torn;
+  return FRUGAL_OK;
+}
+
+// Rows in the middle of their write.
+Status TableReadout::take_images(Reach& reach, const LedgerTable& record, const Updates& updates, Vector<Torn>* torn) {
   if (record.image_count > LedgerImage::kMost || record.image_rows == 0 ||
       record.image_rows > LedgerImage::kMost || record.image_bytes == 0 || record.image_bytes % 64)
     return damaged("a table's images");
@@ -246,10 +257,18 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
         return at != list.end() && of->update.slots[*at] == slots[k];
       };
       if (of && !missing()) continue;
-      torn.push_back({slots[k], values + k * layout_.value_pitch, state + k * layout_.state_pitch});
+      torn->push_back({slots[k], values + k * layout_.value_pitch, state + k * layout_.state_pitch});
       changed_.push_back(slots[k]);
     }
   }
+  return FRUGAL_OK;
+}
+
+Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPool& pool) {
+  Updates updates;
+  Vector<Torn> torn;
+  FRUGAL_TRY(take_updates(reach, record, &updates));
+  FRUGAL_TRY(take_images(reach, record, updates, &torn));
   std::sort(changed_.begin(), changed_.end());
   changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
   if (changed_.empty()) return FRUGAL_OK;

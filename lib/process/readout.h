@@ -59,7 +59,19 @@ class TableReadout : public HeapObject {
  private:
   TableReadout() = default;
   class Reach;
+  struct Unwritten;  // an update that is committed and not wholly written
+  struct Torn {      // a row in the middle of its write, and what it was before
+    uint32_t slot;
+    const char *values, *state;
+  };
+  using Updates = Vector<std::unique_ptr<Unwritten>>;
   Status work_out(Reach& reach, const LedgerTable& record, BufferPool& pool);
+  Status take_updates(Reach& reach, const LedgerTable& record, Updates* updates);
+  Status take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from, Unwritten* u,
+                    bool* seen) const;
+  Status take_rows(Reach& reach, const LedgerUpdate& from, Unwritten* u) const;
+  Status take_images(Reach& reach, const LedgerTable& record, const Updates& updates,
+                     Vector<Torn>* torn);
   Status index_keys();
   bool exists(uint32_t slot) const;
   device::RowsRef copies() const;

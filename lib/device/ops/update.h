@@ -104,6 +104,7 @@ FRUGAL_DEVICE float prepare(const arith::StepScalars& s, float norm_factor, floa
   return g;
 }
 
+// One kernel, and therefore one function: what a row's passes share stays in registers.
 // A lane group for each row; of kSumGroup lanes if there are sums over the row, else of as many as
 // the row has vectors.
 template <int kKind>
