@@ -293,9 +293,8 @@ struct WrittenThread {
 };
 
 void write_thread(Writer& out, uint32_t number, WrittenThread& thread, int pid) {
-  out.print(
-      ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%u,\"args\":{\"name\":\"",
-      pid, number);
+  out.print(",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%u,\"args\":{\"name\":\"",
+            pid, number);
   if (thread.worker) {
     out.print("flush %u", thread.worker - 1);
   } else if (thread.ranks.empty()) {

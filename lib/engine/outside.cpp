@@ -391,8 +391,9 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     TableRef table;
     FRUGAL_TRY(op_table(ops[i], &table));
     const bool to_device = trainer && trainer->gpu && gpu[i].rows_on_device;
-    FRUGAL_TRY(in_op(read_op(trainer, *table, ops[i], to_device ? &gpu[i] : nullptr, step, deadline),
-                     i, n, table));
+    FRUGAL_TRY(
+        in_op(read_op(trainer, *table, ops[i], to_device ? &gpu[i] : nullptr, step, deadline), i, n,
+              table));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborter_.tell(*trainer);

@@ -78,8 +78,8 @@ void Engine::each_trainer(Visit visit) {
   }
 }
 
-// Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each part of which is
-// what makes the next one safe. Calls of other threads that are under way notice
+// Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each
+// part of which is what makes the next one safe. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.

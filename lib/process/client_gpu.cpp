@@ -60,7 +60,8 @@ Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) 
 // What the controller has told of a step's boundary, item after item.
 class Client::Told {
  public:
-  Told(Controller& controller, const Vector<char>& bytes) : controller_(controller), bytes_(bytes) {}
+  Told(Controller& controller, const Vector<char>& bytes)
+      : controller_(controller), bytes_(bytes) {}
   template <class T>
   Status take(T* item) {
     if (sizeof *item > bytes_.size() - at_)
@@ -156,7 +157,8 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
     std::sort(ascending.begin(), ascending.end());
     FRUGAL_TRY(table.pinned.pin(ascending.data(), ascending.size()));
     if (table.rows.state) FRUGAL_TRY(table.pinned_state.pin(ascending.data(), ascending.size()));
-    for (uint64_t u = 0; u < of.updates; ++u) FRUGAL_TRY(take_due(told, flight, &due.emplace_back()));
+    for (uint64_t u = 0; u < of.updates; ++u)
+      FRUGAL_TRY(take_due(told, flight, &due.emplace_back()));
     flight.kept.push_back(known->table);
     lines.forget_plan();
     FRUGAL_TRY(lines.turn(plan, due));

@@ -92,7 +92,8 @@ Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const f
   return FRUGAL_OK;
 }
 
-// Long for its order: all that can fail comes before the controller hears of it, and one guard takes it back.
+// Long for its order: all that can fail comes before the controller hears of it, and one guard
+// takes it back.
 Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, size_t n,
                         bool want_handle, uint64_t* batch_out) {
   RemoteTrainer& t = own(any);

@@ -8,7 +8,8 @@
 
 namespace frugal {
 
-// Long for its order: each guard below takes back what the lines above it have done, until all is done.
+// Long for its order: each guard below takes back what the lines above it have done, until all is
+// done.
 Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
   FRUGAL_TRY(controller_.check());
   const Joins::Scope one(joins_, config.rank);

@@ -70,7 +70,8 @@ void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
   }
 }
 
-// In one piece: three passes over one chunk, under one lock, so that each brings the next one's cache lines.
+// In one piece: three passes over one chunk, under one lock, so that each brings the next one's
+// cache lines.
 bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency urgency) {
   constexpr size_t kChunk = std::extent_v<decltype(found_)>, kAhead = 96;
   Part& part = *ref;

@@ -234,8 +234,9 @@ inline bool apply(const StepCalls& calls, Step& step) {
          PyObject_SetAttr(steps, names.next, after.get()) == 0;
 }
 
-// Hides the anchors' gradients from the optimizer. The interpreter's lock is held throughout, so that no backward
-// of another thread adds to one meanwhile; in Python the anchor's `adding` does that.
+// Hides the anchors' gradients from the optimizer. The interpreter's lock is held throughout, so
+// that no backward of another thread adds to one meanwhile; in Python the anchor's `adding` does
+// that.
 inline bool hide(PyObject* known, PyObject* entries) {
   const Ref hidden(PyList_New(0));
   if (!hidden) return false;
