@@ -210,11 +210,9 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
   record.created.reserve(record.created.size() + t.created.size());
   if (t.gpu) {
     record.flights.reserve(record.flights.size() + 1);
-    if (Flight* f = t.gpu->current_flight())
-      f->pinned.reserve(f->pinned.size() + t.pushes.size());
+    if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
   }
-  for (Handed& r : handovers)
-    r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
+  for (Handed& r : handovers) r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
   for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
   if (flags & FRUGAL_STEP_SKIP) record.skip = true;
   FlightRef landed;

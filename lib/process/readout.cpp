@@ -132,7 +132,8 @@ device::RowsRef TableReadout::copies() const {
 }
 
 // Who pushed what in a committed update. `seen`: the sums lie in memory that is mapped here.
-Status TableReadout::take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from, Unwritten* u, bool* seen) const {
+Status TableReadout::take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from,
+                                Unwritten* u, bool* seen) const {
   const LedgerTerms* terms = reach.at<LedgerTerms>(place + sizeof(LedgerUpdate), from.ranks);
   if (!terms) return reach.missing("a table's updates");
   if (from.scalars.kind != optimizer_ || from.scalars.dim != layout_.dim)
@@ -223,7 +224,8 @@ Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updat
 }
 
 // Rows in the middle of their write.
-Status TableReadout::take_images(Reach& reach, const LedgerTable& record, const Updates& updates, Vector<Torn>* torn) {
+Status TableReadout::take_images(Reach& reach, const LedgerTable& record, const Updates& updates,
+                                 Vector<Torn>* torn) {
   if (record.image_count > LedgerImage::kMost || record.image_rows == 0 ||
       record.image_rows > LedgerImage::kMost || record.image_bytes == 0 || record.image_bytes % 64)
     return damaged("a table's images");
@@ -257,7 +259,8 @@ Status TableReadout::take_images(Reach& reach, const LedgerTable& record, const 
         return at != list.end() && of->update.slots[*at] == slots[k];
       };
       if (of && !missing()) continue;
-      torn->push_back({slots[k], values + k * layout_.value_pitch, state + k * layout_.state_pitch});
+      torn->push_back(
+          {slots[k], values + k * layout_.value_pitch, state + k * layout_.state_pitch});
       changed_.push_back(slots[k]);
     }
   }
