@@ -118,7 +118,7 @@ class Window : public HeapObject {
   class Both;
   uint8_t deadline(Word aged, uint64_t step) const REQUIRES(links_mu_);
   void learn_next(uint64_t step, uint32_t slot, uint8_t prio) REQUIRES(links_mu_);
-  size_t next_of(const StepUpdate& u, size_t at, uint8_t* prio) const;
+  size_t next_of(const StepUpdate& u, size_t at, uint8_t* prio) const REQUIRES(links_mu_);
   size_t read_words(StepUpdate& u, size_t at, uint8_t* prio) REQUIRES(links_mu_, nodes_.mu);
 
   Config config_;
