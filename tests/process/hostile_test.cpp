@@ -123,7 +123,13 @@ struct Rank {
     rank = as;
     frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
     c.rank = as;
-    OK(frugal_trainer_create(engine, &c, &trainer));
+    // Where others have ended the step already, not before the rank that has not is lost, too.
+    const uint64_t until = now_ns() + uint64_t{kBoundMs} * 1000000;
+    int status;
+    while ((status = frugal_trainer_create(engine, &c, &trainer)) == FRUGAL_ERR_BUSY &&
+           now_ns() < until)
+      usleep(1000);
+    Ok(status, "join");
   }
   void Attach(const std::string& address, int64_t timeout_ms) {
     frugal_config c = JobConfig();
