@@ -712,8 +712,7 @@ def test_a_module_of_torch_that_shares_the_weight_is_refused_in_the_backward(pai
     assert torch.equal(out, torch.nn.functional.linear(torch.ones(1, DIM), theirs.weight))
     with pytest.raises(NotImplementedError, match="so does weight"):
         out.sum().backward()
-    with pytest.raises(RuntimeError, match="Weight"):
-        torch.nn.Embedding(ROWS, DIM, _weight=ours.weight)
+    assert torch.equal(torch.nn.Embedding(ROWS, DIM, _weight=ours.weight).weight, theirs.weight)
     own = ours.weight.detach().requires_grad_()  # a leaf of its own
     own[1].sum().backward()
     assert own.grad is not None and own.grad[1].eq(1).all() and ours.weight.grad is None
@@ -819,3 +818,36 @@ def test_the_weight_of_another_module_is_copied_or_shared(trainer: frugal.Traine
     assert other.table.name == one.table.name
     one.weight.data.add_(1)
     assert torch.equal(snapshot(other), snapshot(one))
+
+
+def test_a_parameter_of_a_weight_is_a_copy(trainer: frugal.Trainer) -> None:
+    bags = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
+    rows = snapshot(bags)
+    for made in (torch.nn.Parameter(bags.weight), torch.nn.Parameter(bags.weight.data)):
+        assert type(made) is torch.nn.Parameter and made.requires_grad and made.is_leaf
+        made.sum().backward()
+        torch.optim.SGD([made], lr=1.0).step()
+        assert torch.equal(made.detach(), rows - 1.0)
+        assert torch.equal(bags.weight, rows)
+        assert torch.equal(copy.deepcopy(made), made)
+    assert not torch.nn.Parameter(bags.weight, requires_grad=False).requires_grad
+    kept = torch.nn.Embedding.from_pretrained(bags.weight)
+    assert list(kept.state_dict()) == ["weight"] and not kept.weight.requires_grad
+    assert torch.equal(kept(torch.arange(ROWS)), rows)
+    assert isinstance(bags.weight, torch.nn.Parameter) and not isinstance(bags.weight.data, torch.nn.Parameter)
+
+
+def test_a_tensor_that_has_taken_a_weight_for_its_data_says_what_to_do(trainer: frugal.Trainer) -> None:
+    bags = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
+    for taken in (bags.weight, bags.weight.data):
+        head = torch.nn.Linear(DIM, ROWS, bias=False)
+        head.weight.data = taken
+        uses: List[Callable[[torch.nn.Linear], Any]] = [
+            lambda head: head(torch.ones(1, DIM)), lambda head: head.weight.detach().clone(),
+            lambda head: head.weight.data.fill_(0.0),
+        ]  # fmt: skip
+        for use in uses:
+            with pytest.raises(RuntimeError, match=r"no memory of its own.*module\.weight\.detach\(\)\.clone\(\)"):
+                use(head)
+    head.weight.data = bags.weight.data.clone()
+    assert torch.equal(head.weight, bags.weight)

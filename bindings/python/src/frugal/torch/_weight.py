@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
@@ -29,6 +30,18 @@ def write(table: Table, source: torch.Tensor) -> None:
     if isinstance(source, Weight):
         source = source.read()
     _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
+
+
+def _no_memory(table: Table) -> str:
+    return (
+        f"table {table.name!r}: weight has no memory of its own, as a tensor has whose data was set to it: take a copy,"
+        " module.weight.detach().clone()"
+    )
+
+
+def _is_of_a_parameter() -> bool:
+    """Whether torch.nn.Parameter() calls whoever asks."""
+    return sys._getframe(2).f_globals.get("__name__") == torch.nn.parameter.__name__
 
 
 def _shape(table: Table) -> Tuple[int, int]:
@@ -74,6 +87,7 @@ class _Read(torch.autograd.Function):
 
 
 _read: Callable[..., Any] = _Read.apply  # without types in torch
+_refuse_memory: Any = getattr(torch._C, "_set_storage_access_error_msg", None)  # which older ones have not
 
 
 class Weight(torch.Tensor):
@@ -92,9 +106,13 @@ class Weight(torch.Tensor):
         shape = _shape(table) if at is None else (at.numel(), table.dim)
         anchor = table.anchor
         requires_grad = anchor.requires_grad and not detached
-        return torch.Tensor._make_wrapper_subclass(
+        weight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=anchor.dtype, device=table.steps.device, requires_grad=requires_grad
         )
+        # Of whoever takes the memory that it has not, as other.data = weight does without a call of anything here.
+        if _refuse_memory is not None:
+            _refuse_memory(weight, _no_memory(table))
+        return weight
 
     def __init__(
         self, table: Table, feature: "Feature", sparse: bool, at: Optional[torch.Tensor] = None, detached: bool = False
@@ -106,7 +124,15 @@ class Weight(torch.Tensor):
         self._at = at
         self._own = False if detached else None
         self._made = (table.anchor.dtype, table.anchor.requires_grad, table.steps.device)
-        self._is_param = at is None and not detached  # isinstance(weight, torch.nn.Parameter)
+
+    @property
+    def _is_param(self) -> bool:
+        """For isinstance(weight, torch.nn.Parameter)."""
+        return self.is_whole()
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # see requires_grad_
 
     def is_as_now(self, sparse: bool) -> bool:
         """Whether a new one would be alike."""
@@ -275,7 +301,11 @@ class Weight(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         if self._own is not None:
-            return self.read().requires_grad_(requires_grad)  # a leaf of its own
+            leaf = self.read().requires_grad_(requires_grad)  # of its own
+            if _is_of_a_parameter():
+                # It wants its argument's class, and says then that this is a parameter. (as_subclass() would leave more.)
+                leaf.__class__ = Weight
+            return leaf
         self.requires_grad = requires_grad
         return self
 
@@ -306,7 +336,7 @@ class Weight(torch.Tensor):
         return hash(self._anchor) if self.is_whole() else id(self)
 
     def data_ptr(self) -> NoReturn:
-        raise RuntimeError(f"table {self._table.name!r}: weight has no memory of its own; weight.clone() has")
+        raise RuntimeError(_no_memory(self._table))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         found = self._places(index)
