@@ -19,6 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
+from ._computed import REDUCED, Computed
 
 if TYPE_CHECKING:
     from ._lookup import Lookup
@@ -481,12 +482,14 @@ class Gradient(torch.Tensor):
         self.clip_limit = other.clip_limit
         self.parts = [Part(part.held, part.features, part.factor) for part in other.parts]
 
-    def fold(self) -> None:
-        """Sums what is held into one gradient for each row, and clips it, if it is to be."""
+    def fold(self, change: Optional[Callable[[torch.Tensor], Any]] = None) -> None:
+        """Sums what is held into one gradient for each row, and clips it, if it is to be, and changes it."""
         if not self.parts:
             self.clip_limit = 0.0
             return
         keys, rows = self.summed()
+        if change is not None:
+            change(rows)
         last = self.parts[-1].held
         held = Held(last.lookup.rows_of(self.table), (keys, None, None), rows, last.number)
         held.graph = any(part.held.graph for part in self.parts)
@@ -558,14 +561,50 @@ class Gradient(torch.Tensor):
         norm: torch.Tensor = torch.linalg.vector_norm(rows, order)
         return norm
 
-    def sums(self, what: str) -> torch.Tensor:
-        """The sum of the gradients of each distinct key, for who makes `what` of it."""
+    def check_alone(self, what: str) -> None:
+        """An error, if ranks share the gradient, of which somebody wants `what`."""
         if self.table.steps.world_size > 1:
             raise NotImplementedError(
                 f"table {self.table.name!r}: {what} of a gradient that {self.table.steps.world_size} ranks share is"
                 " not known before the step ends; clip the parameters of the dense layers, and tables by clip_norm of"
                 " a frugal optimizer"
             )
+
+    def dense(self) -> torch.Tensor:
+        """One of the table's shape."""
+        table, dtype = self.table, self.table.anchor.dtype
+        if table.hashed:
+            raise NotImplementedError(f"table {table.name!r} is hashed: the gradient of its rows has no shape")
+        # Sums are float32, for those of bfloat16 stand still soon.
+        keys, rows = self.per_key() if dtype.itemsize >= 4 else self.summed()
+        out = torch.zeros(table.capacity, table.dim, dtype=dtype, device=rows.device)
+        return out.index_add_(0, keys, rows.to(dtype))
+
+    # torch's own are for no class but its own. They have all rows, as a copy.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        self.check_alone("the values")
+        array = self.dense().numpy(force=force)
+        array.flags.writeable = False  # who wrote to it would write to nothing
+        return array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        self.check_alone("the values")
+        return self.dense().tolist()
+
+    def elements(self, what: str) -> Computed:
+        """Its elements, for who makes `what` of them."""
+        rows, table = self.sums(what), self.table
+        zeros = None if table.hashed else table.capacity * table.dim - rows.numel()
+        return Computed(rows.to(self.dtype), zeros, table.name)
+
+    def sums(self, what: str) -> torch.Tensor:
+        """The sum of the gradients of each distinct key, for who makes `what` of it."""
+        self.check_alone(what)
         keys, rows = self.per_key()
         table = self.table
         if not table.hashed and table.capacity * table.dim <= max(_SMALL, 4 * rows.numel()):
@@ -610,8 +649,8 @@ class Gradient(torch.Tensor):
 
 def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
     return NotImplementedError(
-        f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms and clipping are"
-        " possible, and module.weight.grad gives the gradient of the rows"
+        f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms, clipping, sums and"
+        " means are possible, and module.weight.grad gives the gradient of the rows"
     )
 
 
@@ -738,9 +777,17 @@ def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = No
 
 def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs: Any) -> Gradient:
     low, high = kwargs.get("min", low), kwargs.get("max", high)
-    if low is None or high is None or float(low) != -float(high):
-        raise NotImplementedError(f"table {grad.table.name!r}: gradients are clipped to [-c, c]")
-    return _clip_to(grad, float(high))
+    least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    if least == -most:
+        return _clip_to(grad, most)
+    if not least <= 0.0 <= most:
+        raise NotImplementedError(
+            f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0, which rows that have none"
+            " would leave: clip module.weight.grad"
+        )
+    grad.check_alone("the values")
+    grad.fold(lambda rows: rows.clamp_(least, most))
+    return grad
 
 
 def _clipped(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
@@ -798,7 +845,7 @@ def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None)
             raise _no_answer(func, grad)
         if torch.is_grad_enabled():
             grad.check_graph(func)
-        return _squared(func, grad, 2)
+        return _of_elements(_aten.pow.Tensor_Scalar, grad, 2)
     if out is None:  # grad * 0.5, which may become the anchor's
         grad, by = (grad, by) if isinstance(grad, Gradient) else (by, grad)
         copy = _copy_of(func, grad)
@@ -837,10 +884,22 @@ def _value(func: Any, grad: Gradient) -> Any:
     return float(grad.norm_of(2.0))
 
 
-def _squared(func: Any, grad: Gradient, exponent: Any) -> torch.Tensor:
-    if float(exponent) != 2.0:
-        raise NotImplementedError(f"table {grad.table.name!r}: powers of its gradient but the square")
-    return (grad.norm_of(2.0) ** 2).to(grad.dtype).reshape(1)
+def _of_elements(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> torch.Tensor:
+    found: torch.Tensor = REDUCED[func.overloadpacket](func, grad.elements(str(func)), *args, **kwargs)
+    return found
+
+
+def _without_nan(func: Any, grad: Gradient, *values: Any, out: Optional[torch.Tensor] = None, **named: Any) -> Gradient:
+    """nan_to_num: of the sum of all backwards, as PyTorch's gradient is."""
+    grad.check_alone("the values")
+    if out is not None and not (isinstance(out, Gradient) and out.table is grad.table):
+        raise _no_answer(func, grad)
+    changed = grad if func.overloadpacket is _aten.nan_to_num_ or out is grad else _copy_of(func, grad)
+    if not grad.finite():
+        changed.fold(lambda rows: rows.nan_to_num_(*values, **named))
+    if isinstance(out, Gradient) and out is not grad:
+        out.become(changed)
+    return changed if out is None else cast(Gradient, out)
 
 
 _ANSWERS: Dict[Any, Callable[..., Any]] = {
@@ -877,11 +936,13 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.neg_: _negative,
     _aten.copy_: _copy,
     _aten._local_scalar_dense: _value,
-    _aten.pow: _squared,
+    _aten.nan_to_num: _without_nan,
+    _aten.nan_to_num_: _without_nan,
+    **dict.fromkeys(REDUCED, _of_elements),
 }
 
 # Of these a computation can go on that PyTorch would differentiate.
-_VALUES = {_aten.sum, _aten.mean, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, _aten.pow}
+_VALUES = {_aten.sum, _aten.mean, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, *REDUCED}
 
 
 def _norm_of(grad: Gradient, *args: Any) -> torch.Tensor:

@@ -194,15 +194,12 @@ class Weight(torch.Tensor):
 
     def _rows_of(self, gradient: Gradient) -> torch.Tensor:
         """A table's gradient as one of rows."""
-        dtype = self._table.anchor.dtype
-        # Sums are float32, for those of bfloat16 stand still soon.
-        keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
-        if self._table.hashed:
-            raise NotImplementedError(f"table {self._table.name!r} is hashed: the gradient of its rows has no shape")
-        rows = rows.to(dtype)
-        if not self._sparse:
-            dense = torch.zeros(_shape(self._table), dtype=dtype, device=rows.device).index_add_(0, keys, rows)
+        if not self._sparse or self._table.hashed:
+            dense = gradient.dense()
             return dense if self._at is None else dense[self._at]
+        dtype = self._table.anchor.dtype
+        keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
+        rows = rows.to(dtype)
         rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
 

@@ -1,0 +1,182 @@
+"""What is computed of each element of a table's gradient, as loggers do: its absolute values, its squares, their mean."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+
+import torch
+
+_aten = torch.ops.aten
+
+
+class Computed(torch.Tensor):
+    """Something of each element of a gradient, as a tensor of one element in its place. Sums, means and the like of it are
+    tensors like others."""
+
+    values: torch.Tensor  # of the rows that have a gradient
+    zeros: Optional[int]  # further elements, which are 0; None: as many as a hashed table may have
+    table: str
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, zeros: Optional[int], table: str) -> "Computed":
+        return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=values.dtype, device=values.device)
+
+    def __init__(self, values: torch.Tensor, zeros: Optional[int], table: str) -> None:
+        self.values, self.zeros, self.table = values, zeros, table
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Computed of the gradient of table {self.table!r}"
+
+    def count(self, what: str) -> int:
+        """How many elements there are."""
+        if self.zeros is None:
+            raise NotImplementedError(
+                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take their sum,"
+                " their norm or their largest"
+            )
+        return self.values.numel() + self.zeros
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (torch.isfinite, torch.Tensor.isfinite):  # which is made of operators that want values
+                return _are(torch.isfinite(args[0].values).all())
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        computed = args[0]
+        answer = _ANSWERS.get(func.overloadpacket)
+        if answer is None or not isinstance(computed, Computed):
+            table = next(value.table for value in (*args, *(kwargs or {}).values()) if isinstance(value, Computed))
+            raise NotImplementedError(
+                f"table {table!r}: {func} of what was computed of its gradient: take it of module.weight.grad"
+            )
+        return answer(func, computed, *args[1:], **(kwargs or {}))
+
+
+def _whole(func: Any, computed: Computed, dim: Any) -> None:
+    if dim not in (None, [], ()):
+        raise NotImplementedError(
+            f"table {computed.table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad"
+        )
+
+
+def _each(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
+    """Of each element, by a function by which 0 stays 0."""
+    return Computed(func(computed.values, *args, **kwargs), computed.zeros, computed.table)
+
+
+def _power(func: Any, computed: Computed, exponent: Any) -> Computed:
+    if not float(exponent) > 0.0:
+        raise NotImplementedError(f"table {computed.table!r}: power {exponent} of its gradient, most of which is 0")
+    return _each(func, computed, exponent)
+
+
+def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
+    if isinstance(by, torch.Tensor) and (by.numel() != 1 or isinstance(by, Computed)):
+        raise NotImplementedError(f"table {computed.table!r}: {func} of its gradient and a tensor: take module.weight.grad")
+    return _each(func, computed, float(by))
+
+
+def _are(found: torch.Tensor) -> torch.Tensor:
+    return found.reshape(1)
+
+
+def _is(func: Any, computed: Computed) -> torch.Tensor:
+    return _are(func(computed.values).any())
+
+
+def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
+    return computed
+
+
+def _sum(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    _whole(func, computed, dim)
+    return computed.values.sum(dtype=dtype)
+
+
+def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    return _sum(func, computed, dim, dtype=dtype) / computed.count("the mean")
+
+
+def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    _whole(func, computed, dim)
+    some = computed.values.reshape(-1)
+    if computed.zeros != 0:
+        some = torch.cat([some, some.new_zeros(1)])
+    found: torch.Tensor = some.amax() if func.overloadpacket in (_aten.max, _aten.amax) else some.amin()
+    return found
+
+
+def _variance(
+    func: Any, computed: Computed, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> torch.Tensor:
+    if isinstance(dim, bool):  # the form without a dimension
+        dim, unbiased = None, dim
+    _whole(func, computed, dim)
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    count, values = computed.count("the variance"), computed.values.to(torch.float64)
+    mean = values.sum() / count
+    squares = (values - mean).square_().sum() + (count - values.numel()) * mean**2
+    found = squares / max(count - correction, 0)
+    return (found if func.overloadpacket is _aten.var else found.sqrt()).to(computed.values.dtype)
+
+
+def _nonzero(func: Any, computed: Computed, dim: Any = None) -> torch.Tensor:
+    _whole(func, computed, dim)
+    return torch.count_nonzero(computed.values)
+
+
+def _norm(func: Any, computed: Computed, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    _whole(func, computed, dim)
+    if not float(order) > 0.0:
+        raise NotImplementedError(f"table {computed.table!r}: a norm of order {order} of a gradient")
+    values = computed.values
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order) if values.numel() else values.new_zeros(())
+    return norm
+
+
+# Of a gradient's elements, and of what was computed of them.
+REDUCED: Dict[Any, Callable[..., Any]] = {
+    _aten.max: _extreme,
+    _aten.min: _extreme,
+    _aten.amax: _extreme,
+    _aten.amin: _extreme,
+    _aten.std: _variance,
+    _aten.var: _variance,
+    _aten.count_nonzero: _nonzero,
+    _aten.abs: _each,
+    _aten.pow: _power,
+}
+
+_ANSWERS: Dict[Any, Callable[..., Any]] = {
+    **REDUCED,
+    _aten.sum: _sum,
+    _aten.mean: _mean,
+    _aten.linalg_vector_norm: _norm,
+    _aten.norm: _norm,
+    _aten.isnan: _is,
+    _aten.isinf: _is,
+    _aten.sqrt: _each,
+    _aten.neg: _each,
+    _aten._to_copy: _each,
+    _aten.mul: _scaled,
+    _aten.div: _scaled,
+    _aten.detach: _itself,
+    _aten.alias: _itself,
+    _aten.clone: _itself,
+}
