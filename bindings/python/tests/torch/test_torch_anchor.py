@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import io
 import pickle
 import warnings
 import weakref
@@ -252,18 +253,84 @@ def test_two_optimizers_have_one_table_in_turns(trainer: frugal.Trainer) -> None
         assert_same(*models)
 
 
-def test_two_optimizers_with_state_do_not_share_a_table(trainer: frugal.Trainer) -> None:
-    """A table has one state of each row. torch keeps one for each optimizer."""
-    model, _ = pair(trainer)
-    first, second = (torch.optim.Adagrad(model.parameters(), lr=0.5) for _ in range(2))
-    for optimizer in (first, second):
-        model(keys()).sum().backward()
-        steps([optimizer])
-    before = rows_of(model)
-    model(keys()).sum().backward()
-    with pytest.raises(RuntimeError, match="embedding_bag_0.*another optimizer"):
-        first.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kinds", ["adagrad sgd", "adagrad adagrad", "adam momentum", "rmsprop adagrad sgd"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_optimizers_in_turns_keep_their_states(trainer: frugal.Trainer, kinds: str, saved: bool) -> None:
+    """A table has one state of each row, and torch keeps one for each optimizer."""
+    models = pair(trainer)
+    makers = [STATES[kind] for kind in kinds.split()]
+    optimizers = [[make(model.parameters()) for make in makers] for model in models]
+    for turn in [0, 0, 1, 1, 0, 1, len(makers) - 1, 0]:
+        batch, grad = all_keys(ROWS), integers(ROWS, 2)
+        for model, own in zip(models, optimizers):
+            if saved:
+                states = io.BytesIO()
+                torch.save([optimizer.state_dict() for optimizer in own], states)
+                states.seek(0)
+                own[:] = [make(model.parameters()) for make in makers]
+                for optimizer, state in zip(own, torch.load(states, weights_only=True)):
+                    optimizer.load_state_dict(state)
+            own[turn].zero_grad()
+            (model(batch) * grad).sum().backward()
+            own[turn].step()
+    assert_same(*models, rtol=1e-3, atol=1e-3)
+
+
+def test_a_hashed_table_s_optimizers_in_turns(trainer: frugal.Trainer) -> None:
+    rows = []
+    for hashed in (False, True):
+        module = ft.EmbeddingBag(
+            ROWS, DIM, mode="sum", hashed=hashed, init=frugal.Constant(0.0), name=f"table {hashed}", trainer=trainer
+        )
+        makers = [STATES["adagrad"], STATES["sgd"]]
+        optimizers = [make(module.parameters()) for make in makers]
+        for turn in (0, 1, 0, 1, 0):
+            optimizers[turn].zero_grad()
+            module(torch.arange(4 + turn)[None]).sum().backward()
+            optimizers[turn].step()
+        rows.append(module(torch.arange(6)[:, None]).detach())
+    assert torch.equal(*rows)
+
+
+MOMENTS = {
+    "momentum": ["momentum_buffer"], "adagrad": ["sum"], "adam": ["exp_avg", "exp_avg_sq"], "rmsprop": ["square_avg"],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", list(MOMENTS))
+def test_moments_are_read_by_name(trainer: frugal.Trainer, kind: str) -> None:
+    models = pair(trainer)
+    optimizers = [STATES[kind](model.parameters()) for model in models]
+    for turn in range(3):
+        batch, grad = all_keys(ROWS), integers(ROWS, 2)
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            (model(batch) * grad).sum().backward()
+            optimizer.step()
+        mine, theirs = (
+            [optimizer.state[parameter] for parameter in model.parameters()]
+            for model, optimizer in zip(models, optimizers)
+        )
+        for name in MOMENTS[kind]:
+            for own, other in zip(mine, theirs):
+                assert name in own
+                torch.testing.assert_close(own[name], other[name], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(own.get(name).norm(), other[name].norm(), rtol=1e-4, atol=1e-4)
+            if turn == 1:  # the first of them is set, and the others are as they were
+                for state in (*mine, *theirs):
+                    state[MOMENTS[kind][0]] = torch.ones_like(state[MOMENTS[kind][0]])
+    state = mine[0]
+    assert list(state) == ["step"] and "other" not in state and state.get("other", 7) == 7
+    with pytest.raises(KeyError, match="other"):
+        state["other"]
+    with pytest.raises(NotImplementedError, match="embedding_bag_0.*load a state_dict"):
+        state[name].zero_()
+    with pytest.raises(ValueError, match="read-only"):
+        state[name].numpy()[:] = 0.0
+    assert copy.deepcopy(state) == {"step": 3}
+    assert_same(*models, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["Adagrad", "SGD"])

@@ -155,7 +155,8 @@ class Anchor(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The element, for who reads it."""
-        return _value_of(self.value, self.table.name)
+        name = self.table.name
+        return read_only(self.value, lambda what: _not_written(name, what))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -354,9 +355,9 @@ for _name in dir(torch.Tensor):
 
 
 class _Value(torch.Tensor):
-    """What an anchor's `data` is, and views of it: can be read."""
+    """What can be read alone, as an anchor's `data`, and views of it."""
 
-    _table: str
+    _refuse: Callable[[str], Exception]
 
     @classmethod
     def __torch_function__(
@@ -369,20 +370,29 @@ class _Value(torch.Tensor):
         name = getattr(func, "__name__", "")
         parts = [a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Value)]
         if in_place(name) and any(isinstance(a, _Value) for a in flat(args[:1])):
-            raise _not_written(parts[0]._table, name)
+            raise parts[0]._refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             if parts and isinstance(out, torch.Tensor) and out.layout == torch.strided:
                 if out.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr():
-                    return _value_of(out, parts[0]._table)
+                    return read_only(out, parts[0]._refuse)
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Value) else out
-        return out
+        return without_writes(out) if name in ("numpy", "__array__") else out
 
 
-def _value_of(tensor: torch.Tensor, table: str) -> torch.Tensor:
+def read_only(tensor: torch.Tensor, refuse: Callable[[str], Exception]) -> torch.Tensor:
+    """The tensor, and an error from whoever writes to it, of the function's name."""
     value = tensor.as_subclass(_Value)
-    value._table = table
+    value._refuse = refuse
     return value
+
+
+def without_writes(array: Any) -> Any:
+    """NumPy's view of what is read: who wrote to it would write to nothing."""
+    flags = getattr(array, "flags", None)
+    if flags is not None:
+        flags.writeable = False
+    return array
 
 
 def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional["Gradient"]:
@@ -584,9 +594,7 @@ class Gradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         self.check_alone("the values")
-        array = self.dense().numpy(force=force)
-        array.flags.writeable = False  # who wrote to it would write to nothing
-        return array
+        return without_writes(self.dense().numpy(force=force))
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import frugal
 
 from . import _state, _usual
-from ._anchor import Anchor, Gradient, get_grad, set_grad
+from ._anchor import Anchor, Gradient, get_grad, read_only, set_grad
 from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
 
@@ -45,6 +45,60 @@ class _Count(int):
     """Steps of a table under an optimizer. torch.compile asks where the number is, which PyTorch has in a tensor."""
 
     is_cpu = False
+
+
+class _Own(Dict[str, Any]):
+    """What an optimizer has of a table in its `state`: the count of steps. What it has of each row is in the table, and is
+    read there by the names of torch's optimizers. While another optimizer steps the table, it is here."""
+
+    names: Tuple[str, ...] = ()  # of what is here in the place of `_STATE`
+
+    def __init__(self, anchor: Anchor, has: Dict[str, Any]) -> None:
+        super().__init__(has)
+        self.anchor = anchor
+
+    def _moments(self) -> Tuple[str, ...]:
+        if _STATE in self.keys():
+            return self.names
+        table = self.anchor.table
+        owner = None if table.owner is None else table.owner()
+        if owner is None or owner.state.get(self.anchor) is not self:
+            return ()
+        names = _THEIR_STATE.get(type(table.optimizer), ())
+        return names if table.state_floats == len(names) * table.dim else ()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys() or name in self._moments()
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        names = self._moments()
+        if name not in names:
+            raise KeyError(name)
+        table = self.anchor.table
+        rows = self[_STATE] if _STATE in self.keys() else _state.optimizer_state(table.steps, table)["state"]
+        begin = names.index(name) * table.dim
+
+        def refuse(what: str) -> Exception:
+            return NotImplementedError(
+                f"table {table.name!r}: {what} of {name}, which is a copy of what the table has: set"
+                f" optimizer.state[parameter][{name!r}], or load a state_dict into the optimizer"
+            )
+
+        return read_only(rows[:, begin : begin + table.dim].to(table.steps.device), refuse)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def put_aside(self) -> None:
+        """Before another optimizer steps the table, which has one state of each row."""
+        table = self.anchor.table
+        names = self._moments()
+        if names and _STATE not in self.keys() and table.steps.world_size == 1:
+            self.update(_saved(table, self[_STEP]))
+            self.names = names
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
 
 
 _K = TypeVar("_K")
@@ -345,7 +399,10 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
         steps = table.steps
         if (gradient is None and steps.world_size == 1) or table.kept_by() is not None:
             continue  # as PyTorch leaves a parameter without a gradient alone
-        by_steps.setdefault(steps, []).append((entry, gradient, states[anchor]))
+        state = states[anchor]
+        if type(state) is not _Own:
+            state = states[anchor] = _Own(anchor, state)
+        by_steps.setdefault(steps, []).append((entry, gradient, state))
     if by_steps:
         factor, skip = scaling(optimizer)
         kind, groups = type(optimizer), known.groups
@@ -402,7 +459,7 @@ def _update(
     if not (_STEP in state and len(state) == 1):
         _translate(optimizer, table, state, made)
     if not owned:
-        _take_over(table, optimizer, count > 0, _STATE in state, made)
+        _take_over(table, optimizer, count > 0, state, made)
     elif not counted and _STATE not in state and table.state_floats:
         _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
     if not counted:
@@ -415,11 +472,19 @@ def _update(
     return Update(table, gradient, group.with_scale(made, gradient))
 
 
-def _take_over(table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, loaded: bool, made: frugal.Optimizer) -> None:
-    """An optimizer steps a table that another has stepped. One that has no state of it begins with new state, as PyTorch's
-    do."""
-    if table.owner is not None and not loaded and (table.state_floats or not table.is_of(made)):
-        if goes_on:
+def _take_over(
+    table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, state: Dict[str, Any], made: frugal.Optimizer
+) -> None:
+    """An optimizer steps a table that another has stepped, whose state of it goes aside. One that has no state of it begins
+    with new state, as PyTorch's do."""
+    before = None if table.owner is None else table.owner()
+    if before is not None and before is not optimizer:
+        left = before.state.get(table.anchor)
+        if type(left) is _Own:
+            left.put_aside()
+    loaded, alike = _STATE in state, table.is_of(made)
+    if table.owner is not None and (not alike or (table.state_floats and not loaded)):
+        if goes_on and not loaded and type(made) in _THEIR_STATE:
             raise RuntimeError(
                 f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
                 " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
@@ -452,6 +517,10 @@ def _translate(
     if not theirs:
         return
     names = _THEIR_STATE.get(type(made), ())
+    for name in names:
+        if name not in theirs and type(state) is _Own and name in state:
+            theirs[name] = state[name]  # of several, somebody has set some
+    state.pop(_STATE, None)
     shape = (table.capacity, table.dim)
     if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
@@ -461,7 +530,7 @@ def _translate(
             " table's shape: load a state_dict of the same optimizer and table"
         )
     for name in names:
-        del state[name]
+        state.pop(name, None)
     state[_STATE] = torch.cat([theirs[name].to(device="cpu", dtype=torch.float32) for name in names], dim=1)
 
 
@@ -484,15 +553,22 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
     known = _known.get(optimizer)
     for anchor in [entry.anchor for entry in known.look(optimizer)] if known is not None else []:
         own = optimizer.state.get(anchor)
-        if not own or own.keys() != {_STEP}:
-            continue  # never stepped, or loaded and not taken in yet
-        table = anchor.table
-        saved = _state.optimizer_state(table.steps, table)
-        entry = {_STEP: int(own[_STEP]), _STATE: saved["state"]}
-        if "keys" in saved:
-            entry[_KEYS] = saved["keys"].view(torch.float32)
-        state_dict["state"][numbers[id(anchor)]] = entry
+        if not own or _STEP not in own.keys():
+            continue  # never stepped
+        if own.keys() == {_STEP}:
+            state_dict["state"][numbers[id(anchor)]] = _saved(anchor.table, own[_STEP])
+        else:  # loaded and not taken in yet, or aside
+            state_dict["state"][numbers[id(anchor)]] = dict(own)
     return None
+
+
+def _saved(table: Table, steps: int) -> Dict[str, Any]:
+    """What an optimizer's state_dict has of a table that it steps."""
+    saved = _state.optimizer_state(table.steps, table)
+    entry = {_STEP: int(steps), _STATE: saved["state"]}
+    if "keys" in saved:
+        entry[_KEYS] = saved["keys"].view(torch.float32)
+    return entry
 
 
 def _load(table: Table, state: Dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional,
 import torch
 
 from . import _native, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -469,7 +469,7 @@ class Weight(torch.Tensor):
             for source, version in zip(read, before):
                 if source.version != version:  # as by the max_norm of torch.nn.functional.embedding
                     source.after_write()
-        return _read_only(out) if name in ("numpy", "__array__") else _shared(out, read)
+        return without_writes(out) if name in ("numpy", "__array__") else _shared(out, read)
 
     def _copy(self, source: Any) -> "Weight":
         self._check_written()
@@ -560,7 +560,7 @@ class _Copy(torch.Tensor):
             for copy in written:
                 copy._source.after_write(copy)
         sources = [copy._source for copy in copies]
-        return _read_only(out) if name in ("numpy", "__array__") else _views_of(out, sources)
+        return without_writes(out) if name in ("numpy", "__array__") else _views_of(out, sources)
 
 
 class _GradSource:
@@ -866,7 +866,7 @@ class _Part(torch.Tensor):
                         source.after_write()
         if func in _DETACHES:
             sources = [source.detached() for source in sources]
-        return _read_only(out) if name in ("numpy", "__array__") else _shared(out, sources)
+        return without_writes(out) if name in ("numpy", "__array__") else _shared(out, sources)
 
     def plain(self) -> torch.Tensor:
         """The same memory, which is the table's no more."""
@@ -914,14 +914,6 @@ def saved(table: Table) -> Dict[str, torch.Tensor]:
     if not table.empty and rows.numel():
         found["weight"] = _part(rows, _Source(table, found.get("keys"), rows))
     return found
-
-
-def _read_only(array: Any) -> Any:
-    """NumPy's view of rows that were read: who wrote to it would write to nothing."""
-    flags = getattr(array, "flags", None)
-    if flags is not None:
-        flags.writeable = False
-    return array
 
 
 # Elementwise, so that rows can be changed some at a time.
