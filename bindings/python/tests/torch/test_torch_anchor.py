@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapshot
 
 import frugal
@@ -732,6 +734,26 @@ def test_a_penalty_of_parameters_is_refused(trainer: frugal.Trainer, first: bool
         with pytest.raises(NotImplementedError, match="embedding_bag_"):
             (model(keys()).sum() + penalty).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
+
+
+def test_what_is_added_to_a_gradient_by_hand_says_what_to_do(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    module(keys()).sum().backward()
+    (anchor,) = module.parameters()
+    gradient = anchor.grad
+    assert gradient is not None
+    for add in (
+        lambda: gradient.add_(anchor, alpha=0.1),
+        lambda: gradient.data.add_(anchor.data, alpha=0.1),
+        lambda: gradient.add(0.1 * anchor.data),
+    ):
+        with pytest.raises(NotImplementedError, match=r"embedding_bag_0.*weight_decay.*module\.weight\.grad"):
+            add()
+    rows = module.weight.grad
+    assert rows is not None
+    expected = rows.clone() + 0.5 * snapshot(module)
+    rows.add_(module.weight, alpha=0.5)
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("norm", [lambda p: p.norm() ** 2, lambda p: p.pow(2).sum(), lambda p: (p * p).sum()])
@@ -1605,6 +1627,9 @@ def test_copies_and_pickles_say_what_to_do(trainer: frugal.Trainer) -> None:
             copy.deepcopy(what)
         with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
             pickle.dumps(what)
+    for what in (anchor, optimizer):
+        with pytest.raises(TypeError, match=r"weight\.detach\(\)\.clone\(\).*loads its state_dict\(\).*optimizer"):
+            copy.deepcopy(what)
     tables = ft.Optimizer(model)
     for call in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="state_dict"):
@@ -1654,6 +1679,22 @@ def test_traces_say_what_to_do(trainer: frugal.Trainer) -> None:
     decoder.weight = module.weight
     with pytest.raises(RuntimeError, match=r"cannot be traced.*weight.clone\(\)"):
         torch.jit.trace(decoder, (torch.ones(1, DIM),))
+    with pytest.raises(RuntimeError, match=r"cannot be traced.*weight.clone\(\)"):
+        make_fx(lambda ids: module.weight[ids].sum())(batch)
+    tables = [ft.TableConfig("table", ROWS, DIM, ["feature"])]
+    collection = ft.EmbeddingBagCollection(tables, trainer=trainer)
+    rows = ft.Embedding(ROWS, DIM, trainer=trainer)
+    for call in (module, rows, lambda ids: collection(ids[None]), lambda ids: module(ids[0], ids[0] * 0)):
+        with pytest.raises(RuntimeError, match="cannot be traced.*make_fx.*from_pretrained"):
+            make_fx(call)(batch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with pytest.raises(RuntimeError, match="cannot be traced.*FakeTensorMode.*from_pretrained"):
+                call(torch.zeros(2, 2, dtype=torch.int64))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(RuntimeError, match=r"cannot be traced.*weight.clone\(\)"):
+            module.weight * 2
+        with pytest.raises(NotImplementedError, match="cannot be made under FakeTensorMode.*make it before"):
+            ft.Embedding(ROWS, DIM, trainer=trainer)
     served = torch.nn.EmbeddingBag.from_pretrained(module.weight.clone(), mode="sum")
     traced = torch.jit.trace(served, (batch,))
     assert torch.equal(traced(batch), module(batch))

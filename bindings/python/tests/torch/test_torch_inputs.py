@@ -218,7 +218,7 @@ def test_what_torch_notices_by_chance(trainer: frugal.Trainer) -> None:
     most = ft.EmbeddingBag(ROWS, DIM, mode="max", trainer=trainer)
     for offsets in (ints(0, 3, 1), ints(0, -1), ints(0, 100, 3)):
         for each in (bags, most):
-            with pytest.raises(RuntimeError, match="offsets must .*not decrease|offsets must not be larger"):
+            with pytest.raises(RuntimeError, match="offsets must .*not decrease|offsets.*can not be below 0"):
                 each(EIGHT(), offsets)
     for arguments in (([1, 2], ints(0)), (EIGHT(), [0]), (EIGHT(), ints(0), [1.0] * 8)):
         with pytest.raises(TypeError, match="must be a torch.Tensor, not list"):
@@ -516,3 +516,27 @@ def test_no_bags_take_no_keys(trainer: frugal.Trainer) -> None:
         tables.step()
         assert torch.equal(ours.weight, before)
         assert factors.grad is not None and not factors.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("begins", [[0, 10], [0, 3, -5]])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("graph", [True, False])
+def test_bad_offsets_are_those_of_the_caller(
+    trainer: frugal.Trainer, mode: str, begins: List[int], dtype: torch.dtype, graph: bool
+) -> None:
+    bags = ft.EmbeddingBag(ROWS, DIM, mode=mode, trainer=trainer)
+    at = len(begins) - 1
+    with torch.set_grad_enabled(graph), pytest.raises(RuntimeError) as error:
+        bags(torch.arange(9), torch.tensor(begins, dtype=dtype))
+    assert f"'embedding_bag_0': offsets[{at}] is {begins[at]}, and can not be" in str(error.value)
+    assert "the 9 keys" in str(error.value) and isinstance(error.value, frugal.InvalidArgument)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_errors_of_reads_are_torch_s(trainer: frugal.Trainer, graph: bool) -> None:
+    with torch.set_grad_enabled(graph):
+        with pytest.raises(RuntimeError, match="id 60"):
+            ft.EmbeddingBag(ROWS, DIM, trainer=trainer)(torch.tensor([[ROWS]]))
+        with pytest.raises(IndexError, match="id 60"):
+            ft.Embedding(ROWS, DIM, trainer=trainer)(torch.tensor([[ROWS]]))

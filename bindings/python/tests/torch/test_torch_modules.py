@@ -1017,12 +1017,42 @@ def test_gradients_of_every_stride(trainer: frugal.Trainer, kind: str) -> None:
     assert torch.equal(ours.weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_vectorized_jacobian_of_weights(trainer: frugal.Trainer, frozen: bool) -> None:
+    batch, weights = torch.tensor([[1, 2], [2, 3]]), torch.rand(2, 2)
+    found = []
+    for module in bag_pair(trainer, integers(ROWS, DIM), mode="sum"):
+        module.requires_grad_(not frozen)
+        found += [
+            torch.autograd.functional.jacobian(
+                lambda given: module(batch, per_sample_weights=given), weights, vectorize=vectorize
+            )
+            for vectorize in (False, True)
+        ]  # fmt: skip
+    assert all(torch.equal(each, found[2]) for each in found)
+
+
 def test_modules_are_not_copied(trainer: frugal.Trainer) -> None:
     module = ft.Embedding(ROWS, DIM, trainer=trainer)
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(module)
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(module)
+
+
+def test_a_shallow_copy_has_the_same_table(trainer: frugal.Trainer) -> None:
+    for module in bag_pair(trainer, integers(ROWS, DIM), mode="sum"):
+        both = copy.copy(module)
+        assert type(both) is type(module) and next(both.parameters()) is next(module.parameters())
+        optimizer = torch.optim.SGD(both.parameters(), lr=0.5)
+        batch = torch.tensor([[1, 2]])
+        out = both(batch)
+        before = out.detach().clone()
+        out.sum().backward()
+        optimizer.step()
+        assert torch.equal(module(batch), both(batch)) and torch.equal(both(batch), before - 1.0)
+        both.training = False
+        assert module.training
 
 
 def test_modules_have_one_parameter_for_each_table(trainer: frugal.Trainer) -> None:

@@ -277,7 +277,10 @@ class Anchor(torch.nn.Parameter):
     __hash__ = object.__hash__
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(f"the table {self.table.name!r} cannot be copied: the engine owns its rows")
+        raise TypeError(
+            f"the table {self.table.name!r} cannot be copied: the engine owns its rows. module.weight.detach().clone() has"
+            " them; a copy of a module is another that loads its state_dict(), and so is one of an optimizer"
+        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(f"the table {self.table.name!r} cannot be pickled: the engine owns its rows; save state_dict()")
@@ -694,7 +697,12 @@ def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
     """As autograd does where a table's gradient comes from two forwards, or has come already."""
     if not isinstance(grad, Gradient) or not isinstance(other, Gradient):
         mine = grad if isinstance(grad, Gradient) else other
-        raise mine.table.anchor.penalty() if isinstance(other, torch.Tensor) else _no_answer(func, mine)
+        if isinstance(other, torch.Tensor) and _task() >= 0:  # autograd adds it
+            raise mine.table.anchor.penalty()
+        raise NotImplementedError(
+            f"table {mine.table.name!r}: {func} of its gradient, which the engine holds, and something else: give the"
+            " optimizer a weight_decay, or add to module.weight.grad what rows are to have, such as module.weight"
+        )
     if grad.table is not other.table or alpha != 1:
         raise NotImplementedError(f"table {grad.table.name!r}: {func} of its gradient and another")
     total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)

@@ -52,6 +52,17 @@ def refuse_meta(what: str) -> None:
     )
 
 
+_TRACE = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+
+
+def in_fake_mode() -> bool:
+    """Whether operations are written down (make_fx), or made of tensors without values (FakeTensorMode)."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._get_dispatch_mode(_TRACE) is not None or torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def _open(device: torch.device) -> frugal.Trainer:
     global _seed
     place = world(alone=True)

@@ -250,6 +250,20 @@ def check_ends(ends: torch.Tensor, count: int) -> None:
         )
 
 
+def check_begins(begins: Optional[torch.Tensor], keys: Optional[torch.Tensor], table: str) -> None:
+    """An error of offsets that the library has refused with the last, which the caller has not given."""
+    if begins is None or keys is None:
+        return
+    count = keys.numel()
+    bad = ((begins < 0) | (begins > count)).nonzero()
+    if bad.numel():
+        at = int(bad[0])
+        raise _native.InvalidArgument(
+            f"table {table!r}: offsets[{at}] is {int(begins[at])}, and can not be below 0 or greater than the {count} keys",
+            _native.INVALID_ARGUMENT,
+        ) from None
+
+
 def padding_idx(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:
     """The padding key."""
     if index is None:

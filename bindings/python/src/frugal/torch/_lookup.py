@@ -383,11 +383,28 @@ class WeightedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         wanted = ctx.needs_input_grad[5::3]
+        if _is_batched(grad):
+            grads = _for_each(grad, lambda one: _weight_grads(ctx, ctx.lookup, _inputs.gradient(one), ctx.saved_tensors, wanted))
+            return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
         with torch.no_grad():
             grads = _weight_grads(ctx, ctx.lookup, _inputs.gradient(grad.detach()), ctx.saved_tensors, wanted)
         if _is_grad_enabled():  # create_graph=True
             grads = [None if each is None else _once(each, grad, *ctx.saved_tensors) for each in grads]
         return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
+
+
+def _for_each(
+    batched: torch.Tensor, function: Callable[[torch.Tensor], List[Optional[torch.Tensor]]]
+) -> List[Optional[torch.Tensor]]:
+    """Of each gradient of a backward of several, as of a vectorized jacobian."""
+    level = torch._C._vmapmode_increment_nesting() - 1  # type: ignore[attr-defined]
+    torch._C._vmapmode_decrement_nesting()  # type: ignore[attr-defined]
+    each = torch._remove_batch_dim(batched, level, 1, 0)
+    if _is_batched(each):
+        raise NotImplementedError("a gradient of per_sample_weights of a table in a transform of a transform")
+    with torch.no_grad():
+        found = zip(*[function(one) for one in each])
+        return [None if some[0] is None else torch._add_batch_dim(torch.stack(some), 0, level) for some in found]
 
 
 class _Once(torch.autograd.Function):

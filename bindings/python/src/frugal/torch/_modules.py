@@ -39,6 +39,7 @@ _MAX = "max"  # of torch.nn.EmbeddingBag alone
 _COMPUTE_WEIGHT = {f"torch.nn.utils.{name}" for name in ("weight_norm", "parametrizations")}
 
 _weighted_rows: Callable[..., Any] = WeightedRows.apply  # without types in torch
+_in_fake_mode = _default.in_fake_mode
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
@@ -86,6 +87,11 @@ class _Module(torch.nn.Module):
 
     def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
         super().__init__()
+        if _default.in_fake_mode():
+            raise NotImplementedError(
+                f"a {type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
+                " before"
+            )
         # A trainer that is given says where rows are, unless there is a device, too.
         if (trainer is None or device is not None) and _default.place_of(device).type == "meta":
             _default.refuse_meta(f"a {type(self).__name__} with device meta")
@@ -223,8 +229,10 @@ class _Module(torch.nn.Module):
         return out
 
     def _runner(self) -> Callable[..., torch.Tensor]:
-        """How a forward runs that is being compiled, or in a transform of torch.func."""
+        """How a forward runs that is being compiled, or in a transform of torch.func, or traced."""
         if not is_compiling():
+            if _default.in_fake_mode():
+                self._refuse_tracing()
             if self._parameters[self._first] is not self._anchors[0]:
                 return self._run  # which says what is wrong
             raise NotImplementedError(
@@ -244,9 +252,9 @@ class _Module(torch.nn.Module):
 
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
-            f"a {type(self).__name__} cannot be traced, scripted or exported: its rows are not in the program. Serve with"
-            " frugal_read of the engine, or put torch.nn.Embedding.from_pretrained(module.weight.clone()) in its"
-            " place"
+            f"a {type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its rows"
+            " are not in the program. Serve with frugal_read of the engine, or put"
+            " torch.nn.Embedding.from_pretrained(module.weight.clone()) in its place"
         )
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
@@ -304,6 +312,12 @@ class _Module(torch.nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         self._refuse_tracing()
 
+    def __copy__(self: Self) -> Self:
+        """Of the same table, as copies of torch's modules have the same parameters."""
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied: the engine owns its rows; make another, and load its state_dict"
@@ -327,9 +341,14 @@ class Options(NamedTuple):
 
 
 class _Parameters(Dict[str, Optional[torch.nn.Parameter]]):
-    """A module's. Its weight is none of them, and torch.nn.utils.spectral_norm looks for it here."""
+    """A module's. Its weight is none of them, and functions of torch.nn.utils look for it here."""
 
     table = ""
+
+    def __contains__(self, name: object) -> bool:
+        if name == "weight" and sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.parametrize":
+            _refuse_computed(self.table, "a parametrization")
+        return super().__contains__(name)
 
     def __missing__(self, name: str) -> NoReturn:
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.spectral_norm":
@@ -599,7 +618,7 @@ class Embedding(_Single):
                 return out
         if _inputs.is_traced(input):
             return self._as_leaf(input, input)
-        run = self._runner() if compiling or _in_transform() else self._run
+        run = self._runner() if compiling or _in_transform() or _in_fake_mode() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
         return run((*input.shape, self.embedding_dim), [keys, None, None], mine)
@@ -686,13 +705,17 @@ class EmbeddingBag(_Single):
             )  # fmt: skip
         compiling = is_compiling()
         if per_sample_weights is None and not compiling:
-            out = (self._usual or self._make_usual())(self, input, offsets)
+            try:
+                out = (self._usual or self._make_usual())(self, input, offsets)
+            except _native.InvalidArgument:
+                _inputs.check_begins(offsets, input, self._table.name)
+                raise
             if out is not None:
                 return out
         for value in (input, offsets, per_sample_weights):
             if _inputs.is_traced(value):
                 return self._as_leaf(value, input, offsets, per_sample_weights)
-        run = self._runner() if compiling or _in_transform() else self._run
+        run = self._runner() if compiling or _in_transform() or _in_fake_mode() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
             device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
@@ -702,6 +725,15 @@ class EmbeddingBag(_Single):
                 raise ValueError("max mode does not support scaling the gradient by the frequency")
             return self._max(run, keys, ends)
         return run((ends.shape[0] - 1, self.embedding_dim), [keys, ends, weights], mine)
+
+    def _run(self, shape: Sequence[int], tensors: List[Optional[torch.Tensor]], mine: int = 0) -> Any:
+        try:
+            return super()._run(shape, tensors, mine)
+        except _native.InvalidArgument:
+            keys, ends = tensors[:2]
+            if ends is not None and not self.include_last_offset:
+                _inputs.check_begins(ends[:-1], keys, self._table.name)
+            raise
 
     def _max(self, run: Callable[..., torch.Tensor], keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """PyTorch's own maximum of the rows of each key, which are looked up for it."""
@@ -831,7 +863,7 @@ class EmbeddingBagCollection(_Module):
         of batch + 1 numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the
         keys.
         """
-        run = self._runner() if is_compiling() or _in_transform() else self._run
+        run = self._runner() if is_compiling() or _in_transform() or _in_fake_mode() else self._run
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []
         mine = 0  # which of them are nobody else's

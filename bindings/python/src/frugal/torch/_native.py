@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from ctypes import byref, c_size_t, c_uint64, c_void_p
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Type
 
 import torch
 
@@ -31,7 +31,13 @@ class KeyOutOfRange(frugal.KeyOutOfRange, RuntimeError):
     """Of bad keys, for which torch.nn.Embedding raises IndexError, torch.nn.EmbeddingBag RuntimeError."""
 
 
-_CLASSES = {frugal.InvalidArgument: InvalidArgument, frugal.KeyOutOfRange: KeyOutOfRange}
+_CLASSES: Dict[Type[frugal.Error], Type[frugal.Error]] = {
+    frugal.InvalidArgument: InvalidArgument, frugal.KeyOutOfRange: KeyOutOfRange,
+}  # fmt: skip
+
+
+def _of_torch(error: frugal.Error) -> frugal.Error:
+    return _CLASSES[type(error)](error.message, error.status, error.system_code, error.device_code)
 
 
 def op(
@@ -110,7 +116,10 @@ class Trainer:
         engine, tell = self._engine, self._trainer()._tell
 
         def call(handle: int, packed: bytes, count: int) -> int:
-            wait(lambda ms: lib.frugal_read(engine.handle, handle, packed, count, ms), engine._timeout_ms, tell)
+            try:
+                wait(lambda ms: lib.frugal_read(engine.handle, handle, packed, count, ms), engine._timeout_ms, tell)
+            except tuple(_CLASSES) as error:
+                raise _of_torch(error) from None
             return 0
 
         self._call_with(ops, call)
@@ -160,8 +169,8 @@ class Trainer:
         """Raises what a status that is not 0 means."""
         try:
             check(status)
-        except (frugal.InvalidArgument, frugal.KeyOutOfRange) as error:
-            raise _CLASSES[type(error)](error.message, error.status, error.system_code, error.device_code) from None
+        except tuple(_CLASSES) as error:
+            raise _of_torch(error) from None
 
 
 def _host(tensor: torch.Tensor, what: str, dtype: torch.dtype, shape: Tuple[int, ...]) -> int:

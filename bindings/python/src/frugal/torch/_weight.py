@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional,
 
 import torch
 
-from . import _native, _state
+from . import _default, _native, _state
 from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
 from ._steps import Table
 
@@ -156,13 +156,16 @@ class Weight(torch.Tensor):
             return self._rows(self._keys(at))
 
     def _rows(self, keys: Optional[torch.Tensor]) -> torch.Tensor:
+        self._check_traced()
         table = self._table
-        if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        return _rows_of(table, keys).to(device=table.steps.device, dtype=table.anchor.dtype)
+
+    def _check_traced(self) -> None:
+        if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting() or _default.in_fake_mode():
             raise RuntimeError(
-                f"table {table.name!r}: weight cannot be traced or exported, since its rows are not in the program: make"
+                f"table {self._table.name!r}: weight cannot be traced or exported, since its rows are not in the program: make"
                 " the module that is served of weight.clone()"
             )
-        return _rows_of(table, keys).to(device=table.steps.device, dtype=table.anchor.dtype)
 
     def _keys(self, at: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
         """The keys of the rows, or of those at these places; None: all of a dense table."""
@@ -336,6 +339,7 @@ class Weight(torch.Tensor):
         raise RuntimeError(_no_memory(self._table))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        self._check_traced()
         found = self._places(index)
         if found is None:
             source = self.source()
