@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any, Callable, Dict, List
 
@@ -661,3 +662,50 @@ def test_compile_breaks_the_graph_and_trains(trainer: frugal.Trainer, backend: s
     torch.compiler.reset()
     with pytest.raises(Exception, match="(?i)disable|graph break"):
         torch.compile(models[0], backend=backend, fullgraph=True)(batch)
+
+
+@pytest.mark.parametrize("module", ["bags", "weighted", "rows", "collection"])
+def test_a_compiled_training_step_says_nothing(
+    trainer: frugal.Trainer, module: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Of all of frugal that runs where the graph is broken, torch.compile looks at nothing."""
+
+    def made(weight: torch.Tensor) -> Any:
+        if module == "rows":
+            return ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
+        if module == "collection":
+            tables = [ft.TableConfig(f"table {len(names)}", ROWS, DIM, ["feature"])]
+            names.append("")
+            collection = ft.EmbeddingBagCollection(tables, trainer=trainer)
+            collection.load_state_dict({f"embedding_bags.{tables[0].name}.weight": weight})
+            return collection
+        return ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=trainer)
+
+    names: List[str] = []
+    weight, head = integers(ROWS, DIM), torch.nn.Linear(DIM, 1)
+    batches = [torch.randint(0, ROWS, (4, 3)) for _ in range(3)]
+    losses: List[List[float]] = []
+    torch.compiler.reset()
+    torch._dynamo.utils.warn_once_cache.clear()
+    for compiles in (False, True):
+        bags, own = made(weight), copy.deepcopy(head)
+        parameters = [*bags.parameters(), *own.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.125)
+
+        def step(batch: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            if module == "weighted":
+                out = bags(batch, per_sample_weights=torch.ones(4, 3))
+            else:
+                out = bags(batch[None] if module == "collection" else batch)
+            loss = own(out).sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            return loss.detach()
+
+        run: Callable[[torch.Tensor], torch.Tensor] = torch.compile(step, backend="eager") if compiles else step
+        losses.append([float(run(batch)) for batch in batches])
+    torch.compiler.reset()
+    torch.testing.assert_close(*losses)
+    assert not [str(warning.message) for warning in recwarn if "Dynamo" in str(warning.message)]

@@ -8,6 +8,8 @@ for keys, offsets, grad in loader:
     optimizer.zero_grad()
 """
 
+from torch._dynamo import trace_rules
+
 from . import _anchor, _hook, _lookup, _usual  # with _hook PyTorch's optimizers step tables from here on
 from ._convert import convert
 from ._default import trainer as default_trainer
@@ -22,3 +24,10 @@ __all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "
     "attach",
     "convert",
     "default_trainer"]
+
+# torch.compile looks at the forward of a module alone, and breaks the graph there. What runs then is left as it is.
+for _file in (
+    "anchor", "computed", "convert", "default", "hook", "inputs", "lookahead", "lookup", "native", "optimizer", "renorm",
+    "state", "steps", "usual", "weight",
+):  # fmt: skip
+    trace_rules.add(f"{__name__}._{_file}")

@@ -11,7 +11,6 @@ import math
 from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _inputs, _native
 from ._anchor import ACCUMULATED, NOT_ASKED, Held, use_of
@@ -114,8 +113,6 @@ class Lookup:
     ) -> Any:
         """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
         read. `mine`: a bit for each tensor that is not the caller's."""
-        if is_dynamo_compiling():  # a caller whose graph would be empty, and which is run as it is
-            return _train_uncompiled(self, anchors, shape, tensors, mine)
         if len(anchors) == 1 and anchors[0].dtype is _float32:
             source = anchors[0]
         else:
@@ -229,11 +226,6 @@ class Lookup:
             bags = torch.searchsorted(offsets, places, right=True) - 1
             torch.sum(rows * grad[bags], 1, out=flat_out[begin : begin + part.numel()])
         return out
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _train_uncompiled(lookup: Lookup, *args: Any) -> Any:
-    return lookup.train(*args)
 
 
 class EmptyLookup(Lookup):

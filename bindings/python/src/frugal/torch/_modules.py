@@ -73,6 +73,11 @@ def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor], freeze:
     return dtype
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 class _Module(torch.nn.Module):
     """What is common: tables, and for each a parameter of one element (see _anchor)."""
 
@@ -222,27 +227,23 @@ class _Module(torch.nn.Module):
                     break
         return out if dtype is torch.float32 else out.to(dtype)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_uncompiled(self, *args: Any) -> torch.Tensor:
-        """torch.compile breaks the graph here: it cannot see what the library does."""
-        out: torch.Tensor = self._run(*args)
-        return out
-
-    def _runner(self) -> Callable[..., torch.Tensor]:
-        """How a forward runs that is being compiled, or in a transform of torch.func, or traced."""
-        if not is_compiling():
-            if _default.in_fake_mode():
-                self._refuse_tracing()
-            if self._parameters[self._first] is not self._anchors[0]:
-                return self._run  # which says what is wrong
-            raise NotImplementedError(
-                f"a {type(self).__name__} in a transform of torch.func, as grad() and vmap(): the engine, which has its rows,"
-                " sees none of it. Look rows up before the transform, or take torch.autograd.grad()"
-            )
+    def _compiled(self, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """A forward that is being compiled: torch.compile breaks the graph here, for it cannot see what the library does."""
         if torch.compiler.is_exporting():
             self._refuse_tracing()
-        runner: Callable[..., torch.Tensor] = self._run_uncompiled
-        return runner
+        out: torch.Tensor = _uncompiled(forward, self, *args)
+        return out
+
+    def _watched(self) -> Callable[..., torch.Tensor]:
+        """How a forward runs in a transform of torch.func, or traced."""
+        if _default.in_fake_mode():
+            self._refuse_tracing()
+        if self._parameters[self._first] is not self._anchors[0]:
+            return self._run  # which says what is wrong
+        raise NotImplementedError(
+            f"a {type(self).__name__} in a transform of torch.func, as grad() and vmap(): the engine, which has its rows,"
+            " sees none of it. Look rows up before the transform, or take torch.autograd.grad()"
+        )
 
     def _as_leaf(self, traced: Any, *inputs: Any) -> torch.Tensor:
         """What torch.fx writes down of torch.nn's modules: a call of the module."""
@@ -611,14 +612,14 @@ class Embedding(_Single):
             return torch.nn.functional.embedding(
                 input, self._instead, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
             )
-        compiling = is_compiling()
-        if not compiling:
-            out = (self._usual or self._make_usual())(self, input, None)
-            if out is not None:
-                return out
+        if is_compiling():
+            return self._compiled(Embedding.forward, input)
+        out = (self._usual or self._make_usual())(self, input, None)
+        if out is not None:
+            return out
         if _inputs.is_traced(input):
             return self._as_leaf(input, input)
-        run = self._runner() if compiling or _in_transform() or _in_fake_mode() else self._run
+        run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
         return run((*input.shape, self.embedding_dim), [keys, None, None], mine)
@@ -703,8 +704,9 @@ class EmbeddingBag(_Single):
                 input, self._instead, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
                 per_sample_weights, self.include_last_offset, self.padding_idx,
             )  # fmt: skip
-        compiling = is_compiling()
-        if per_sample_weights is None and not compiling:
+        if is_compiling():
+            return self._compiled(EmbeddingBag.forward, input, offsets, per_sample_weights)
+        if per_sample_weights is None:
             try:
                 out = (self._usual or self._make_usual())(self, input, offsets)
             except _native.InvalidArgument:
@@ -715,7 +717,7 @@ class EmbeddingBag(_Single):
         for value in (input, offsets, per_sample_weights):
             if _inputs.is_traced(value):
                 return self._as_leaf(value, input, offsets, per_sample_weights)
-        run = self._runner() if compiling or _in_transform() or _in_fake_mode() else self._run
+        run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
             device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
@@ -863,7 +865,9 @@ class EmbeddingBagCollection(_Module):
         of batch + 1 numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the
         keys.
         """
-        run = self._runner() if is_compiling() or _in_transform() or _in_fake_mode() else self._run
+        if is_compiling():
+            return self._compiled(EmbeddingBagCollection.forward, features, lengths, per_sample_weights)
+        run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []
         mine = 0  # which of them are nobody else's
