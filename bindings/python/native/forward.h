@@ -59,6 +59,18 @@ inline bool is_plain(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided;
 }
 
+// Whether a mode of Python's sees calls of functions. A program's default device is one that has no
+// part in what is done here.
+inline bool is_watched() {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  for (int64_t i = 0; i < Modes::stack_len(); ++i) {
+    PyObject* mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != classes.default_device) return true;
+  }
+  return false;
+}
+
 // Whether PyTorch records a graph, and nobody looks at its operations: no tracer, no mode of
 // Python's, no transform. Autocast casts nothing of a lookup.
 inline bool is_recording() {
@@ -66,7 +78,7 @@ inline bool is_recording() {
   return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
          (tls.included_ - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
          (tls.excluded_ - c10::default_excluded_set).empty() &&
-         !at::impl::torch_function_mode_enabled();
+         !is_watched();
 }
 
 struct Backward : torch::autograd::Node {

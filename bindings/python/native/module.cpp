@@ -10,16 +10,16 @@ namespace frugal_torch {
 namespace {
 
 // Changes with what Python and this say to each other: _usual.py takes no file of another number.
-constexpr long kRevision = 2;
+constexpr long kRevision = 3;
 
-// tell(lock, Held, Part, Gradient, Lookup, _Count): the classes that are looked for.
+// tell(lock, Held, Part, Gradient, Lookup, _Count, DeviceContext): the classes that are looked for.
 PyObject* tell(PyObject*, PyObject* arguments) {
   Classes told;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &told.lock, &told.held, &told.part, &told.gradient,
-                        &told.lookup, &told.count))
+  if (!PyArg_ParseTuple(arguments, "OOOOOOO", &told.lock, &told.held, &told.part, &told.gradient,
+                        &told.lookup, &told.count, &told.default_device))
     return nullptr;
-  for (PyObject* each :
-       {told.lock, told.held, told.part, told.gradient, told.lookup, told.count})
+  for (PyObject* each : {told.lock, told.held, told.part, told.gradient, told.lookup, told.count,
+                         told.default_device})
     Py_INCREF(each);
   classes = told;
   Py_RETURN_NONE;

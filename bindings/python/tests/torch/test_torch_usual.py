@@ -155,6 +155,20 @@ def test_training(told: Callable[[Story], List[Any]], kind: str, mode: str) -> N
     assert len(said) == 12 and said[-1] is True and said.count(True) >= 9
 
 
+def test_a_default_device_changes_nothing(told: Callable[[Story], List[Any]]) -> None:
+    def story(side: Side) -> List[Any]:
+        with torch.device("cpu"):
+            module = side.bags(mode="sum")
+            optimizer = torch.optim.Adagrad(module.parameters(), lr=0.5)
+            for _ in range(3):
+                optimizer.zero_grad()
+                by(side, module(*bag_inputs())).square().sum().backward()
+                optimizer.step()
+            return [snapshot(module)]
+
+    assert told(story)[1:] == [True, True]
+
+
 def test_a_gradient_of_any_stride(told: Callable[[Story], List[Any]]) -> None:
     def story(side: Side) -> List[Any]:
         module = side.bags(mode="sum")
@@ -313,7 +327,6 @@ def test_many_backwards_before_a_step(told: Callable[[Story], List[Any]]) -> Non
     told(story)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_compiled_backward(told: Callable[[Story], List[Any]]) -> None:
     def story(side: Side) -> List[Any]:
         module, dense = side.bags(mode="sum"), torch.nn.Linear(DIM, 1)
@@ -361,6 +374,16 @@ def test_python_does_what_is_not_usual(trainer: frugal.Trainer) -> None:
         assert left()
     with torch.overrides.BaseTorchFunctionMode():
         assert left()
+    for device in ("cpu", "meta"):  # the program's default, which is a mode of PyTorch's own
+        torch.set_default_device(device)
+        try:
+            assert not left()
+            with torch.overrides.BaseTorchFunctionMode():
+                assert left()
+        finally:
+            torch.set_default_device(None)
+    with torch.device("cpu"):
+        assert not left()
     assert module(keys.int(), offsets).grad_fn.name() != NODE
     assert module(keys.view(4, 6).t()).grad_fn.name() != NODE
     module.include_last_offset = True

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
+from torch.utils._device import DeviceContext
 
 from frugal._lib import lib
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
-_REVISION = 2  # of what is said to each other here and there
+_REVISION = 3  # of what is said to each other here and there
 
 
 def _load() -> Any:
@@ -54,7 +55,7 @@ native: Any = _load()  # or None
 def tell(held: type, part: type, gradient: type, lookup: type, count: type) -> None:
     """Tells which classes are those of a usual backward and step."""
     if native is not None:
-        native.tell(type(threading.RLock()), held, part, gradient, lookup, count)
+        native.tell(type(threading.RLock()), held, part, gradient, lookup, count, DeviceContext)
 
 
 def _address(function: Any) -> int:
