@@ -702,7 +702,7 @@ def test_a_compiled_training_step_says_nothing(
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
-            return loss.detach()
+            return loss.detach()  # type: ignore[no-any-return]
 
         run: Callable[[torch.Tensor], torch.Tensor] = torch.compile(step, backend="eager") if compiles else step
         losses.append([float(run(batch)) for batch in batches])

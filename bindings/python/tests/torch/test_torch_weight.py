@@ -831,6 +831,9 @@ def test_a_parameter_of_a_weight_is_a_copy(trainer: frugal.Trainer) -> None:
         assert torch.equal(bags.weight, rows)
         assert torch.equal(copy.deepcopy(made), made)
     assert not torch.nn.Parameter(bags.weight, requires_grad=False).requires_grad
+    buffer = torch.nn.Buffer(bags.weight)
+    assert type(buffer) is torch.Tensor and isinstance(buffer, torch.nn.Buffer) and torch.equal(buffer, rows)
+    assert not isinstance(bags.weight, torch.nn.Buffer)
     kept = torch.nn.Embedding.from_pretrained(bags.weight)
     assert list(kept.state_dict()) == ["weight"] and not kept.weight.requires_grad
     assert torch.equal(kept(torch.arange(ROWS)), rows)

@@ -915,7 +915,7 @@ def _without_nan(func: Any, grad: Gradient, *values: Any, out: Optional[torch.Te
         changed.fold(lambda rows: rows.nan_to_num_(*values, **named))
     if isinstance(out, Gradient) and out is not grad:
         out.become(changed)
-    return changed if out is None else cast(Gradient, out)
+    return changed if out is None else out
 
 
 _ANSWERS: Dict[Any, Callable[..., Any]] = {

@@ -13,7 +13,7 @@ class Computed(torch.Tensor):
     """Something of each element of a gradient, as a tensor of one element in its place. Sums, means and the like of it are
     tensors like others."""
 
-    values: torch.Tensor  # of the rows that have a gradient
+    some: torch.Tensor  # of the rows that have a gradient
     zeros: Optional[int]  # further elements, which are 0; None: as many as a hashed table may have
     table: str
 
@@ -22,7 +22,7 @@ class Computed(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=values.dtype, device=values.device)
 
     def __init__(self, values: torch.Tensor, zeros: Optional[int], table: str) -> None:
-        self.values, self.zeros, self.table = values, zeros, table
+        self.some, self.zeros, self.table = values, zeros, table
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Computed of the gradient of table {self.table!r}"
@@ -34,7 +34,7 @@ class Computed(torch.Tensor):
                 f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take their sum,"
                 " their norm or their largest"
             )
-        return self.values.numel() + self.zeros
+        return self.some.numel() + self.zeros
 
     @classmethod
     def __torch_function__(
@@ -46,7 +46,7 @@ class Computed(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in (torch.isfinite, torch.Tensor.isfinite):  # which is made of operators that want values
-                return _are(torch.isfinite(args[0].values).all())
+                return _are(torch.isfinite(args[0].some).all())
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -60,10 +60,7 @@ class Computed(torch.Tensor):
         computed = args[0]
         answer = _ANSWERS.get(func.overloadpacket)
         if answer is None or not isinstance(computed, Computed):
-            table = next(value.table for value in (*args, *(kwargs or {}).values()) if isinstance(value, Computed))
-            raise NotImplementedError(
-                f"table {table!r}: {func} of what was computed of its gradient: take it of module.weight.grad"
-            )
+            raise NotImplementedError(f"{func} of what was computed of a table's gradient: take it of module.weight.grad")
         return answer(func, computed, *args[1:], **(kwargs or {}))
 
 
@@ -76,7 +73,7 @@ def _whole(func: Any, computed: Computed, dim: Any) -> None:
 
 def _each(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
     """Of each element, by a function by which 0 stays 0."""
-    return Computed(func(computed.values, *args, **kwargs), computed.zeros, computed.table)
+    return Computed(func(computed.some, *args, **kwargs), computed.zeros, computed.table)
 
 
 def _power(func: Any, computed: Computed, exponent: Any) -> Computed:
@@ -96,7 +93,7 @@ def _are(found: torch.Tensor) -> torch.Tensor:
 
 
 def _is(func: Any, computed: Computed) -> torch.Tensor:
-    return _are(func(computed.values).any())
+    return _are(func(computed.some).any())
 
 
 def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
@@ -105,7 +102,7 @@ def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Compute
 
 def _sum(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     _whole(func, computed, dim)
-    return computed.values.sum(dtype=dtype)
+    return computed.some.sum(dtype=dtype)
 
 
 def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
@@ -114,7 +111,7 @@ def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False,
 
 def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
     _whole(func, computed, dim)
-    some = computed.values.reshape(-1)
+    some = computed.some.reshape(-1)
     if computed.zeros != 0:
         some = torch.cat([some, some.new_zeros(1)])
     found: torch.Tensor = some.amax() if func.overloadpacket in (_aten.max, _aten.amax) else some.amin()
@@ -129,23 +126,23 @@ def _variance(
     _whole(func, computed, dim)
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
-    count, values = computed.count("the variance"), computed.values.to(torch.float64)
+    count, values = computed.count("the variance"), computed.some.to(torch.float64)
     mean = values.sum() / count
     squares = (values - mean).square_().sum() + (count - values.numel()) * mean**2
-    found = squares / max(count - correction, 0)
-    return (found if func.overloadpacket is _aten.var else found.sqrt()).to(computed.values.dtype)
+    found: torch.Tensor = squares / max(count - correction, 0)
+    return (found if func.overloadpacket is _aten.var else found.sqrt()).to(computed.some.dtype)
 
 
 def _nonzero(func: Any, computed: Computed, dim: Any = None) -> torch.Tensor:
     _whole(func, computed, dim)
-    return torch.count_nonzero(computed.values)
+    return torch.count_nonzero(computed.some)
 
 
 def _norm(func: Any, computed: Computed, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     _whole(func, computed, dim)
     if not float(order) > 0.0:
         raise NotImplementedError(f"table {computed.table!r}: a norm of order {order} of a gradient")
-    values = computed.values
+    values = computed.some
     norm: torch.Tensor = torch.linalg.vector_norm(values, order) if values.numel() else values.new_zeros(())
     return norm
 

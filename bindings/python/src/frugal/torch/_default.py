@@ -52,8 +52,8 @@ def refuse_meta(what: str) -> None:
     )
 
 
-_TRACE = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
-_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+_TRACE = torch._C._TorchDispatchModeKey.PROXY
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def in_fake_mode() -> bool:

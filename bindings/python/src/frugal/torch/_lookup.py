@@ -389,8 +389,8 @@ def _for_each(
     batched: torch.Tensor, function: Callable[[torch.Tensor], List[Optional[torch.Tensor]]]
 ) -> List[Optional[torch.Tensor]]:
     """Of each gradient of a backward of several, as of a vectorized jacobian."""
-    level = torch._C._vmapmode_increment_nesting() - 1  # type: ignore[attr-defined]
-    torch._C._vmapmode_decrement_nesting()  # type: ignore[attr-defined]
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
     each = torch._remove_batch_dim(batched, level, 1, 0)
     if _is_batched(each):
         raise NotImplementedError("a gradient of per_sample_weights of a table in a transform of a transform")

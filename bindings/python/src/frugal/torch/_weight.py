@@ -40,7 +40,7 @@ def _no_memory(table: Table) -> str:
 
 
 def _is_of_a_parameter() -> bool:
-    """Whether torch.nn.Parameter() calls whoever asks."""
+    """Whether torch.nn.Parameter() or Buffer() calls whoever asks."""
     return sys._getframe(2).f_globals.get("__name__") == torch.nn.parameter.__name__
 
 
@@ -133,6 +133,15 @@ class Weight(torch.Tensor):
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
         self.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # see requires_grad_
+
+    @property
+    def _is_buffer(self) -> bool:
+        return False
+
+    @_is_buffer.setter
+    def _is_buffer(self, value: bool) -> None:
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        self._is_buffer = value
 
     def is_as_now(self, sparse: bool) -> bool:
         """Whether a new one would be alike."""
@@ -303,7 +312,7 @@ class Weight(torch.Tensor):
         if self._own is not None:
             leaf = self.read().requires_grad_(requires_grad)  # of its own
             if _is_of_a_parameter():
-                # It wants its argument's class, and says then that this is a parameter. (as_subclass() would leave more.)
+                # It wants its argument's class, and says then what this is. (as_subclass() would leave more.)
                 leaf.__class__ = Weight
             return leaf
         self.requires_grad = requires_grad
