@@ -448,7 +448,7 @@ def _update(
     group: _Group,
     factor: float,
 ) -> Update:
-    table, count = entry.table, state.get(_STEP, 0)
+    table, count = entry.table, dict.get(state, _STEP, 0)
     counted = type(count) is _Count
     owned = table.owner is not None and table.owner() is optimizer
     if counted and owned and len(state) == 1 and factor == 1.0:  # the usual case
