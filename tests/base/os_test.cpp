@@ -13,7 +13,7 @@
 
 #include "base/futex.h"
 #include "base/thread.h"
-#include "peers.h"
+#include "process/peers.h"
 
 #ifndef MFD_ALLOW_SEALING
 #define MFD_ALLOW_SEALING 2u
