@@ -20,6 +20,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "support/mix.h"
+
 namespace {
 
 std::atomic<uint64_t> seed{1}, one_in{128}, most_us{300}, threads{0};
@@ -47,10 +49,9 @@ uint64_t random_number() {
   static __thread uint64_t state __attribute__((tls_model("initial-exec")));
   if (state == 0)
     state = (seed.load(std::memory_order_relaxed) + threads.fetch_add(1) + 1) * 0xd1342543de82ef95u;
-  uint64_t z = (state += 0x9e3779b97f4a7c15u);  // splitmix64
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
+  const uint64_t n = mix(state);
+  state += kMixStep;
+  return n;
 }
 
 void jitter() {

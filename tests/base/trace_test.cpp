@@ -25,7 +25,7 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "frugal.h"
-#include "support/never.h"
+#include "support/engine.h"
 #include "support/ok.h"
 
 namespace {
@@ -206,35 +206,11 @@ struct Trace {
 
 // --- A small training ---
 
-struct Engine {
-  explicit Engine(const std::function<void(frugal_config*)>& change = nullptr) {
-    frugal_config config = FRUGAL_CONFIG_INIT;
-    config.timeout_ms = kNeverMs;
-    if (change) change(&config);
-    world = config.world_size;
-    EXPECT_OK(frugal_open(&config, &handle));
-  }
-  ~Engine() { EXPECT_OK(frugal_close(handle)); }
+struct Engine : frugal_test::Engine {
+  using frugal_test::Engine::Engine;
   frugal_table* Table(const char* name, int32_t key_space = FRUGAL_DENSE, uint64_t rows = 4000) {
-    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
-    config.name = name;
-    config.key_space = key_space;
-    config.rows = rows;
-    config.dim = 8;
-    frugal_table* table = nullptr;
-    EXPECT_OK(frugal_table_create(handle, &config, &table));
-    return table;
+    return frugal_test::Engine::Table(name, key_space, rows, 8);
   }
-  frugal_trainer* Trainer(uint32_t rank, double cache_ratio = 0) {
-    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
-    config.rank = rank;
-    config.cache_ratio = cache_ratio;
-    frugal_trainer* trainer = nullptr;
-    EXPECT_OK(frugal_trainer_create(handle, &config, &trainer));
-    return trainer;
-  }
-  frugal_engine* handle = nullptr;
-  uint32_t world;
 };
 
 constexpr uint64_t kKeys = 300;

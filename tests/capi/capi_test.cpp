@@ -28,12 +28,14 @@
 #include "frugal.h"
 #include "process/proc.h"
 #include "reference/reference.h"
+#include "support/engine.h"
 #include "support/never.h"
 #include "support/ok.h"
 
 namespace {
 
 using frugal_reference::Reference;
+using frugal_test::Engine;
 
 constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
 constexpr float kUntouched = -77.5f;
@@ -68,60 +70,6 @@ testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> 
 // What a NULL handle is, the header leaves open: an argument that is null, or no handle.
 #define EXPECT_NULL_REFUSED(call) \
   EXPECT_REFUSED(call, FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_BAD_HANDLE)
-
-// An engine that closes itself, with short names for what most tests do.
-class Engine {
- public:
-  explicit Engine(uint32_t world_size = 1,
-                  const std::function<void(frugal_config*)>& change = nullptr) {
-    frugal_config config = FRUGAL_CONFIG_INIT;
-    config.world_size = world_size;
-    config.timeout_ms = kNeverMs;
-    if (change) change(&config);
-    EXPECT_OK(frugal_open(&config, &engine_));
-  }
-  ~Engine() { Close(); }
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
-
-  void Close() {
-    if (engine_ != nullptr) {
-      EXPECT_OK(frugal_close(engine_));
-    }
-    engine_ = nullptr;
-  }
-  operator frugal_engine*() const { return engine_; }
-
-  frugal_table* Table(const char* name, int32_t key_space, uint64_t rows, uint32_t dim,
-                      const std::function<void(frugal_table_config*)>& change = nullptr) {
-    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
-    config.name = name;
-    config.key_space = key_space;
-    config.rows = rows;
-    config.dim = dim;
-    config.optimizer.lr = 1;
-    if (change) change(&config);
-    frugal_table* table = nullptr;
-    EXPECT_OK(frugal_table_create(engine_, &config, &table));
-    return table;
-  }
-  frugal_trainer* Trainer(uint32_t rank, double cache_ratio = 0) {
-    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
-    config.rank = rank;
-    config.cache_ratio = cache_ratio;
-    frugal_trainer* trainer = nullptr;
-    EXPECT_OK(frugal_trainer_create(engine_, &config, &trainer));
-    return trainer;
-  }
-  uint64_t Committed() {
-    uint64_t step = 0;
-    EXPECT_OK(frugal_committed_step(engine_, &step));
-    return step;
-  }
-
- private:
-  frugal_engine* engine_ = nullptr;
-};
 
 // An op on single rows with its buffers.
 struct RowOp {
@@ -176,13 +124,6 @@ void TrainStep(frugal_trainer* trainer, uint64_t step, frugal_table* table,
   ASSERT_OK(frugal_step_begin(trainer, step, kWait));
   ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
   ASSERT_OK(frugal_step_end(trainer, step, 0));
-}
-
-frugal_stats Stats(frugal_engine* engine) {
-  frugal_stats stats;
-  stats.struct_size = sizeof(stats);
-  EXPECT_OK(frugal_get_stats(engine, &stats));
-  return stats;
 }
 
 // --- The library ---
@@ -1586,7 +1527,7 @@ TEST(Trainers, ClosingWakesAWaitingCall) {
   TrainStep(waits, 0, table, {1});
   std::atomic<int32_t> status{1};
   std::thread thread([&] { status = frugal_step_begin(waits, 1, kWait); });
-  while (Stats(engine).gate_waits == 0) std::this_thread::yield();
+  while (engine.Stats().gate_waits == 0) std::this_thread::yield();
   EXPECT_EQ(status, 1);
   EXPECT_OK(frugal_trainer_close(waits));
   thread.join();
@@ -1602,7 +1543,7 @@ TEST(Trainers, ClosingTheEngineWakesWaitingCalls) {
   ASSERT_OK(frugal_step_begin(other, 0, kWait));
   std::atomic<int32_t> status{1};
   std::thread thread([&] { status = frugal_step_begin(waits, 1, FRUGAL_TIMEOUT_INFINITE); });
-  while (Stats(engine).gate_waits == 0) std::this_thread::yield();
+  while (engine.Stats().gate_waits == 0) std::this_thread::yield();
   engine.Close();
   thread.join();
   EXPECT_EQ(status, FRUGAL_ERR_CLOSED);
@@ -1816,10 +1757,10 @@ TEST(Steps, OtherRowsArePushedThanDeclared) {
     ASSERT_OK(frugal_prefetch(trainer, step, &declared.op, 1, nullptr));
     ASSERT_OK(frugal_step_begin(trainer, step, kWait));
     // Nothing is pending and all is linked: what is counted from here on is that staging has begun.
-    const uint64_t before = Stats(engine).entry_ns;
-    for (int look = 0; look < 2000 && Stats(engine).entry_ns == before; ++look)
+    const uint64_t before = engine.Stats().entry_ns;
+    for (int look = 0; look < 2000 && engine.Stats().entry_ns == before; ++look)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    ahead += Stats(engine).entry_ns != before;
+    ahead += engine.Stats().entry_ns != before;
     ASSERT_OK(frugal_push_grad(trainer, &pushed.op, 1));
     ASSERT_OK(frugal_step_end(trainer, step, 0));
     ASSERT_OK(frugal_flush(engine, kWait));
@@ -1887,8 +1828,8 @@ TEST(Abort, UndoesTheStepOnAllRanks) {
   TrainStep(b, 11, table, {1});
   EXPECT_EQ(engine.Committed(), 11u);
   EXPECT_EQ(GetOne(table, 1), -3.0f);
-  EXPECT_EQ(Stats(engine).steps_committed, 2u);
-  EXPECT_EQ(Stats(engine).steps_aborted, 1u);
+  EXPECT_EQ(engine.Stats().steps_committed, 2u);
+  EXPECT_EQ(engine.Stats().steps_aborted, 1u);
 }
 
 TEST(Abort, OfTheFirstStep) {
@@ -1975,7 +1916,7 @@ TEST(Abort, WakesAWaitingGate) {
   ASSERT_OK(frugal_step_begin(b, 0, kWait));
   std::atomic<int32_t> status{1};
   std::thread thread([&] { status = frugal_step_begin(a, 1, FRUGAL_TIMEOUT_INFINITE); });
-  while (Stats(engine).gate_waits == 0) std::this_thread::yield();
+  while (engine.Stats().gate_waits == 0) std::this_thread::yield();
   EXPECT_EQ(status, 1);
   ASSERT_OK(frugal_step_abort(b));
   thread.join();
@@ -2119,7 +2060,7 @@ TEST(Prefetch, RefusedOnesDeclareNothing) {
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_op* op) { op->flags = 2; });
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_op* op) { op->keys = nullptr; });
   EXPECT_EQ(batch, nullptr);
-  EXPECT_EQ(Stats(engine).keys_declared, 0u);
+  EXPECT_EQ(engine.Stats().keys_declared, 0u);
   // Nothing is reserved: four other keys fit.
   TrainStep(trainer, 0, hashed, {11, 12, 13, 14});
   EXPECT_EQ(Count(hashed), 4u);
@@ -3143,8 +3084,8 @@ TEST(Outside, SeesDeferredUpdatesAndDirtyCaches) {
     EXPECT_EQ(GetOne(table, 99), -2.0f * static_cast<float>(step + 1));
   }
   EXPECT_OK(frugal_flush(engine, kWait));
-  EXPECT_EQ(Stats(engine).pending_rows, 0u);
-  EXPECT_EQ(Stats(engine).pending_bytes, 0u);
+  EXPECT_EQ(engine.Stats().pending_rows, 0u);
+  EXPECT_EQ(engine.Stats().pending_bytes, 0u);
 }
 
 // --- Reading ---
@@ -3260,13 +3201,13 @@ TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));
       for (frugal_trainer* t : trainers) {
-        EXPECT_EQ(Stats(engine).rows_updated, updates);
+        EXPECT_EQ(engine.Stats().rows_updated, updates);
         ASSERT_OK(frugal_step_end(t, s, 0));
       }
       updates += 2 * std::set<uint64_t>{s, s + 1, 7}.size();
-      EXPECT_EQ(Stats(engine).rows_updated, updates);
+      EXPECT_EQ(engine.Stats().rows_updated, updates);
     }
-    EXPECT_EQ(Stats(engine).modes_deferred, 0u);
+    EXPECT_EQ(engine.Stats().modes_deferred, 0u);
   }
 }
 
@@ -3325,14 +3266,14 @@ TEST(Stats, StructSizes) {
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
   frugal_trainer* trainer = engine.Trainer(0);
   TrainStep(trainer, 0, table, {1, 2, 1});
-  stats = Stats(engine);
+  stats = engine.Stats();
   EXPECT_EQ(stats.struct_size, sizeof(stats));
   EXPECT_EQ(stats.steps_committed, 1u);
   EXPECT_EQ(stats.keys_pushed, 3u);
   EXPECT_EQ(stats.keys_undeclared, 3u);
   EXPECT_EQ(stats.rows_created, 2u);
   ASSERT_OK(frugal_flush(engine, kWait));
-  EXPECT_EQ(Stats(engine).rows_updated, 2u);
+  EXPECT_EQ(engine.Stats().rows_updated, 2u);
 }
 
 // --- Another trainer is not hung by this one's mistakes ---

@@ -21,6 +21,7 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "frugal.h"
+#include "support/engine.h"
 #include "support/never.h"
 #include "support/ok.h"
 
@@ -28,39 +29,25 @@ namespace {
 
 constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
 
-struct Engine {
-  explicit Engine(const std::function<void(frugal_config*)>& change) {
-    frugal_config config = FRUGAL_CONFIG_INIT;
-    config.timeout_ms = kNeverMs;
-    config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
-    // What the hook throws stays in the library.
-    config.log = [](void*, int32_t, const char*) { throw std::runtime_error("from the hook"); };
-    change(&config);
-    EXPECT_OK(frugal_open(&config, &handle));
-  }
-  ~Engine() { EXPECT_OK(frugal_close(handle)); }
+struct Engine : frugal_test::Engine {
+  explicit Engine(const Change& change)
+      : frugal_test::Engine([&](frugal_config* config) {
+          config->flush_mode = FRUGAL_FLUSH_AT_ONCE;
+          // What the hook throws stays in the library.
+          config->log = [](void*, int32_t, const char*) {
+            throw std::runtime_error("from the hook");
+          };
+          change(config);
+        }) {}
   frugal_table* Table(const char* name, int32_t key_space, uint64_t rows, uint32_t dim,
                       int32_t optimizer = FRUGAL_ADAGRAD) {
-    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
-    config.name = name;
-    config.key_space = key_space;
-    config.rows = rows;
-    config.dim = dim;
-    config.init = FRUGAL_INIT_UNIFORM;
-    config.init_b = 1;
-    config.optimizer.kind = optimizer;
-    frugal_table* table = nullptr;
-    EXPECT_OK(frugal_table_create(handle, &config, &table));
-    return table;
+    return frugal_test::Engine::Table(name, key_space, rows, dim, [&](frugal_table_config* config) {
+      config->init = FRUGAL_INIT_UNIFORM;
+      config->init_b = 1;
+      config->optimizer = FRUGAL_OPTIMIZER_INIT;
+      config->optimizer.kind = optimizer;
+    });
   }
-  frugal_trainer* Trainer(uint32_t rank) {
-    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
-    config.rank = rank;
-    frugal_trainer* trainer = nullptr;
-    EXPECT_OK(frugal_trainer_create(handle, &config, &trainer));
-    return trainer;
-  }
-  frugal_engine* handle = nullptr;
 };
 
 // An engine that is served. Who attaches is in this process, too: the memory that fails may be

@@ -24,6 +24,7 @@
 
 #include "base/fpenv.h"
 #include "device/cpu/sort.h"
+#include "support/random.h"
 
 namespace frugal::device {
 namespace {
@@ -185,45 +186,7 @@ bool reference_update(const frugal_optimizer& o, uint64_t step, uint32_t world, 
 
 // --- Random inputs ------------------------------------------------------------------------------
 
-class Random {
- public:
-  explicit Random(uint64_t seed) : engine_(seed) {}
-  uint64_t below(uint64_t n) { return engine_() % n; }
-  bool chance(double p) { return std::uniform_real_distribution<double>()(engine_) < p; }
-  // Mostly ordinary numbers; with `special` also what breaks careless code.
-  float value(double special) {
-    if (chance(special)) {
-      switch (below(8)) {
-        case 0:
-          return -0.0f;
-        case 1:
-          return 0.0f;
-        case 2:
-          return std::bit_cast<float>(static_cast<uint32_t>(below(0x7fffff)));  // denormal
-        case 3:
-          return -std::bit_cast<float>(static_cast<uint32_t>(below(0x7fffff)));
-        case 4:
-          return std::numeric_limits<float>::infinity();
-        case 5:
-          return -std::numeric_limits<float>::infinity();
-        case 6:
-          return 3e38f;
-        default:
-          return std::bit_cast<float>(0x7f800001u + static_cast<uint32_t>(below(0x7ffffe)) +
-                                      (chance(0.5) ? 0x80000000u : 0));
-      }
-    }
-    return std::normal_distribution<float>(0.0f, 0.3f)(engine_);
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
-
-uint64_t first_seed() {
-  const char* s = std::getenv("FRUGAL_TEST_SEED");
-  return s != nullptr ? std::strtoull(s, nullptr, 10) : 1;
-}
+using Random = RandomValues;
 
 // A table of rows with state in memory of awkward strides; guards between rows must survive.
 struct Table {
@@ -399,7 +362,7 @@ class KernelsTest : public ::testing::TestWithParam<const char*> {
   void for_seeds(uint64_t count, Body body) {
     for (uint64_t seed = first_seed(); seed < first_seed() + count; ++seed) {
       SCOPED_TRACE("seed " + std::to_string(seed));
-      Random random(seed * 0x9e3779b97f4a7c15u);
+      Random random(seed);
       body(random);
       if (HasFatalFailure() || HasNonfatalFailure()) return;
     }

@@ -28,6 +28,7 @@
 #include "device/ops/shapes.h"
 #include "device/sim/sim.h"
 #include "storage/rows.h"
+#include "support/random.h"
 
 namespace frugal::device {
 namespace {
@@ -39,54 +40,7 @@ uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
 
 // --- Random values ------------------------------------------------------------------------------
 
-class Random {
- public:
-  explicit Random(uint64_t seed) : engine_(seed * 0x9e3779b97f4a7c15u) {}
-  uint64_t below(uint64_t n) { return engine_() % n; }
-  uint64_t from(uint64_t low, uint64_t high) { return low + below(high - low + 1); }
-  bool chance(double p) { return std::uniform_real_distribution<double>()(engine_) < p; }
-  template <class T, size_t n>
-  T one_of(const T (&choices)[n]) {
-    return choices[below(n)];
-  }
-  // Mostly ordinary numbers; with `special` also what breaks careless code; NaNs only with `nans`.
-  float value(double special, bool nans = true) {
-    if (special > 0 && chance(special)) {
-      switch (below(nans ? 8 : 7)) {
-        case 0:
-          return -0.0f;
-        case 1:
-          return 0.0f;
-        case 2:
-          return std::bit_cast<float>(static_cast<uint32_t>(below(0x7fffff)));  // denormal
-        case 3:
-          return -std::bit_cast<float>(static_cast<uint32_t>(below(0x7fffff)));
-        case 4:
-          return std::numeric_limits<float>::infinity();
-        case 5:
-          return -std::numeric_limits<float>::infinity();
-        case 6:
-          return 3e38f;
-        default:
-          return std::bit_cast<float>(0x7f800001u + static_cast<uint32_t>(below(0x7ffffe)) +
-                                      (chance(0.5) ? 0x80000000u : 0));
-      }
-    }
-    return std::normal_distribution<float>(0.0f, 0.3f)(engine_);
-  }
-  template <class T>
-  void shuffle(std::vector<T>& v) {
-    std::shuffle(v.begin(), v.end(), engine_);
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
-
-uint64_t first_seed() {
-  const char* s = std::getenv("FRUGAL_TEST_SEED");
-  return s != nullptr ? std::strtoull(s, nullptr, 10) : 1;
-}
+using Random = RandomValues;
 
 template <class T>
 std::vector<T> filled(size_t n, Random& random, double special, bool nans = true) {

@@ -25,6 +25,7 @@
 #include "oracle/device.h"
 #define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")
 #include "process/controller.h"
+#include "support/engine.h"
 #include "support/never.h"
 #include "support/ok.h"
 
@@ -67,60 +68,37 @@ class DeviceBytes {
 
 bool Attached() { return FRUGAL_CONTROLLER != nullptr; }
 
-struct Engine {
-  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {},
-                  bool here = false) {
-    frugal_config config = FRUGAL_CONFIG_INIT;
-    config.world_size = world;
-    config.timeout_ms = kNeverMs;
-    if (change) change(&config);
-    const std::string address = folder.address();
-    if (Attached() && !here) {
-      controller = std::make_unique<ControllerProgram>(address);
-      EXPECT_TRUE(controller->serves());
-      config.service = address.c_str();
-    }
-    EXPECT_OK(frugal_open(&config, &handle));
+// Where the test attaches to one: an engine's own controller, which ends when the engine is closed.
+struct OwnController {
+  explicit OwnController(bool wanted) {
+    if (!wanted) return;
+    controller = std::make_unique<ControllerProgram>(address);
+    EXPECT_TRUE(controller->serves());
   }
-  ~Engine() {
-    if (!handle) return;
-    EXPECT_OK(frugal_close(handle));
-  }
+  const Folder folder;
+  const std::string address = folder.address();
+  std::unique_ptr<ControllerProgram> controller;
+};
+
+struct Engine : OwnController, frugal_test::Engine {
+  explicit Engine(uint32_t world = 1, const Change& change = {}, bool here = false)
+      : OwnController(Attached() && !here),
+        frugal_test::Engine(world, [&](frugal_config* config) {
+          if (change) change(config);
+          if (controller) config->service = address.c_str();
+        }) {}
   frugal_table* Table(const char* name, int32_t key_space, uint64_t rows, uint32_t dim,
                       int32_t optimizer = FRUGAL_ADAGRAD, int32_t nan = FRUGAL_NAN_ACCEPT) {
-    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
-    config.name = name;
-    config.key_space = key_space;
-    config.rows = rows;
-    config.dim = dim;
-    config.init = FRUGAL_INIT_UNIFORM;
-    config.init_b = 1;
-    config.nan_policy = nan;
-    config.optimizer.kind = optimizer;
-    config.optimizer.lr = 0.5f;
-    frugal_table* table = nullptr;
-    EXPECT_OK(frugal_table_create(handle, &config, &table));
-    return table;
+    return frugal_test::Engine::Table(name, key_space, rows, dim, [&](frugal_table_config* config) {
+      config->init = FRUGAL_INIT_UNIFORM;
+      config->init_b = 1;
+      config->nan_policy = nan;
+      config->optimizer.kind = optimizer;
+      config->optimizer.lr = 0.5f;
+    });
   }
   frugal_trainer* Trainer(uint32_t rank, const char* device, double cache = 0) {
-    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
-    config.rank = rank;
-    config.device = device;
-    config.cache_ratio = cache;
-    frugal_trainer* trainer = nullptr;
-    EXPECT_OK(frugal_trainer_create(handle, &config, &trainer));
-    return trainer;
-  }
-  uint64_t Committed() {
-    uint64_t step = 0;
-    EXPECT_OK(frugal_committed_step(handle, &step));
-    return step;
-  }
-  frugal_stats Stats() {
-    frugal_stats stats{};
-    stats.struct_size = sizeof stats;
-    EXPECT_OK(frugal_get_stats(handle, &stats));
-    return stats;
+    return frugal_test::Engine::Trainer(rank, cache, device);
   }
   std::vector<float> Rows(frugal_table* table, uint64_t rows, uint32_t dim) {
     std::vector<uint64_t> keys(rows);
@@ -129,9 +107,6 @@ struct Engine {
     EXPECT_OK(frugal_get(table, keys.data(), rows, 0, out.data(), 0, nullptr));
     return out;
   }
-  frugal_engine* handle = nullptr;
-  const Folder folder;
-  std::unique_ptr<ControllerProgram> controller;
 };
 
 bool Same(const std::vector<float>& a, const std::vector<float>& b) {

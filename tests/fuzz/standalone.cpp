@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <vector>
 
+#include "support/mix.h"
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 int main(int argc, char** argv) {
@@ -38,10 +40,9 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     uint64_t state = seed;
     const auto random = [&state] {
-      uint64_t x = (state += 0x9e3779b97f4a7c15);
-      x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-      x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-      return x ^ (x >> 31);
+      const uint64_t x = mix(state);
+      state += kMixStep;
+      return x;
     };
     std::vector<uint8_t> bytes(random() % 2000);
     // Small numbers and zeros are what reaches furthest.

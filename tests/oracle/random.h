@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/mix.h"
+
 namespace frugal_oracle {
 
 class Random {
@@ -16,11 +18,10 @@ class Random {
   // Mixed once, or neighbouring seeds would give the same sequence a step apart.
   explicit Random(uint64_t seed) : state_(seed ^ 0x1234567u) { state_ = Next(); }
 
-  uint64_t Next() {  // splitmix64
-    uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
+  uint64_t Next() {
+    const uint64_t next = mix(state_);
+    state_ += kMixStep;
+    return next;
   }
   uint64_t Below(uint64_t n) { return n == 0 ? 0 : Next() % n; }
   uint64_t Between(uint64_t low, uint64_t high) { return low + Below(high - low + 1); }

@@ -41,6 +41,7 @@
 #include "process/lane.h"
 #include "process/protocol.h"
 #include "process/regions.h"
+#include "support/mix.h"
 #include "support/never.h"
 
 namespace {
@@ -81,13 +82,6 @@ void Ok(int status, const char* what) {
     Die(std::string(mode_name) + ": " + what + ": " + frugal_status_name(status) + ": " + Error());
 }
 #define OK(call) Ok((call), #call)
-
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
 
 // --- The job
 // ---------------------------------------------------------------------------------------
@@ -147,7 +141,7 @@ struct Rank {
     float rows[kKeys * kDim], grads[kKeys * kDim];
     for (int i = 0; i < 2; ++i) {
       for (size_t k = 0; k < kKeys; ++k)
-        keys[k] = Mix(step * 1000 + rank * 100000007 + k + (i ? 77 : 0)) % kRows;
+        keys[k] = mix(step * 1000 + rank * 100000007 + k + (i ? 77 : 0)) % kRows;
       frugal_op op = FRUGAL_OP_INIT;
       op.table = tables[i];
       op.keys = keys;
@@ -758,7 +752,7 @@ const std::vector<Mode>& Modes() {
               {e.joined.descriptors[0], e.joined.descriptors[2], e.opened.descriptors[1]}) {
            auto* words = reinterpret_cast<std::atomic<uint64_t>*>(writable_mapping_of(fd));
            for (uint64_t i = 0; words && i < 20000; ++i)
-             words[Mix(i) % (i % 2 ? 512 : 1 << 16)].store(Mix(i + 1));
+             words[mix(i) % (i % 2 ? 512 : 1 << 16)].store(mix(i + 1));
          }
        }},
       {"reopens", How::kSilent, "opens all that it has for writing",
@@ -804,9 +798,9 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) {
          for (uint64_t seed = 0; seed < 100; ++seed) {
            const int fd = Connect(e.address);
-           std::vector<char> bytes(1 + Mix(seed) % 3000);
+           std::vector<char> bytes(1 + mix(seed) % 3000);
            for (size_t i = 0; i < bytes.size(); ++i)
-             bytes[i] = static_cast<char>(Mix(seed * 10000 + i));
+             bytes[i] = static_cast<char>(mix(seed * 10000 + i));
            SendAll(fd, bytes);
            AwaitEnd(fd);
            close(fd);

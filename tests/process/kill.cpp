@@ -21,6 +21,7 @@
 #include "controller.h"
 #include "frugal.h"
 #include "proc.h"
+#include "support/mix.h"
 
 namespace {
 
@@ -78,12 +79,7 @@ struct Page {  // shared by all
 
 const bool g_says = std::getenv("FRUGAL_KILL_SAYS") != nullptr;  // every loss, too
 
-uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
+using ::mix;
 uint64_t mix(uint64_t a, uint64_t b, uint64_t c = 0) { return mix(mix(mix(a) + b) + c); }
 
 uint64_t now_ms() {

@@ -14,35 +14,15 @@
 
 #include "base/os.h"
 #include "base/status.h"
-#include "../support/ok.h"
+#include "support/inside.h"
 
 namespace frugal {
 
 constexpr uint64_t kNever = UINT64_MAX;
 inline uint64_t After(uint64_t ms) { return now_ns() + ms * 1000000; }
 
-// What the last failure in this thread has said.
-inline std::string LastMessage() { return met_message(); }
-// The message of a status that was just answered.
-inline std::string Message(Status status) {
-  frugal_error error;
-  end_call(status);
-  last_error(&error);
-  return error.message;
-}
-
-inline uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
-
-struct Random {
-  uint64_t state;
-  uint64_t operator()() { return Mix(state++); }
-  uint64_t below(uint64_t n) { return (*this)() % n; }
-};
+// What the call has said that has just failed.
+inline std::string Message(Status) { return LastMessage(); }
 
 // A child that runs `body`, whose result is its exit status.
 class Child {

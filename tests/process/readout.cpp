@@ -16,6 +16,7 @@
 #include "engine/ledger.h"
 #include "frugal.h"
 #include "process/server.h"
+#include "support/mix.h"
 #include "support/never.h"
 
 namespace {
@@ -23,13 +24,6 @@ namespace {
 constexpr uint32_t kWorld = 2, kTables = 4, kSteps = 6, kDim[kTables] = {5, 12, 3, 8};
 constexpr uint64_t kRows = 400;
 constexpr size_t kKeys = 90;
-
-uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
 
 [[noreturn]] void die(const char* what, int status) {
   frugal_error e;

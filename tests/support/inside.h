@@ -10,10 +10,11 @@
 #include "base/os.h"
 #include "base/status.h"
 #include "support/ok.h"
+#include "support/random.h"
 
 namespace frugal {
 
-// What the last failure in this thread has said.
+// What the last failure in this thread has said. A part's is not one of the C ABI as yet.
 inline std::string LastMessage() { return met_message(); }
 
 // Another one in each run. FRUGAL_TEST_SEED in the environment repeats one.
@@ -33,14 +34,6 @@ inline uint64_t test_rounds(uint64_t usual) {
   const char* given = std::getenv("FRUGAL_TEST_ROUNDS");
   return usual * (given ? std::strtoull(given, nullptr, 10) : 1);
 }
-
-struct Random {
-  explicit Random(uint64_t seed) : engine(seed) {}
-  uint64_t operator()() { return engine(); }
-  uint64_t below(uint64_t n) { return engine() % n; }
-  bool one_in(uint64_t n) { return below(n) == 0; }
-  std::mt19937_64 engine;
-};
 
 // While it lives, the n-th allocation of the engine's heap fails, counted from 1.
 class HeapFails {

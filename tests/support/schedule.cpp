@@ -15,19 +15,13 @@
 
 #include "base/futex.h"
 #include "base/thread.h"
+#include "support/mix.h"
 
 namespace frugal {
 namespace {
 
 constexpr uint64_t kMostPoints = 200000;  // of a run: beyond it nothing moves any more
 constexpr size_t kKeptPoints = 400;       // that a failure tells
-
-uint64_t mix(uint64_t z) {  // splitmix64
-  z = (z + 0x9e3779b97f4a7c15u);
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
 
 // Whose turn it is.
 struct Turn {
