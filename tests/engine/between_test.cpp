@@ -1,0 +1,151 @@
+// What others do between two sections of a call that begins a step: at each moment, one after the
+// other, at which the thread holds no lock but its call's.
+//
+// This program's pthread_mutex_lock and pthread_mutex_unlock take the place of the C library's, for
+// the library, too. (A sanitizer has definitions of its own.)
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <functional>
+#include <thread>
+
+#include "support/far_engine.h"
+
+namespace {
+
+// Of a thread: at its n-th moment with so many locks `act` runs, in another thread, and the thread
+// goes on behind it.
+struct Between {
+  Between(int n, std::function<void()> act_in, int locks_in = 1)
+      : left(n), locks(locks_in), act(std::move(act_in)) {
+    mine = this;
+  }
+  ~Between() { mine = nullptr; }
+  Between(const Between&) = delete;
+  bool came() const { return left <= 0; }
+
+  int left, held = 0;
+  const int locks;
+  std::function<void()> act;
+  static thread_local Between* mine;
+};
+thread_local Between* Between::mine = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+#define NEXT(name) \
+  static const auto next = reinterpret_cast<int (*)(pthread_mutex_t*)>(dlsym(RTLD_NEXT, #name))
+
+int pthread_mutex_lock(pthread_mutex_t* mutex) noexcept {
+  NEXT(pthread_mutex_lock);
+  const int r = next(mutex);
+  if (Between* b = Between::mine) ++b->held;
+  return r;
+}
+int pthread_mutex_trylock(pthread_mutex_t* mutex) noexcept {
+  NEXT(pthread_mutex_trylock);
+  const int r = next(mutex);
+  if (Between* b = Between::mine) b->held += r == 0;
+  return r;
+}
+int pthread_mutex_unlock(pthread_mutex_t* mutex) noexcept {
+  NEXT(pthread_mutex_unlock);
+  const int r = next(mutex);
+  Between* b = Between::mine;
+  if (b && --b->held == b->locks && --b->left == 0) {
+    Between::mine = nullptr;
+    std::thread(b->act).join();
+    Between::mine = b;
+  }
+  return r;
+}
+
+}  // extern "C"
+
+namespace frugal {
+namespace {
+
+using BetweenTest = FarEngine;
+
+// A call of an earlier step takes the places of a step that is about to begin, or none of one that
+// has begun.
+TEST_F(BetweenTest, AStepBeginsWithThePlacesThatItsGateHasFound) {
+  timeout_ms = 200;  // of a call that finds no places
+  const Keys first = {1, 2, 3}, more = {4, 5};
+  int taken = 0, kept = 0;
+  for (int n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    open(100, 4, 0, 1, 2);
+    ASSERT_OK(begin(0));
+    ASSERT_OK(frugal_step_end(trainer, 0, 0));
+    declare(1, first);
+    ASSERT_OK(frugal_step_begin(other, 0, 0));
+    int32_t called = 1, began;
+    bool came;
+    {
+      Between between(n, [&] { called = lookup(other, more, 0); });
+      began = begin(1);
+      came = between.came();
+    }
+    if (!came) break;
+    ASSERT_FALSE(called == FRUGAL_OK && began == FRUGAL_OK);
+    taken += called == FRUGAL_OK;
+    kept += began == FRUGAL_OK;
+    ASSERT_OK(frugal_step_end(other, 0, 0));
+    ASSERT_OK(began == FRUGAL_OK ? FRUGAL_OK : begin(1, kNeverMs));
+    ASSERT_OK(lookup(first, 0));
+    close();
+  }
+  EXPECT_GT(taken, 0);
+  EXPECT_GT(kept, 0);
+}
+
+// A gate that wants places for its step, for which others let go of some meanwhile.
+TEST_F(BetweenTest, LaterStepsStayWhereNobodyLacksPlacesAnyMore) {
+  const Keys soon = {5, 6}, later = {1, 2}, others = {3, 4};
+  int lacked = 0;
+  for (int n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    open(100, 4, 0, 1, 2);
+    for (frugal_trainer* t : {trainer, other}) {
+      ASSERT_OK(frugal_step_begin(t, 0, kNeverMs));
+      ASSERT_OK(frugal_step_end(t, 0, 0));
+    }
+    declare(2, later);
+    frugal_batch* batch = nullptr;
+    const frugal_op o = op(others);
+    ASSERT_OK(frugal_prefetch(other, 3, &o, 1, &batch));
+    declare(1, soon);
+    ASSERT_TRUE(table->rows.lacking());
+    const auto full = [&] {
+      const uint64_t key = 100;
+      uint32_t slot;
+      const Status s =
+          table->rows.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr);
+      if (s == FRUGAL_OK) table->rows.unhold(&slot, 1);
+      return s != FRUGAL_OK;
+    };
+    bool stays = false, came;
+    {
+      Between between(n, [&] {
+        stays = full();
+        EXPECT_OK(frugal_prefetch_cancel(other, batch));
+        // Unless the first rank is about to resolve the part itself.
+        stays = frugal_step_begin(other, 1, 20) == FRUGAL_OK && stays;
+      });
+      ASSERT_OK(begin(1, kNeverMs));
+      came = between.came();
+    }
+    if (!came) break;
+    ASSERT_TRUE(full() || !stays);
+    lacked += stays;
+    ASSERT_OK(lookup(soon, 0));
+    close();
+  }
+  EXPECT_GT(lacked, 0);
+}
+
+}  // namespace
+}  // namespace frugal
