@@ -7,8 +7,10 @@
 #include <pthread.h>
 
 #include <functional>
+#include <semaphore>
 #include <thread>
 
+#include "support/engine.h"
 #include "support/far_engine.h"
 
 namespace {
@@ -145,6 +147,78 @@ TEST_F(BetweenTest, LaterStepsStayWhereNobodyLacksPlacesAnyMore) {
     close();
   }
   EXPECT_GT(lacked, 0);
+}
+
+// A put, held in its middle until it may end.
+struct Operation {
+  // Comes back at its n-th moment, or when it has ended before.
+  void start(frugal_table* table, int n) {
+    thread = std::thread([=, this] {
+      {
+        const auto middle = [this] {
+          held = true;
+          told.release();
+          may_end.acquire();
+        };
+        Between between(n, middle, 0);
+        const uint64_t key = 1;
+        const float value = 5;
+        said = frugal_put(table, &key, 1, 0, &value, 0);
+      }
+      if (!held) told.release();
+    });
+    told.acquire();
+  }
+  void end() {
+    may_end.release();
+    thread.join();
+  }
+
+  std::thread thread;
+  std::binary_semaphore told{0}, may_end{0};
+  bool held = false;
+  int32_t said = 1;
+};
+
+// No step begins beside an operation outside steps, and none of these beside a step.
+TEST(Between, AStepOrAnOperationOutsideSteps) {
+  const auto no_threads = [](frugal_config* c) { c->flush_threads = 0; };
+  int moment = 0;  // the last of the operation's at which it is under way: no step begins
+  for (int n = 1;; ++n) {
+    frugal_test::Engine engine(no_threads);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+    frugal_trainer* trainer = engine.Trainer(0);
+    Operation operation;
+    operation.start(table, n);
+    const int32_t began = frugal_step_begin(trainer, 0, 0);
+    operation.end();
+    if (!operation.held) break;
+    if (began != FRUGAL_OK) moment = n;
+  }
+  ASSERT_GT(moment, 0);
+  int beside = 0, refused = 0;
+  for (int n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    frugal_test::Engine engine(no_threads);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+    frugal_trainer* trainer = engine.Trainer(0);
+    Operation operation;
+    int32_t began;
+    bool came;
+    {
+      Between between(n, [&] { operation.start(table, moment); });
+      began = frugal_step_begin(trainer, 0, 0);
+      came = between.came();
+    }
+    if (!came) break;
+    operation.end();
+    EXPECT_EQ(began, operation.held ? FRUGAL_ERR_TIMEOUT : FRUGAL_OK);
+    EXPECT_EQ(operation.said, operation.held ? FRUGAL_OK : FRUGAL_ERR_BUSY);
+    beside += operation.held;
+    refused += !operation.held;
+  }
+  EXPECT_GT(beside, 1);
+  EXPECT_GT(refused, 0);
 }
 
 }  // namespace
