@@ -128,9 +128,12 @@ class Run {
   // Whether all ranks have come to the boundary before step `index`, and what the script wants done
   // there is done; some of it by this process, and then here.
   bool Open(size_t index) {
-    // What another thread has done for this rank here came before its count, as that comes before the last
-    // of another process. ThreadSanitizer does not see the other process, so both are read.
-    if (meeting_.boundaries_open >= static_cast<int64_t>(index) && meeting_.outside_done != UINT64_MAX) return true;
+    // What another thread has done for this rank here came before its count, as that comes before
+    // the last of another process. ThreadSanitizer does not see the other process, so both are
+    // read.
+    if (meeting_.boundaries_open >= static_cast<int64_t>(index) &&
+        meeting_.outside_done != UINT64_MAX)
+      return true;
     const Boundary& boundary = boundary_.at(index);
     if (meeting_.arrived < boundary.arrivals) return false;
     const std::lock_guard<std::mutex> lock(boundary_mutex_);
@@ -138,7 +141,8 @@ class Run {
     progress_->Enter("outside steps");
     const std::vector<OutsideAction>& actions = script_.boundaries.at(index);
     // Read once a turn: other processes count on, up to the last.
-    for (uint64_t number; (number = meeting_.outside_done) < boundary.actions + actions.size() && !failed();) {
+    for (uint64_t number;
+         (number = meeting_.outside_done) < boundary.actions + actions.size() && !failed();) {
       const OutsideAction& action = actions[number - boundary.actions];
       if (WhoDoes(action, number) != party_.process) return false;
       Digest digest;
@@ -178,7 +182,8 @@ class Run {
   // What comes back is compared, or with recording() added to `digest`.
   void DoOutside(const OutsideAction& action, size_t index, Digest* digest);
   void CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
-                   const std::vector<uint8_t>& found, float missing, const char* call, Digest* digest);
+                   const std::vector<uint8_t>& found, float missing, const char* call,
+                   Digest* digest);
   std::vector<uint64_t> Enumerate(size_t table);
   void CheckFinal();
   bool Expect(int32_t status, int32_t expected, const char* call) {
@@ -947,7 +952,8 @@ bool RankDriver::Matches(const OpSpec& spec, uint64_t key, const float* row) {
 }
 
 void RankDriver::Record(size_t op, const float* rows, size_t count, size_t dim, size_t stride) {
-  // How far an attempt comes that is undone depends on timing, and so does what staleness lets a lookup see.
+  // How far an attempt comes that is undone depends on timing, and so does what staleness lets a
+  // lookup see.
   if (!run_.exact() || !IsLastAttempt() || !step().in_final) return;
   Digest digest;
   digest.Add(rank_);
@@ -1044,14 +1050,15 @@ bool Run::Open() {
     table_config.name = name.c_str();
     // The kind may come after the table, where no other process asks for the table as it is to be.
     const bool kind_later = address.empty() && (script_.seed + tables_.size()) % 3 == 0;
-    if (kind_later) table_config.optimizer.kind = static_cast<int32_t>((script_.seed / 3 + tables_.size()) % 7);
+    if (kind_later)
+      table_config.optimizer.kind = static_cast<int32_t>((script_.seed / 3 + tables_.size()) % 7);
     frugal_table* table = nullptr;
     if (spec.places != 0) PlacesOfNextTable(spec.places, script_.seed);
     const int32_t created = frugal_table_create(engine_, &table_config, &table);
     if (spec.places != 0) PlacesOfNextTable(0, 0);
     if (!Expect(created, FRUGAL_OK, "frugal_table_create") ||
-        (kind_later && !Expect(frugal_table_set_optimizer(table, 0, &spec.config.optimizer), FRUGAL_OK,
-                               "frugal_table_set_optimizer"))) {
+        (kind_later && !Expect(frugal_table_set_optimizer(table, 0, &spec.config.optimizer),
+                               FRUGAL_OK, "frugal_table_set_optimizer"))) {
       return false;
     }
     std::fill(name.begin(), name.end(), '!');
@@ -1137,7 +1144,8 @@ void Run::Drive(RankDriver* driver) {
 }
 
 void Run::CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
-                      const std::vector<uint8_t>& found, float missing, const char* call, Digest* digest) {
+                      const std::vector<uint8_t>& found, float missing, const char* call,
+                      Digest* digest) {
   const size_t stride = floats + action.gap_floats;
   if (recording()) {
     digest->Add(action.keys);
@@ -1282,7 +1290,8 @@ void Run::CheckFinal() {
     ++meeting_.waiting_for_death;
     while (!meeting_.controller_dead && !failed()) SleepMicroseconds(200);
     if (failed()) return;
-    if (NextIndex() != script_.steps - 1) Fail("what is read out is step " + std::to_string(NextIndex()));
+    if (NextIndex() != script_.steps - 1)
+      Fail("what is read out is step " + std::to_string(NextIndex()));
   }
   // One at least looks at all tables; which one depends on the seed.
   if (script_.seed % party_.processes != party_.process && random.Chance(0.5)) return;
@@ -1323,7 +1332,8 @@ void Run::CheckFinal() {
   }
   // Several processes may have looked.
   uint64_t before = 0;
-  if (recording() && !meeting_.tables.compare_exchange_strong(before, digest.value()) && before != digest.value()) {
+  if (recording() && !meeting_.tables.compare_exchange_strong(before, digest.value()) &&
+      before != digest.value()) {
     Fail("processes see different tables");
   }
 }
@@ -1364,7 +1374,8 @@ Outcome OutcomeOf(const Meeting& meeting) {
   return outcome;
 }
 
-Outcome RunScript(const Script& script, const Reference& reference, bool recorded, Progress* progress) {
+Outcome RunScript(const Script& script, const Reference& reference, bool recorded,
+                  Progress* progress) {
   for (Progress::Rank& rank : progress->ranks) {
     rank.step = 0;
     rank.doing = "nothing yet";

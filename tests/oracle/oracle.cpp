@@ -3,8 +3,9 @@
 //     oracle --seeds 1000 --first 1 --require 1000
 //     oracle --seeds 100 --processes      with processes that attach, in the place of threads
 //     oracle --seeds 240 --draw           each seed draws which kind of run it is, too
-//     oracle --processes --killed         the controller is killed at last, and its tables are read out
-//     oracle --draw --record              without the reference: a line with hashes for each seed (tests/record)
+//     oracle --processes --killed         the controller is killed at last, its tables are read out
+//     oracle --draw --record              without the reference: a line with hashes for each seed
+//                                         (tests/record)
 //
 // Each seed is one configuration. A seed that fails is printed with the command that repeats it.
 #include <unistd.h>
@@ -69,13 +70,15 @@ struct Totals {
   uint64_t programs = 0;  // runs of frugal-controller; in the others a process has the engine
   uint64_t shared = 0;    // runs where a process has several ranks
   uint64_t devices = 0;   // ranks on them that attach
-  uint64_t caches[4] = {0, 0, 0, 0};  // ranks without one, with less than half, less than all, all of the rows
+  // Ranks without one, with less than half, less than all, all of the rows.
+  uint64_t caches[4] = {0, 0, 0, 0};
   std::map<std::string, uint64_t> left_out;
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;
   frugal_stats stats = {};
   FarCounts far = {};      // of runs with processes
-  uint64_t far_tables = 0, scarce = 0;  // tables with a store behind the memory; for 5 % of the rows at most that is
+  // Tables with a store behind the memory; for 5 % of the rows at most that is.
+  uint64_t far_tables = 0, scarce = 0;
 };
 
 int64_t NowMs() {
@@ -122,8 +125,9 @@ std::string RepeatCommand(const Arguments& arguments, uint64_t seed) {
   return command;
 }
 
-// --draw: which kind of run a seed is, too. Each kind finds faults that others hide: caches and staleness do
-// without what declarations learn from each other, and flush threads hide a wrong priority by writing early.
+// --draw: which kind of run a seed is, too. Each kind finds faults that others hide: caches and
+// staleness do without what declarations learn from each other, and flush threads hide a wrong
+// priority by writing early.
 Arguments Drawn(const Arguments& from, uint64_t seed) {
   Arguments run = from;
   const bool devices = !run.options.device.empty();
@@ -167,9 +171,10 @@ void CountRun(const Layout& layout, Script* script, Totals* totals) {
   }
 }
 
-// The record of a run: its seed, hashes of what it drew, of its tables at last, of calls outside steps and of lookups,
-// and what there was in it.
-void PrintRecord(uint64_t seed, const Script& script, const Layout* layout, const Outcome& outcome) {
+// The record of a run: its seed, hashes of what it drew, of its tables at last, of calls outside
+// steps and of lookups, and what there was in it.
+void PrintRecord(uint64_t seed, const Script& script, const Layout* layout,
+                 const Outcome& outcome) {
   std::map<Outside, int> outside;
   for (const auto& [index, actions] : script.boundaries) {
     for (const OutsideAction& action : actions) ++outside[action.what];
@@ -181,16 +186,19 @@ void PrintRecord(uint64_t seed, const Script& script, const Layout* layout, cons
   }
   char lookups[17] = "-";
   if (script.config.staleness == 0) {
-    std::snprintf(lookups, sizeof(lookups), "%016llx", static_cast<unsigned long long>(outcome.lookups));
+    std::snprintf(lookups, sizeof(lookups), "%016llx",
+                  static_cast<unsigned long long>(outcome.lookups));
   }
-  std::printf("config %llu %016llx %016llx %016llx %s ranks=%zu steps=%zu processes=%u killed=%d stale=%d aborts=%llu "
-              "put=%d delete=%d sim=%llu cached=%llu\n",
-              static_cast<unsigned long long>(seed), static_cast<unsigned long long>(script.Fingerprint()),
-              static_cast<unsigned long long>(outcome.tables), static_cast<unsigned long long>(outcome.outside), lookups,
-              script.ranks.size(), script.steps, layout != nullptr ? layout->processes : 0, script.killed ? 1 : 0,
-              script.config.staleness != 0 ? 1 : 0, static_cast<unsigned long long>(script.aborts),
-              outside[Outside::kPut], outside[Outside::kDelete], static_cast<unsigned long long>(devices),
-              static_cast<unsigned long long>(cached));
+  std::printf(
+      "config %llu %016llx %016llx %016llx %s ranks=%zu steps=%zu processes=%u killed=%d stale=%d "
+      "aborts=%llu put=%d delete=%d sim=%llu cached=%llu\n",
+      static_cast<unsigned long long>(seed), static_cast<unsigned long long>(script.Fingerprint()),
+      static_cast<unsigned long long>(outcome.tables),
+      static_cast<unsigned long long>(outcome.outside), lookups, script.ranks.size(), script.steps,
+      layout != nullptr ? layout->processes : 0, script.killed ? 1 : 0,
+      script.config.staleness != 0 ? 1 : 0, static_cast<unsigned long long>(script.aborts),
+      outside[Outside::kPut], outside[Outside::kDelete], static_cast<unsigned long long>(devices),
+      static_cast<unsigned long long>(cached));
   std::fflush(stdout);
 }
 
@@ -213,7 +221,8 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
     std::vector<std::string> list = OptionArguments(options);
     for (const std::string& argument :
          {std::string("--first"), std::to_string(seed), std::string("--hang-seconds"),
-          std::to_string(arguments.hang_seconds), std::string("--controller"), arguments.controller}) {
+          std::to_string(arguments.hang_seconds), std::string("--controller"),
+          arguments.controller}) {
       list.push_back(argument);
     }
     outcome = RunLeader(list);
@@ -250,7 +259,8 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
     totals->far_tables += table.places != 0 ? 1 : 0;
     totals->scarce += table.places != 0 && table.places * 20 <= table.config.rows ? 1 : 0;
   }
-  if (options.record && outcome.passed) PrintRecord(seed, script, processes ? &layout : nullptr, outcome);
+  if (options.record && outcome.passed)
+    PrintRecord(seed, script, processes ? &layout : nullptr, outcome);
   if (arguments.verbose) {
     const frugal_stats& stats = outcome.stats;
     std::printf("seed %llu: waits %llu, rises %llu, falls %llu, in flight %llu, dirty evictions "
@@ -311,7 +321,8 @@ bool PrintProcesses(const Arguments& arguments, const Totals& totals) {
   bool enough = true;
   auto print = [&](const char* name, uint64_t value) {
     const bool none = arguments.required && value == 0;
-    std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), none ? "   NONE" : "");
+    std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value),
+                none ? "   NONE" : "");
     enough = enough && !none;
   };
   for (const auto& [name, value] : lines) print(name, value);
@@ -361,12 +372,15 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
   }
   if (totals.far_tables != 0 || arguments.require_far >= 0) {
     const FarCounts here = CountFar();
-    const std::pair<const char*, uint64_t> far[] = {{"rows loaded", here.loaded + totals.far.loaded},
-                                                    {"rows that left", here.left + totals.far.left},
-                                                    {"rows refused a place", here.refused + totals.far.refused}};
+    const std::pair<const char*, uint64_t> far[] = {
+        {"rows loaded", here.loaded + totals.far.loaded},
+        {"rows that left", here.left + totals.far.left},
+        {"rows refused a place", here.refused + totals.far.refused}};
     for (const auto& [name, value] : far) {
-      const bool short_of = arguments.require_far >= 0 && value <= static_cast<uint64_t>(arguments.require_far);
-      std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), short_of ? "   TOO FEW" : "");
+      const bool short_of =
+          arguments.require_far >= 0 && value <= static_cast<uint64_t>(arguments.require_far);
+      std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value),
+                  short_of ? "   TOO FEW" : "");
       enough = enough && !short_of;
     }
     const bool few = arguments.require_far >= 0 &&

@@ -210,7 +210,8 @@ Layout MakeLayout(const Script& script) {
   Random random(script.seed * 173);
   Layout layout;
   const uint32_t ranks = static_cast<uint32_t>(script.ranks.size());
-  layout.program = (random.Chance(0.5) || script.killed) && !script.far();  // stores are in this program
+  // Stores are in this program.
+  layout.program = (random.Chance(0.5) || script.killed) && !script.far();
   layout.processes = ranks;
   const bool own = random.Chance(0.65);
   if (!own) layout.processes = static_cast<uint32_t>(random.Between(1, ranks));

@@ -50,7 +50,8 @@ class ScriptMaker {
     frugal_config& config = script_.config;
     pressure_ = random_.Chance(0.35);
     scarce_ = options_.far && Random(script_.seed * 277).Chance(0.45);
-    const uint32_t most = std::min(static_cast<uint32_t>(std::max(1, options_.max_ranks)), options_.far ? 4u : 8u);
+    const uint32_t most =
+        std::min(static_cast<uint32_t>(std::max(1, options_.max_ranks)), options_.far ? 4u : 8u);
     config.world_size =
         random_.Chance(0.15) ? 1 : static_cast<uint32_t>(random_.Between(1, most));
     if (pressure_) config.world_size = static_cast<uint32_t>(random_.Between((most + 1) / 2, most));
@@ -134,7 +135,8 @@ class ScriptMaker {
       config.init_b = random_.Float(0.1f, 2);
       if (config.init == FRUGAL_INIT_XAVIER && random_.Chance(0.5)) config.init_b = 0;
       if (config.init == FRUGAL_INIT_XAVIER) config.init_a = std::abs(config.init_a);
-      if (config.init == FRUGAL_INIT_UNIFORM && config.init_a > config.init_b) std::swap(config.init_a, config.init_b);
+      if (config.init == FRUGAL_INIT_UNIFORM && config.init_a > config.init_b)
+        std::swap(config.init_a, config.init_b);
       config.nan_policy = static_cast<int32_t>(random_.Weighted({50, 25, 25}));
       if (config.key_space == FRUGAL_DENSE && random_.Chance(0.3)) {
         config.flags = FRUGAL_TABLE_LAZY;
@@ -241,7 +243,8 @@ class ScriptMaker {
     if (!pressure_ && random_.Chance(0.3)) max_keys_ = std::max<size_t>(4, max_keys_ / 10);
     if (scarce_) {
       groups_per_step_ = std::min(groups_per_step_, 2);
-      max_keys_ = std::clamp<size_t>(80 / (script_.config.world_size * static_cast<size_t>(groups_per_step_)), 4, max_keys_);
+      max_keys_ = std::clamp<size_t>(
+          80 / (script_.config.world_size * static_cast<size_t>(groups_per_step_)), 4, max_keys_);
     }
     const double sleeps[] = {0, 0.03, 0.2};
     sleep_chance_ = sleeps[random_.Weighted({30, 50, 20})];
@@ -769,7 +772,8 @@ class ScriptMaker {
       script_.config.pending_bytes = uint64_t{1} << 30;
     }
     script_.boundaries.erase(script_.steps);
-    // Who has done its last call is told of no abort. With staleness one may come late, so nothing is aborted there.
+    // Who has done its last call is told of no abort. With staleness one may come late, so nothing
+    // is aborted there.
     if (!exact()) script_.boundaries[script_.steps - 1];
     std::vector<Attempt*> last;
     for (RankSpec& rank : script_.ranks) {
@@ -778,7 +782,8 @@ class ScriptMaker {
       if (!exact()) {
         const size_t kept = step.in_final ? 1 : 0;
         script_.aborts -= step.attempts.size() - kept;
-        step.attempts.erase(step.attempts.begin(), step.attempts.end() - static_cast<ptrdiff_t>(kept));
+        step.attempts.erase(step.attempts.begin(),
+                            step.attempts.end() - static_cast<ptrdiff_t>(kept));
       }
       if (step.in_final) last.push_back(&step.attempts.back());
     }
@@ -788,8 +793,8 @@ class ScriptMaker {
     }
   }
 
-  // From as many places on as the rows have that may be held at a time: of one step, or of as many as ranks can
-  // be inside of.
+  // From as many places on as the rows have that may be held at a time: of one step, or of as many
+  // as ranks can be inside of.
   void MakePlaces() {
     Random random(script_.seed * 281);
     const uint64_t apart = std::min<uint64_t>(script_.config.staleness, script_.steps);
@@ -815,7 +820,8 @@ class ScriptMaker {
       uint64_t least = 4;
       for (size_t i = 0; i < script_.steps; ++i) {
         std::set<uint64_t> at_once;
-        for (size_t j = i; j <= i + apart && j < script_.steps; ++j) at_once.insert(of_step[j].begin(), of_step[j].end());
+        for (size_t j = i; j <= i + apart && j < script_.steps; ++j)
+          at_once.insert(of_step[j].begin(), of_step[j].end());
         least = std::max<uint64_t>(least, at_once.size());
       }
       const uint64_t rows = table.config.rows;
@@ -883,8 +889,8 @@ std::string Script::Describe() const {
   out << ", " << ModeName(config.flush_mode) << ", " << config.flush_threads
       << " flush threads, lookahead " << config.lookahead << ", pending " << config.pending_bytes
       << " B, " << (config.backing == FRUGAL_BACKING_SHM ? "shm" : "private") << ", " << aborts
-      << " aborts, " << boundaries.size() << " boundaries" << (killed ? ", the controller is killed" : "")
-      << "; windows and caches";
+      << " aborts, " << boundaries.size() << " boundaries"
+      << (killed ? ", the controller is killed" : "") << "; windows and caches";
   for (const RankSpec& rank : ranks) {
     out << ' ' << rank.window << '/';
     if (!rank.device.empty()) out << rank.device << ' ';
@@ -908,7 +914,8 @@ uint64_t Script::Fingerprint() const {
   Digest digest;
   auto add_optimizer = [&](const frugal_optimizer& o) {
     // From the kind to the flags there is no padding.
-    static_assert(offsetof(frugal_optimizer, flags) - offsetof(frugal_optimizer, kind) == 18 * sizeof(float));
+    static_assert(offsetof(frugal_optimizer, flags) - offsetof(frugal_optimizer, kind) ==
+                  18 * sizeof(float));
     digest.Add(&o.kind, offsetof(frugal_optimizer, flags) - offsetof(frugal_optimizer, kind));
     digest.Add(o.flags);
   };

@@ -28,7 +28,7 @@ struct Options {
   std::string device;      // some ranks run on one of these: "sim:0,sim:1"; "" for none
   double scale = 1;  // of the amount of work in a run
   bool killed = false;  // Script::killed
-  bool far = false;     // rows of hashed tables are in memory when they are wanted, and else in a store behind it
+  bool far = false;     // rows of hashed tables that nobody wants are in a store behind the memory
   bool record = false;  // nothing is compared: what comes back is hashed
 };
 
@@ -148,8 +148,8 @@ struct Script {
   bool one_thread = false;
   bool join_at_once = true;  // else each trainer joins when its thread comes to it
   bool close_trainers = true;
-  // The controller is killed when all ranks have done their last calls. The last step is not committed then: a rank
-  // at least is inside it.
+  // The controller is killed when all ranks have done their last calls. The last step is not
+  // committed then: a rank at least is inside it.
   bool killed = false;
   uint64_t aborts = 0;
   std::vector<TableSpec> tables;

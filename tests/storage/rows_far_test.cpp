@@ -1,6 +1,8 @@
 // Rows that may be far: the life of a place that loads and leaves, beside a store that counts.
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <utility>
 
 #include <gtest/gtest.h>
 
@@ -13,11 +15,36 @@ namespace {
 
 using Missing = Rows::Missing;
 
+// A store that does something, once, when it has written records, or before it reads some.
+class Between final : public FarStore {
+ public:
+  Between(std::function<void()>* written, std::function<void()>* before)
+      : written_(written), before_(before) {}
+  bool has(uint64_t key) override { return store_.has(key); }
+  void forget(uint64_t key) noexcept override { store_.forget(key); }
+  void keys(Vector<uint64_t>* out) override { store_.keys(out); }
+  Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
+              const device::RowsRef& to) override {
+    if (*before_) std::exchange(*before_, nullptr)();
+    return store_.load(keys, slots, n, to);
+  }
+  Status store(const uint64_t* keys, size_t n, const device::RowsView& from) override {
+    const Status s = store_.store(keys, n, from);
+    if (*written_) std::exchange(*written_, nullptr)();
+    return s;
+  }
+
+ private:
+  SlowStore store_{1, 0};
+  std::function<void()>* const written_;
+  std::function<void()>* const before_;
+};
+
 class FarRowsTest : public ::testing::Test {
  protected:
   void open(uint64_t rows, uint64_t places) {
     FarRows far;
-    far.store = std::make_unique<SlowStore>(1, 0);
+    far.store = std::make_unique<Between>(&written_, &before_);
     far.places = places;
     far.room = [this] { ++told_; };
     ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
@@ -60,6 +87,7 @@ class FarRowsTest : public ::testing::Test {
     return all;
   }
 
+  std::function<void()> written_, before_;  // what the store does
   Rows rows_;
   int told_ = 0;
 };
@@ -195,42 +223,12 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   let_go(slots);
 }
 
-// A store that does something, once, when it has written records, or before it reads some.
-class Between final : public FarStore {
- public:
-  explicit Between(std::function<void()>* then, std::function<void()>* before = nullptr)
-      : store_(1, 0), then_(then), before_(before) {}
-  bool has(uint64_t key) override { return store_.has(key); }
-  void forget(uint64_t key) noexcept override { store_.forget(key); }
-  void keys(Vector<uint64_t>* out) override { store_.keys(out); }
-  Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
-              const device::RowsRef& to) override {
-    if (before_ && *before_) std::exchange(*before_, nullptr)();
-    return store_.load(keys, slots, n, to);
-  }
-  Status store(const uint64_t* keys, size_t n, const device::RowsView& from) override {
-    const Status s = store_.store(keys, n, from);
-    if (*then_) std::exchange(*then_, nullptr)();
-    return s;
-  }
-
- private:
-  SlowStore store_;
-  std::function<void()>* const then_;
-  std::function<void()>* const before_;
-};
-
 TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
-  std::function<void()> then, before;
-  FarRows far;
-  far.store = std::make_unique<Between>(&then, &before);
-  far.places = 2;
-  far.room = [this] { ++told_; };
-  ASSERT_OK(rows_.open(rows_config(9, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  open(9, 2);
   make(1, 5);
   make(2, 6);
   std::vector<uint32_t> slots, more;
-  then = [] { throw std::bad_alloc(); };
+  written_ = [] { throw std::bad_alloc(); };
   EXPECT_EQ(resolve({3}, &slots), FRUGAL_ERR_OUT_OF_MEMORY);
   EXPECT_EQ(rows_.far()->left, 0);
   EXPECT_FALSE(rows_.has_reserved());
@@ -239,7 +237,7 @@ TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
   make(4, 8);
   // Two that load, of which one comes when the other is being loaded.
   ASSERT_OK(resolve({1}, &slots));
-  before = [&] {
+  before_ = [&] {
     ASSERT_OK(resolve({2}, &more));
     throw std::bad_alloc();
   };
@@ -278,12 +276,7 @@ TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
 }
 
 TEST_F(FarRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
-  std::function<void()> then;
-  FarRows far;
-  far.store = std::make_unique<Between>(&then);
-  far.places = 1;
-  far.room = [] {};
-  ASSERT_OK(rows_.open(rows_config(9, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  open(9, 1);
   Rows::State state;
   state.layout = RowLayout::of(3, FRUGAL_SGD);
   state.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, 9, 3, 1, FRUGAL_SGD, 0);
@@ -291,7 +284,7 @@ TEST_F(FarRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
   make(7, 5);
   std::vector<uint32_t> slots;
   int asked = 0;
-  then = [&] {
+  written_ = [&] {
     asked += rows_.take_state(&state) == FRUGAL_ERR_UNSUPPORTED;
     ASSERT_OK(resolve({7}, &slots, Missing::kLeave));  // it stays
   };
@@ -325,17 +318,12 @@ TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
 }
 
 TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
-  std::function<void()> then;
-  FarRows far;
-  far.store = std::make_unique<Between>(&then);
-  far.places = 1;
-  far.room = [] {};
-  ASSERT_OK(rows_.open(rows_config(9, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  open(9, 1);
   make(7, 5);
   std::vector<float> copy(64);
   const device::RowsRef row = rows_.layout().at(copy.data(), copy.data() + 16);
   bool there = true;
-  then = [&] {
+  written_ = [&] {
     const uint64_t key = 7;
     uint32_t slot;
     ASSERT_OK(rows_.find_places(&key, 1, &slot));
@@ -347,13 +335,13 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   };
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve({8}, &slots));
-  EXPECT_FALSE(then);
+  EXPECT_FALSE(written_);
   EXPECT_FALSE(rows_.far()->has(7));
   EXPECT_EQ(rows_.count(), 0);
   let_go(slots);
   make(7, 6);
   // One that somebody wants meanwhile stays.
-  then = [&] {
+  written_ = [&] {
     std::vector<uint32_t> again;
     ASSERT_OK(resolve({7}, &again, Missing::kLeave));
     EXPECT_EQ(rows_.key_of(again[0]), 7);
