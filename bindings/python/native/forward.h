@@ -31,6 +31,7 @@ struct Forward {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   decltype(&frugal_lookup) lookup_call;
+  decltype(&frugal_step_begin) begin_call;
   frugal_table* table_handle;
   int64_t dim;
   uint64_t padding_key;
@@ -43,6 +44,7 @@ struct Forward {
   // Of the steps' _native.Trainer, which is another one after a move.
   PyObject *native, *turn;
   frugal_trainer* trainer;
+  int64_t slice;  // milliseconds that a call may wait before Python looks around
   // The offsets of the last call, with the last; those of the next may be the same.
   at::Tensor ends;
   int64_t length;  // of each bag, if keys were 2-D, or else -1
@@ -269,12 +271,41 @@ inline bool look(Forward& self) {
   if (!native) return false;
   if (native.get() == self.native) return self.trainer != nullptr;
   Ref turn = get(native, names._turn);
-  const Ref on_gpu = get(native, names.on_gpu), handle = get(native, names._handle);
-  if (!turn || !on_gpu || !handle) return false;
+  const Ref on_gpu = get(native, names.on_gpu), handle = get(native, names._handle),
+            slice = get(native, names._slice);
+  if (!turn || !on_gpu || !handle || !slice) return false;
+  self.slice = integer(slice);
   self.trainer = on_gpu.get() == Py_False ? handle_of<frugal_trainer>(handle) : nullptr;
   Py_XSETREF(self.native, native.give());
   Py_XSETREF(self.turn, turn.give());
   return self.trainer != nullptr;
+}
+
+// Whether an attribute is a list without elements, or False.
+inline bool is_none_of(PyObject* object, PyObject* name) {
+  const Ref found = get(object, name);
+  return found && PyObject_IsTrue(found.get()) == 0;
+}
+
+// Does what Steps.begin does, if nothing waits to be done before. False: an error is set.
+inline bool begin(Forward& self) {
+  if (is_none_of(self.steps, names._cancelled) && is_none_of(self.steps, names._dropped) &&
+      is_none_of(self.steps, names._interrupted)) {
+    const int64_t next = integer(get(self.steps, names.next));
+    int32_t status = FRUGAL_ERR_TIMEOUT;
+    if (const Turn turn(self.turn); next >= 0 && turn.mine()) {
+      const pybind11::gil_scoped_release others;
+      status = self.begin_call(self.trainer, static_cast<uint64_t>(next), self.slice);
+    }
+    if (status == FRUGAL_OK) return PyObject_SetAttr(self.steps, names.open, Py_True) == 0;
+    if (status != FRUGAL_ERR_TIMEOUT) {
+      const Ref number(PyLong_FromLong(status));
+      call(self.steps, names.refused, number.get());  // which raises
+      return false;
+    }
+  }
+  // Which has words for who waits long.
+  return !PyErr_Occurred() && static_cast<bool>(call(self.steps, names.begin));
 }
 
 // Begins the step, if it has not begun, and looks rows up. Nothing, if that is not usual; an error
@@ -284,7 +315,7 @@ inline at::Tensor look_up(Forward& self, frugal_op& op, at::IntArrayRef shape) {
   if (!locked.mine() || !look(self)) return {};
   const Ref untold = get(self.steps, names._untold), open = get(self.steps, names.open);
   if (!open || untold.get() != Py_None) return {};
-  if (open.get() != Py_True && !call(self.steps, names.begin)) return {};
+  if (open.get() != Py_True && !begin(self)) return {};
   at::Tensor out = at::detail::empty_cpu(shape, at::kFloat);
   op.rows_out = out.mutable_data_ptr<float>();
   int32_t status;
@@ -388,11 +419,11 @@ inline PyObject* forward_call(PyObject* self, PyObject* const* arguments, size_t
 }
 
 inline PyObject* forward_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  unsigned long long lookup_call, table, padding_key;
+  unsigned long long lookup_call, begin_call, table, padding_key;
   long long dim;
   int pooling, bags, padded, shows_written;
   PyObject* objects[6];
-  if (!PyArg_ParseTuple(arguments, "KKLiKpppOOOOOO", &lookup_call, &table, &dim, &pooling,
+  if (!PyArg_ParseTuple(arguments, "KKKLiKpppOOOOOO", &lookup_call, &begin_call, &table, &dim, &pooling,
                         &padding_key, &bags, &padded, &shows_written, &objects[0], &objects[1],
                         &objects[2], &objects[3], &objects[4], &objects[5]))
     return nullptr;
@@ -402,6 +433,7 @@ inline PyObject* forward_new(PyTypeObject* type, PyObject* arguments, PyObject*)
   new (&self->ends) at::Tensor();
   self->vectorcall = forward_call;
   self->lookup_call = reinterpret_cast<decltype(&frugal_lookup)>(lookup_call);
+  self->begin_call = reinterpret_cast<decltype(&frugal_step_begin)>(begin_call);
   self->table_handle = reinterpret_cast<frugal_table*>(table);
   self->dim = dim;
   self->pooling = pooling;

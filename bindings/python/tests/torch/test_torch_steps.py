@@ -439,6 +439,7 @@ def test_an_interrupt_after_the_gate_is_made_good(pair: Any, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(native, "begin", interrupted)
+        patch.setattr(ours, "_usual", lambda *arguments: None)  # in C++ an interrupt comes behind the gate's answer
         with pytest.raises(KeyboardInterrupt):
             ours(keys())
     train(pair, keys())

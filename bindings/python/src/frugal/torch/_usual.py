@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
-_REVISION = 3  # of what is said to each other here and there
+_REVISION = 4  # of what is said to each other here and there
 
 
 def _load() -> Any:
@@ -76,7 +76,7 @@ def forward(lookup: "Lookup", anchor: "Anchor", first: str, bags: bool) -> Calla
     padded = padding is not None
     shows = padded and pooling == _native.POOL_NONE and not table.hashed  # see Feature.hidden
     made: Callable[..., Optional[torch.Tensor]] = native.Forward(
-        _address(lib.frugal_lookup), table.handle, table.dim, pooling, padding or 0, bags, padded, shows,
+        _address(lib.frugal_lookup), _address(lib.frugal_step_begin), table.handle, table.dim, pooling, padding or 0, bags, padded, shows,
         lookup, table, lookup.steps, anchor, lookup.places[0], first,
     )  # fmt: skip
     return made
