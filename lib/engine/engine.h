@@ -9,6 +9,7 @@
 // claimed a row. Three rare things do go over keys under the declarations' lock, so that none comes
 // or goes meanwhile: taking linked ones back (drop_batches), making room in a full table
 // (give_up_reserved), and finding out who holds places of rows that are none any more (recount).
+// Where rows may be far, revoking a part and planning a boundary do, too.
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -221,7 +222,8 @@ class Engine final : public Session, private DataPath {
       REQUIRES(mu_);
   bool prepare_one();
   Workers::Did warm_one();
-  static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
+  void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
+      REQUIRES(mu_);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return workers_.parallel(chunks, run, context);
   }
@@ -265,7 +267,7 @@ class Engine final : public Session, private DataPath {
   bool open_still(uint64_t step) REQUIRES(mu_);
 
   // --- steps.cpp
-  void take_parts(Trainer& t, uint64_t step);
+  void take_parts(Trainer& t, uint64_t step) REQUIRES(mu_);
   void schedule_staging(const Trainer& t, uint64_t step);
   struct Handed {  // what a rank hands over of a table when it ends the step
     PushState* push;
