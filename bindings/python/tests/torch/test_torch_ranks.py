@@ -388,6 +388,17 @@ def test_the_first_step_gives_a_table_of_several_ranks_its_kind_of_optimizer(kin
         torch.testing.assert_close(mine, bags.weight.detach())
 
 
+def test_a_rank_that_waits_between_steps_says_for_what(impatient: None) -> None:
+    """The other may wait for it in the step, as in DistributedDataParallel's reduction."""
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        bags = [ft.EmbeddingBag(ROWS, DIM, trainer=engine.create_trainer(rank), optimizer=sgd()) for rank in range(2)]
+        state = bags[1].state_dict()
+        bags[0](torch.tensor([[1]]))
+        with pytest.raises(UserWarning, match="rank 1 waits between steps.*load_state_dict.*barrier"):
+            bags[1].load_state_dict(state)
+        bags[0].zero_grad()
+
+
 @pytest.mark.parametrize("chooses", [False, True])
 def test_a_rank_that_waits_for_nobody_says_so(chooses: bool, impatient: None) -> None:
     """In the second step, or where the first one gives the table its kind of optimizer."""

@@ -400,3 +400,59 @@ def test_who_trains_by_weight_s_gradient_is_not_warned(trainer: frugal.Trainer, 
                 table.weight.data.sub_(grad, alpha=0.1)
             table.weight.grad = None
     assert any("are not trained" in str(w.message) for w in caught) != writes
+
+
+# --- padding, momentum and steps of zeros ---
+
+
+@pytest.mark.parametrize("mode", ["bags", "offsets"])
+def test_a_weight_of_padding_has_a_gradient_of_zero(trainer: frugal.Trainer, mode: str) -> None:
+    rows, grads = integers(ROWS, DIM) + 1.0, []
+    keys = torch.tensor([[3, 1, 3], [2, 3, 4]])
+    for bags in (
+        torch.nn.EmbeddingBag.from_pretrained(rows.clone(), freeze=False, mode="sum", padding_idx=3),
+        ft.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", padding_idx=3, trainer=trainer),
+    ):
+        weights = torch.full(keys.shape, 0.5)
+        if mode == "offsets":
+            weights = weights.reshape(-1)
+        weights.requires_grad_(True)
+        arguments = (keys,) if mode == "bags" else (keys.reshape(-1), torch.tensor([0, 3]))
+        bags(*arguments, per_sample_weights=weights).sum().backward()
+        assert weights.grad is not None
+        grads.append(weights.grad)
+    assert torch.equal(*grads)
+
+
+def test_momentum_that_is_zero_for_a_while(trainer: frugal.Trainer) -> None:
+    """PyTorch's buffers stay as they are meanwhile."""
+    rows = integers(ROWS, DIM)
+    theirs = torch.nn.Embedding.from_pretrained(rows.clone(), freeze=False)
+    ours = ft.Embedding.from_pretrained(rows, freeze=False, trainer=trainer)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (theirs, ours)]
+    keys = torch.arange(ROWS)
+    for step in range(12):
+        grad = integers(ROWS, DIM)
+        for module, optimizer in zip((theirs, ours), optimizers):
+            optimizer.param_groups[0]["momentum"] = 0.9 if 3 <= step < 6 or step >= 9 else 0.0
+            optimizer.zero_grad()
+            (module(keys) * grad).sum().backward()
+            optimizer.step()
+    assert torch.allclose(ours.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+    (buffer,) = [state["momentum_buffer"] for state in optimizers[1].state.values()]
+    (wanted,) = [state["momentum_buffer"] for state in optimizers[0].state.values()]
+    assert torch.allclose(buffer.detach(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_state_after_a_step_of_zeros_is_loaded(trainer: frugal.Trainer) -> None:
+    ours, theirs = embedding(trainer), torch.nn.Embedding(ROWS, DIM)
+    theirs.load_state_dict(ours.state_dict())
+    for module in (theirs, ours):
+        first, second = (torch.optim.Adagrad(module.parameters(), lr=0.1) for _ in range(2))
+        module(KEYS).sum().backward()
+        first.zero_grad(set_to_none=False)
+        first.step()
+        second.load_state_dict(first.state_dict())
+        module(KEYS).sum().backward()
+        second.step()
+    assert torch.allclose(ours.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)

@@ -601,15 +601,18 @@ def test_shapes_that_do_not_fit_are_refused(pair: Pair) -> None:
         lambda w: w.norm(),
     ],
 )
-def test_training_through_weight_is_refused_in_the_backward(pair: Pair, use: Callable[[Any], Any]) -> None:
-    """Never silently left out: a tied decoder, a penalty."""
+def test_a_gradient_of_all_of_weight_trains_all_rows(pair: Pair, use: Callable[[Any], Any]) -> None:
+    """As of a decoder that uses it, or of a penalty; with forwards of the module in between."""
     ours, theirs = pair
-    loss = use(ours.weight)
-    assert torch.equal(loss, use(theirs.weight)) and loss.requires_grad
-    with pytest.raises(NotImplementedError, match="embedding_0.*so does weight"):
-        loss.backward()
-    (anchor,) = ours.parameters()
-    assert anchor.grad is None
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in pair]
+    for _ in range(2):
+        for module, optimizer in zip(pair, optimizers):
+            loss = use(module.weight) + module(torch.tensor([1, 5, 1])).sum()
+            assert loss.requires_grad
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(ours.weight.detach(), theirs.weight.detach())
     assert not use(ours.weight.detach()).requires_grad
     ours.requires_grad_(False)
     assert not use(ours.weight).requires_grad
@@ -698,20 +701,35 @@ def test_backward_to_a_named_weight(pair: Pair) -> None:
         torch.optim.SGD(module.parameters(), lr=0.5).step()
         module.zero_grad()
     assert same(pair)
-    weight = pair[0].weight
-    with pytest.raises(NotImplementedError, match="so does weight"):
-        weight.sum().backward(inputs=[weight])
-    assert weight.grad is None
+    for module in pair:
+        module.weight.sum().backward(inputs=[module.weight])
+    assert pair[0].weight.grad is not None and torch.equal(pair[0].weight.grad, torch.ones(ROWS, DIM))
 
 
-def test_a_module_of_torch_that_shares_the_weight_is_refused_in_the_backward(pair: Pair) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_decoder_that_shares_the_weight_trains_it(pair: Pair, kind: str) -> None:
     ours, theirs = pair
-    decoder = torch.nn.Linear(DIM, ROWS, bias=False)
-    decoder.weight = ours.weight
-    out = decoder(torch.ones(1, DIM))
-    assert torch.equal(out, torch.nn.functional.linear(torch.ones(1, DIM), theirs.weight))
-    with pytest.raises(NotImplementedError, match="so does weight"):
-        out.sum().backward()
+    models = []
+    for module in pair:
+        decoder = torch.nn.Linear(DIM, ROWS, bias=False)
+        decoder.weight = module.weight
+        model = torch.nn.Sequential(module, decoder)
+        models.append((model, getattr(torch.optim, kind)(model.parameters(), lr=0.05)))
+    batch, label = torch.tensor([1, 5, 1]), torch.tensor([5, 1, 2])
+    for _ in range(5):
+        losses = []
+        for model, optimizer in models:
+            optimizer.zero_grad()
+            losses.append(torch.nn.functional.cross_entropy(model(batch), label))
+            losses[-1].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(ours.weight.detach(), theirs.weight.detach())
+
+
+def test_a_module_of_torch_takes_the_weight(pair: Pair) -> None:
+    ours, theirs = pair
     assert torch.equal(torch.nn.Embedding(ROWS, DIM, _weight=ours.weight).weight, theirs.weight)
     own = ours.weight.detach().requires_grad_()  # a leaf of its own
     own[1].sum().backward()

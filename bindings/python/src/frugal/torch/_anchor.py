@@ -659,6 +659,11 @@ class Gradient(torch.Tensor):
 
 
 def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
+    if "c10d" in str(func):
+        return NotImplementedError(
+            f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
+            " step, so leave the table's parameter (module.anchor) out of what is reduced"
+        )
     return NotImplementedError(
         f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms, clipping, sums and"
         " means are possible, and module.weight.grad gives the gradient of the rows"

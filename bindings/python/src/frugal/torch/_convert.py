@@ -19,9 +19,10 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
 
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
     buffers, other parameters, attributes. A module that stands in several places stays one. Make optimizers afterwards,
-    since parameters are others, and convert before DistributedDataParallel. Modules that share a weight share a table. A subclass,
-    a weight that a dense layer has too (as of a decoder that is tied to the embedding), a hook of a weight, and a forward that was assigned raise
-    NotImplementedError, and nothing is replaced. Returns the model, or, if it is such a module itself, what replaces it.
+    since parameters are others, and convert before DistributedDataParallel. Modules that share a weight share a table, and a
+    dense layer that has the weight too, as a decoder that is tied to the embedding, has the table's. A subclass, a hook of
+    a weight, and a forward that was assigned raise NotImplementedError, and nothing is replaced. Returns the model, or, if
+    it is such a module itself, what replaces it.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -31,20 +32,21 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     weights: "dict[int, str]" = {}
     for name, module in found.items():
         weights.setdefault(id(module.weight), name)
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            first = weights.get(id(parameter), name)
-            if first != name and module not in found.values():
-                raise NotImplementedError(
-                    f"{name}.{own} is the weight of {first}, which would not be tied to it any more: untie them, or leave"
-                    f" {first} out"
-                )
+    tied = [
+        (module, own, weights[id(parameter)])
+        for module in model.modules()
+        if module not in found.values()
+        for own, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in weights
+    ]
     made: "dict[int, torch.nn.Module]" = {}
     for name, module in found.items():  # all, before one is replaced: any of them may be refused
         if id(module) not in made:
             made[id(module)] = _made(name, module, trainer, made.get(id(found[weights[id(module.weight)]])))
     for module in {id(module): module for module in found.values()}.values():
         _carry(module, made[id(module)])
+    for layer, own, name in tied:
+        setattr(layer, own, made[id(found[name])].weight)
     for name, module in found.items():
         if not name:
             return made[id(module)]  # type: ignore[return-value]

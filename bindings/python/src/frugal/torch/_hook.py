@@ -417,6 +417,9 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             ]
             if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient, _ in items]):
                 steps.apply(updates, skip)
+            elif not skip:
+                for update in updates:
+                    update.table.choose(update.optimizer)  # its state is what state_dict() has
             if not skip:
                 for _, gradient, state in items:  # also one of zeros, as PyTorch counts
                     if gradient is not None:
@@ -451,20 +454,24 @@ def _update(
     table, count = entry.table, dict.get(state, _STEP, 0)
     counted = type(count) is _Count
     owned = table.owner is not None and table.owner() is optimizer
-    if counted and owned and len(state) == 1 and factor == 1.0:  # the usual case
-        made = group.optimizer(count + 1, table.said.mean_ranks)
-        return Update(table, gradient, group.with_scale(made, gradient))
     count = int(count)
     made = group.optimizer(count + 1, table.said.mean_ranks)
+    if counted and owned and len(state) == 1 and factor == 1.0 and table.is_of(made):  # the usual case
+        return Update(table, gradient, group.with_scale(made, gradient))
     if not (_STEP in state and len(state) == 1):
         _translate(optimizer, table, state, made)
     if not owned:
         _take_over(table, optimizer, count > 0, state, made)
     elif not counted and _STATE not in state and table.state_floats:
         _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
+    elif table.owner is not None and {type(made), type(table.optimizer)} == {frugal.SGD, frugal.Momentum}:
+        # A group's momentum is 0 from now on, or is no more. PyTorch's buffers stay as they are meanwhile.
+        if type(state) is _Own:
+            state.put_aside()
+        _begin_anew(optimizer, table, made)
     if not counted:
         state[_STEP] = _Count(count)
-    if _STATE in state:
+    if _STATE in state and not (type(made) is frugal.SGD and state[_STATE].shape[-1]):
         table.choose(made)
         _load(table, state)
     if gradient is not None and factor != 1.0:

@@ -225,6 +225,9 @@ class Lookup:
             places = torch.arange(begin, begin + part.numel(), device=offsets.device)
             bags = torch.searchsorted(offsets, places, right=True) - 1
             torch.sum(rows * grad[bags], 1, out=flat_out[begin : begin + part.numel()])
+        keep = _counted(feature, flat_keys.view(torch.int64))
+        if keep is not None:
+            flat_out.masked_fill_(~keep, 0.0)  # bags leave padding out, whatever its row is
         return out
 
 

@@ -94,12 +94,12 @@ class _Module(torch.nn.Module):
         super().__init__()
         if _default.in_fake_mode():
             raise NotImplementedError(
-                f"a {type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
+                f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
                 " before"
             )
         # A trainer that is given says where rows are, unless there is a device, too.
         if (trainer is None or device is not None) and _default.place_of(device).type == "meta":
-            _default.refuse_meta(f"a {type(self).__name__} with device meta")
+            _default.refuse_meta(f"{type(self).__name__} with device meta")
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
         if device is not None and _default.place_of(device) != self._steps.device:
@@ -150,10 +150,10 @@ class _Module(torch.nn.Module):
                 self._parameters[name] = anchor
         if where is not None:
             if where.type == "meta":
-                _default.refuse_meta(f"a {type(self).__name__} cannot be moved to meta")
+                _default.refuse_meta(f"{type(self).__name__} cannot be moved to meta")
             if where.type not in ("cpu", "cuda") or not self._steps.can_move():
                 raise ValueError(
-                    f"a {type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
+                    f"{type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
                     f" {self._steps.device}, and one of several ranks or of a controller stays. Make it with a trainer there"
                 )
             self._steps.move(where)
@@ -241,7 +241,7 @@ class _Module(torch.nn.Module):
         if self._parameters[self._first] is not self._anchors[0]:
             return self._run  # which says what is wrong
         raise NotImplementedError(
-            f"a {type(self).__name__} in a transform of torch.func, as grad() and vmap(): the engine, which has its rows,"
+            f"{type(self).__name__} in a transform of torch.func, as grad() and vmap(): the engine, which has its rows,"
             " sees none of it. Look rows up before the transform, or take torch.autograd.grad()"
         )
 
@@ -253,7 +253,7 @@ class _Module(torch.nn.Module):
 
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
-            f"a {type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its rows"
+            f"{type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its rows"
             " are not in the program. Serve with frugal_read of the engine, or put"
             " torch.nn.Embedding.from_pretrained(module.weight.clone()) in its place"
         )
@@ -321,11 +321,11 @@ class _Module(torch.nn.Module):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied: the engine owns its rows; make another, and load its state_dict"
+            f"{type(self).__name__} cannot be copied: the engine owns its rows; make another, and load its state_dict"
         )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be pickled: the engine owns its rows; save its state_dict")
+        raise TypeError(f"{type(self).__name__} cannot be pickled: the engine owns its rows; save its state_dict")
 
 
 class Options(NamedTuple):

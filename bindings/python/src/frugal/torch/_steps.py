@@ -125,8 +125,9 @@ class Table:
             if weak() is not None:
                 raise NotImplementedError(
                     f"table {name!r}: its weight was assigned a Parameter, whose rows it has copied, and that has a gradient"
-                    " of its own now, as of a decoder that is tied to the embedding: the two are not tied. Give one of them"
-                    " a Parameter of its own (head.weight = torch.nn.Parameter(module.weight.detach().clone())), or keep"
+                    " of its own now, as of a decoder that is tied to the embedding: the two are not tied. Tie them the other"
+                    " way round (decoder.weight = module.weight), give one of them a Parameter of its own (decoder.weight ="
+                    " torch.nn.Parameter(module.weight.detach().clone())), or keep"
                     " torch.nn.Embedding for this module"
                 )
 
@@ -264,7 +265,9 @@ class _ParentsLock:
     """What a forked child has in a lock's place: whoever held the lock at the fork is not there."""
 
     def __enter__(self) -> NoReturn:
-        raise frugal.Forked("the trainer is the parent's; open an engine after fork()", FORKED)
+        raise frugal.Forked(
+            "the trainer is the parent's: in a child made by fork() make the modules anew, or leave them to the parent", FORKED
+        )
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -356,6 +359,7 @@ class Steps:
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self.trials: Dict[Any, Any] = {}  # what Lookaheads have found about the loop of now
         self._interrupted = False
+        self._told_of_wait = False
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
         self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
@@ -665,9 +669,20 @@ class Steps:
                 waited_ms = (time.monotonic() - begin) * 1000
                 if self.world_size == 1 or self.open or waited_ms > self.trainer.engine._timeout_ms:
                     raise
-                if waited_ms >= _wait.WORD_MS:
-                    self.trainer._tell(error.message)
+                if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
+                    self._tell_of_wait(error.message)
             time.sleep(_PAUSE)
+
+    def _tell_of_wait(self, message: str) -> None:
+        """One warning, where others may wait for this rank in the step that it waits for."""
+        if not self._told_of_wait:
+            self._told_of_wait = True
+            warnings.warn(
+                f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
+                f" end their step ({message}): make such calls, as load_state_dict(), where no rank is between its forward"
+                " and its step(), behind a torch.distributed.barrier()",
+                stacklevel=2,
+            )
 
     def _abort(self) -> None:
         self._tried(self.trainer.step_abort)

@@ -26,7 +26,10 @@ _HOW = (
 def write(table: Table, source: torch.Tensor) -> None:
     """Makes `source` the table's rows, whose optimizer state stays."""
     if tuple(source.shape) != _shape(table):
-        raise ValueError(f"weight has shape {tuple(source.shape)}, the table {table.name!r} {_shape(table)}")
+        raise ValueError(
+            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {_shape(table)}, which it keeps: make another"
+            " module of the new shape, as by from_pretrained(weight, freeze=False)"
+        )
     if isinstance(source, Weight):
         source = source.read()
     _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
@@ -52,7 +55,7 @@ def _shape(table: Table) -> Tuple[int, int]:
 
 
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: rows of it, at these places, of these keys. The gradient of some rows is
+    """What a computation of `weight` begins with: rows of it, at these places, of these keys; None: all. Their gradient is
     the table's, as of a forward; that of this weight comes back for who asks for it, by torch.autograd.grad()."""
 
     @staticmethod
@@ -76,14 +79,12 @@ class _Read(torch.autograd.Function):
                 rows = grad.reshape(-1, ctx.shape[1])
                 grad = grad.new_zeros(ctx.shape).index_add(0, ctx.at.reshape(-1).to(grad.device), rows)
             return None, grad, None, None, None
-        if ctx.at is not None:
-            ctx.weight._hold(anchor, ctx.keys, grad)
-            # In the place of what is returned a hook puts the table's gradient, if there is something.
-            return grad.new_zeros(1) if anchor == RETURNED else None, None, None, None, None
-        raise NotImplementedError(
-            f"table {ctx.weight._table.name!r}: a gradient of weight itself, which has as many rows as the"
-            " table: the module's forward trains rows, and so does weight[ids]. Take weight.detach(), or a torch.nn.Linear for a decoder of its own"
-        )
+        keys = ctx.keys
+        if keys is None:  # of all rows of a dense table, each of which then has a gradient, as PyTorch's dense one
+            keys = torch.arange(ctx.shape[0], dtype=torch.int64, device="cpu")
+        ctx.weight._hold(anchor, keys, grad)
+        # In the place of what is returned a hook puts the table's gradient, if there is something.
+        return grad.new_zeros(1) if anchor == RETURNED else None, None, None, None, None
 
 
 _read: Callable[..., Any] = _Read.apply  # without types in torch
@@ -416,7 +417,7 @@ class Weight(torch.Tensor):
             keys = self._keys()
             rows = self._rows(keys)
         if torch.is_grad_enabled() and self.requires_grad:
-            rows = _read(self._table.anchor, self, rows, None, None)
+            rows = _read(self._table.anchor, self, rows, None, keys)
         return _Source(self._table, keys, rows, self)
 
     def _check_written(self) -> None:
