@@ -83,6 +83,12 @@ inline bool is_recording() {
          !is_watched();
 }
 
+// Whether it is a view of all of another tensor that is still there: perhaps the caller's.
+inline bool shows_all(const at::Tensor& grad) {
+  if (!grad.has_storage() || grad.storage().use_count() < 2) return false;
+  return grad.storage().nbytes() == grad.nbytes();
+}
+
 struct Backward : torch::autograd::Node {
   Backward(torch::autograd::edge_list&& edges, Forward* of, const at::Tensor& keys,
            const at::Tensor& ends)
@@ -106,7 +112,7 @@ struct Backward : torch::autograd::Node {
   }
 
   bool is_usual(const at::Tensor& grad) const;
-  bool hold(const at::Tensor& grad) const;
+  bool hold(const at::Tensor& grad, bool shared) const;
   Ref in_python() const;
   at::Tensor by_python(const at::Tensor& grad) const;
 
@@ -138,8 +144,9 @@ inline bool Backward::is_usual(const at::Tensor& grad) const {
   return tensor_of(of->anchor).requires_grad();
 }
 
-// Does what Anchor.hold does, if nothing stands in the way.
-inline bool Backward::hold(const at::Tensor& grad) const {
+// Does what Anchor.hold does, if nothing stands in the way. `shared`: somebody else has the gradient,
+// who may use its memory again.
+inline bool Backward::hold(const at::Tensor& grad, bool shared) const {
   const Ref hooks = get(of->anchor, names.hooks), owner = get(of->table, names.owner),
             adding = get(of->anchor, names.adding);
   if (!hooks || !owner || !adding || PyObject_Size(hooks.get()) != 0 || owner.get() == Py_None)
@@ -153,7 +160,7 @@ inline bool Backward::hold(const at::Tensor& grad) const {
   PyList_SET_ITEM(tensors.get(), 0, THPVariable_Wrap(kept));
   PyList_SET_ITEM(tensors.get(), 1, THPVariable_Wrap(ends));  // None, if there are none
   PyList_SET_ITEM(tensors.get(), 2, Py_NewRef(Py_None));
-  const Ref given(THPVariable_Wrap(grad)), factor(PyFloat_FromDouble(1.0));
+  const Ref given(THPVariable_Wrap(shared ? grad.clone() : grad)), factor(PyFloat_FromDouble(1.0));
   PyObject* of_held[] = {of->lookup, tensors.get(), given.get(), number.get()};
   const Ref held(PyObject_Vectorcall(classes.held, of_held, 4, nullptr));
   if (!held) return false;
@@ -216,12 +223,14 @@ inline torch::autograd::variable_list Backward::apply(torch::autograd::variable_
   at::Tensor grad = grads[0];
   if (!grad.defined()) return {at::Tensor()};
   pybind11::gil_scoped_acquire gil;
+  const Ref seen(THPVariable_Wrap(grad));
+  const bool shared = Py_REFCNT(seen.get()) > 1 || shows_all(grad);
   at::Tensor rows = grad;
   if (!of->bags && grad.dim() != 2 && is_plain(grad) && grad.is_contiguous() && grad.numel() != 0 &&
       !c10::GradMode::is_enabled())
     rows = grad.view({-1, of->dim});
   at::Tensor out;
-  const bool done = is_usual(rows) && hold(rows);
+  const bool done = is_usual(rows) && hold(rows, shared);
   if (!done) {
     if (PyErr_Occurred()) raise();
     out = by_python(grad);

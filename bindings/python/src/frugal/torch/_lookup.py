@@ -8,6 +8,7 @@ that gets the output's gradient.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
@@ -271,6 +272,7 @@ class _Backward:
         self.count = count
 
     def __call__(self, grads: Tuple[Optional[torch.Tensor], ...]) -> Optional[Tuple[None]]:
+        shared = sys.getrefcount(grads[0]) > 2  # somebody else has it, who may use its memory again
         grad = grads[0]
         if grad is None:
             return None
@@ -292,6 +294,8 @@ class _Backward:
             grad = grad.reshape(math.prod(grad.shape[:-1]), lookup.width)
         if grad.dtype is not _float32 or not grad.is_contiguous() or grad.is_neg():
             grad = _inputs.gradient(grad)
+        if shared or _shows_all(grad):
+            grad = grad.detach().clone()
         leaves = (source,) if isinstance(source, _Leaf) else _leaves(source, self.count)
         held = None
         for i, leaf in enumerate(leaves):
@@ -347,6 +351,15 @@ class _Backward:
         for i in self.theirs:
             total += tensors[i]._version
         return total
+
+
+_uses: Any = getattr(torch._C, "_storage_Use_Count", None)  # which some do not have
+
+
+def _shows_all(grad: torch.Tensor) -> bool:
+    """Whether it is a view of all of another tensor that is still there: perhaps the caller's."""
+    storage = grad.untyped_storage()
+    return storage.nbytes() == grad.nbytes and (_uses is None or _uses(storage._cdata) > 2)
 
 
 _NOTHING = (None,)  # is what autograd goes on with
