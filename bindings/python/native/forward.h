@@ -83,6 +83,16 @@ inline bool is_recording() {
          !is_watched();
 }
 
+// References to Python's object of a gradient that nobody else has: PyTorch's versions differ.
+inline Py_ssize_t references() {
+  static const Py_ssize_t count = [] {
+    const at::Tensor made = at::detail::empty_cpu({1}, at::kFloat), also = made;
+    const Ref seen(THPVariable_Wrap(made));
+    return Py_REFCNT(seen.get());
+  }();
+  return count;
+}
+
 // Whether it is a view of all of another tensor that is still there: perhaps the caller's.
 inline bool shows_all(const at::Tensor& grad) {
   if (!grad.has_storage() || grad.storage().use_count() < 2) return false;
@@ -114,7 +124,7 @@ struct Backward : torch::autograd::Node {
   bool is_usual(const at::Tensor& grad) const;
   bool hold(const at::Tensor& grad, bool shared) const;
   Ref in_python() const;
-  at::Tensor by_python(const at::Tensor& grad) const;
+  at::Tensor by_python(const at::Tensor& grad, bool shared) const;
 
   Forward* const of;
   at::Tensor keys, ends;
@@ -212,9 +222,9 @@ inline void Backward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& a
 }
 
 // Returns what autograd goes on with.
-inline at::Tensor Backward::by_python(const at::Tensor& grad) const {
+inline at::Tensor Backward::by_python(const at::Tensor& grad, bool shared) const {
   const Ref given(THPVariable_Wrap(grad)), made = in_python();
-  const Ref answer = call(made.get(), names.unusual, given.get());
+  const Ref answer = call(made.get(), names.unusual, given.get(), shared ? Py_True : Py_False);
   if (!answer) raise();
   return answer.get() == Py_None ? at::Tensor() : tensor_of(answer.get());
 }
@@ -224,7 +234,7 @@ inline torch::autograd::variable_list Backward::apply(torch::autograd::variable_
   if (!grad.defined()) return {at::Tensor()};
   pybind11::gil_scoped_acquire gil;
   const Ref seen(THPVariable_Wrap(grad));
-  const bool shared = Py_REFCNT(seen.get()) > 1 || shows_all(grad);
+  const bool shared = Py_REFCNT(seen.get()) > references() || shows_all(grad);
   at::Tensor rows = grad;
   if (!of->bags && grad.dim() != 2 && is_plain(grad) && grad.is_contiguous() && grad.numel() != 0 &&
       !c10::GradMode::is_enabled())
@@ -233,7 +243,7 @@ inline torch::autograd::variable_list Backward::apply(torch::autograd::variable_
   const bool done = is_usual(rows) && hold(rows, shared);
   if (!done) {
     if (PyErr_Occurred()) raise();
-    out = by_python(grad);
+    out = by_python(grad, shared);
   }
   if (!torch::autograd::get_current_graph_task_keep_graph()) {
     keys = ends = at::Tensor();

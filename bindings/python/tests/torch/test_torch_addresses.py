@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch_support import DIM, ROWS, integers, sgd
+from torch_support import DIM, ROWS, Delivered, integers, sgd
 
 import frugal
 import frugal.torch as ft
@@ -31,9 +31,9 @@ def test_a_bag_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any) -> Non
     assert op.rows_out == out.data_ptr() and op.row_stride == DIM * 4
     assert (op.padding_key, op.flags) == (2, 1)
     wide = integers(3, 3 * DIM)
-    grad = wide[:, DIM : 2 * DIM]  # rows that are contiguous and apart
+    grads = [wide[:, DIM : 2 * DIM]]  # rows that are contiguous and apart
     before = spy.calls()
-    out.backward(grad)
+    Delivered.apply(out, grads).backward(integers(3, DIM))
     assert spy.calls() - before == 1  # the rows, for the gradient of weights
     note = spy.last()
     assert (note.function, note.op_count) == (b"frugal_read", 1)
@@ -73,15 +73,18 @@ def test_a_collection_is_one_call(trainer: frugal.Trainer, spy: Any) -> None:
         assert op.keys == keys[i].data_ptr() and op.rows_out == out.data_ptr() + 4 * column and op.row_stride == 64
     grads = [integers(5, 16), integers(5, 16)]
     before = spy.calls()
-    out.backward(grads[0], retain_graph=True)
-    out.backward(grads[1])
-    assert spy.calls() == before
+    at = [grad.data_ptr() for grad in grads]
+    again = grads[0].clone()
+    given = Delivered.apply(out, grads)
+    given.backward(again, retain_graph=True)
+    given.backward(again)
+    assert spy.calls() == before and not grads
     ft.Optimizer(both).step()
     assert spy.calls() - before == 2  # and frugal_step_end
     note = spy.last()
     assert (note.function, note.op_count) == (b"frugal_push_grad", 6)
-    assert [note.ops[i].grads - grads[0].data_ptr() for i in range(3)] == [0, 16, 32]
-    assert [note.ops[i].grads - grads[1].data_ptr() for i in range(3, 6)] == [0, 16, 32]
+    assert [note.ops[i].grads - at[0] for i in range(3)] == [0, 16, 32]
+    assert [note.ops[i].grads - at[1] for i in range(3, 6)] == [0, 16, 32]
 
 
 def test_an_embedding_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any) -> None:
@@ -90,11 +93,12 @@ def test_an_embedding_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any)
     out = rows(keys)
     op = spy.last().ops[0]
     assert op.keys == keys.data_ptr() and op.rows_out == out.data_ptr()
-    grad = integers(4, 5, DIM)
-    out.backward(grad)
+    grads = [integers(4, 5, DIM)]
+    at = grads[0].data_ptr()
+    Delivered.apply(out, grads).backward(integers(4, 5, DIM))
     ft.Optimizer(rows).step()
     op = spy.last().ops[0]
-    assert op.grads == grad.data_ptr() and (op.count, op.row_stride) == (20, DIM * 4)
+    assert op.grads == at and (op.count, op.row_stride) == (20, DIM * 4)
     lookahead = ft.Lookahead([keys], lambda batch: {rows: batch}, trainer=trainer)
     before = spy.calls()
     iteration = iter(lookahead)

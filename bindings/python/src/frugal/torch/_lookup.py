@@ -272,10 +272,14 @@ class _Backward:
         self.count = count
 
     def __call__(self, grads: Tuple[Optional[torch.Tensor], ...]) -> Optional[Tuple[None]]:
-        shared = sys.getrefcount(grads[0]) > 2  # somebody else has it, who may use its memory again
+        references = sys.getrefcount(grads[0])
         grad = grads[0]
         if grad is None:
             return None
+        # Somebody else has it, who may use its memory again.
+        return self._deliver(grad, references > _ALONE or _shows_all(grad))
+
+    def _deliver(self, grad: torch.Tensor, shared: bool) -> Optional[Tuple[None]]:
         if _is_batched(grad) or _is_wrapped(grad):
             raise NotImplementedError(
                 "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each gradient"
@@ -294,7 +298,7 @@ class _Backward:
             grad = grad.reshape(math.prod(grad.shape[:-1]), lookup.width)
         if grad.dtype is not _float32 or not grad.is_contiguous() or grad.is_neg():
             grad = _inputs.gradient(grad)
-        if shared or _shows_all(grad):
+        if shared:
             grad = grad.detach().clone()
         leaves = (source,) if isinstance(source, _Leaf) else _leaves(source, self.count)
         held = None
@@ -322,9 +326,9 @@ class _Backward:
             self.tensors = None
         return None if asked else _NOTHING
 
-    def unusual(self, grad: torch.Tensor) -> Optional[torch.Tensor]:
+    def unusual(self, grad: torch.Tensor, shared: bool) -> Optional[torch.Tensor]:
         """Calls it from C++. Returns what autograd goes on with."""
-        if self((grad,)) is not None:
+        if self._deliver(grad, shared) is not None:
             return None
         return torch.zeros(1, dtype=torch.float32, device=grad.device)  # a hook puts the table's gradient in its place
 
@@ -353,11 +357,35 @@ class _Backward:
         return total
 
 
+class _References:
+    """A hook of a node that counts who has the gradient."""
+
+    seen = 0
+
+    def __call__(self, grads: Tuple[Optional[torch.Tensor], ...]) -> None:
+        self.seen = sys.getrefcount(grads[0])
+
+
+def _references() -> int:
+    """Of a gradient that nobody else has, in a hook: PyTorch's versions differ."""
+    with torch.enable_grad():
+        leaf = torch.zeros(1, device="cpu", requires_grad=True)
+        out = torch.zeros(2, device="cpu") + leaf
+        hook = _References()
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(hook)
+        torch.autograd.grad((out * 2.0).sum(), leaf)
+    return hook.seen
+
+
+_ALONE = _references()
 _uses: Any = getattr(torch._C, "_storage_Use_Count", None)  # which some do not have
 
 
 def _shows_all(grad: torch.Tensor) -> bool:
     """Whether it is a view of all of another tensor that is still there: perhaps the caller's."""
+    if _is_batched(grad) or _is_wrapped(grad):
+        return False
     storage = grad.untyped_storage()
     return storage.nbytes() == grad.nbytes and (_uses is None or _uses(storage._cdata) > 2)
 
