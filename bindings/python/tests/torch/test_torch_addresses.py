@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch_support import DIM, ROWS, Delivered, integers, sgd
+from torch_support import DIM, ROWS, delivered, integers, sgd
 
 import frugal
 import frugal.torch as ft
@@ -33,7 +33,7 @@ def test_a_bag_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any) -> Non
     wide = integers(3, 3 * DIM)
     grads = [wide[:, DIM : 2 * DIM]]  # rows that are contiguous and apart
     before = spy.calls()
-    Delivered.apply(out, grads).backward(integers(3, DIM))
+    delivered(out, grads).backward(integers(3, DIM))
     assert spy.calls() - before == 1  # the rows, for the gradient of weights
     note = spy.last()
     assert (note.function, note.op_count) == (b"frugal_read", 1)
@@ -75,7 +75,7 @@ def test_a_collection_is_one_call(trainer: frugal.Trainer, spy: Any) -> None:
     before = spy.calls()
     at = [grad.data_ptr() for grad in grads]
     again = grads[0].clone()
-    given = Delivered.apply(out, grads)
+    given = delivered(out, grads)
     given.backward(again, retain_graph=True)
     given.backward(again)
     assert spy.calls() == before and not grads
@@ -95,7 +95,7 @@ def test_an_embedding_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any)
     assert op.keys == keys.data_ptr() and op.rows_out == out.data_ptr()
     grads = [integers(4, 5, DIM)]
     at = grads[0].data_ptr()
-    Delivered.apply(out, grads).backward(integers(4, 5, DIM))
+    delivered(out, grads).backward(integers(4, 5, DIM))
     ft.Optimizer(rows).step()
     op = spy.last().ops[0]
     assert op.grads == at and (op.count, op.row_stride) == (20, DIM * 4)

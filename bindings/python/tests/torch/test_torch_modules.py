@@ -794,7 +794,7 @@ def test_a_table_goes_when_its_module_takes_anothers(engine: frugal.Engine, trai
 
 
 def test_convert_keeps_a_decoder_tied(trainer: frugal.Trainer) -> None:
-    models = []
+    models: List[Any] = []
     for _ in range(2):
         torch.manual_seed(1)
         first, second = torch.nn.Embedding(ROWS, DIM), torch.nn.Linear(DIM, ROWS)

@@ -8,7 +8,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch_support import Delivered, sgd
+from torch_support import delivered, sgd
 
 import frugal
 import frugal.torch as ft
@@ -56,7 +56,7 @@ def test_a_step_is_a_new_tensor_and_copies_of_keys_and_offsets(bags: ft.Embeddin
     grads = [grad.clone() for _ in range(2)]
 
     def step() -> None:
-        Delivered.apply(bags(keys, offsets), grads).backward(grad)
+        delivered(bags(keys, offsets), grads).backward(grad)
         optimizer.step()
 
     step()  # what is made once is made
@@ -154,7 +154,7 @@ def test_other_inputs_cost_what_is_documented(
     grads = [grad.clone() for _ in range(2)]
 
     def step() -> None:
-        Delivered.apply(module(*arguments), grads).backward(grad)
+        delivered(module(*arguments), grads).backward(grad)
         optimizer.step()
 
     step()

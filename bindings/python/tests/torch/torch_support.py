@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 
@@ -49,6 +49,8 @@ class Delivered(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[torch.Tensor, None]:
         return ctx.grads.pop(0), None
 
+
+delivered: Callable[..., Any] = Delivered.apply  # without types in torch
 
 def undeclared(engine: frugal.Engine) -> int:
     return int(engine.stats()["keys_undeclared"])
