@@ -91,7 +91,7 @@ class _Module(torch.nn.Module):
     scale_grad_by_freq: bool = False
 
     def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
-        torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
+        super().__init__()
         if _default.in_fake_mode():
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
@@ -565,7 +565,7 @@ class _Single(_Module):
         return text + (", frozen" if self.frozen else "")
 
 
-class Embedding(_Single, torch.nn.Embedding):  # so that isinstance() says so
+class Embedding(_Single):
     """torch.nn.Embedding in an engine: a row for each key, shape of the keys + (embedding_dim,).
 
     The first arguments are torch.nn.Embedding's. By keyword: `trainer`, whose steps train the rows; `name` of the
@@ -645,7 +645,7 @@ class Embedding(_Single, torch.nn.Embedding):  # so that isinstance() says so
         )  # fmt: skip
 
 
-class EmbeddingBag(_Single, torch.nn.EmbeddingBag):  # so that isinstance() says so
+class EmbeddingBag(_Single):
     """torch.nn.EmbeddingBag in an engine: a row for each bag, the sum or mean of its keys' rows.
 
     The first arguments are torch.nn.EmbeddingBag's, those by keyword Embedding's and `freeze`.
