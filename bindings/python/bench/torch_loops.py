@@ -1,6 +1,6 @@
 """Training loops with torch.nn.EmbeddingBag, and the same loops with the class replaced: how much faster they are.
 
-    python torch_loops.py [--only small] [--turns N] [--json FILE]
+    python torch_loops.py [--only small] [--turns N] [--device cuda] [--json FILE]
 
 A loop is what a user's is: zero_grad, forward, loss, backward, step of a torch optimizer, and a dense layer on top of
 the bags. Sides: `torch`, with sparse=True; `frugal`, the class replaced and no more; `lookahead`, with the batches in
@@ -9,7 +9,10 @@ all; what is told is the median over turns of the ratio of two sides' turns. Eng
 all sides must agree on the loss of the last step.
 
 small: 3 tables of 1,000 x 16, batches of 128 with 4 keys a bag, SGD. large: 4 M x 32, 2,048 bags of 20 keys. tables:
-26 tables of 100,000 x 32, batches of 2,048, one key a bag. The last two with Adagrad.
+26 tables of 100,000 x 32, batches of 2,048, one key a bag. The last two with Adagrad. The aims are of the CPU.
+
+With `--device cuda` all sides are on that GPU: torch's tables in its memory, this package's in the host's. `cached` is `lookahead`
+with a fifth of the rows in the trainer's cache on the GPU.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -25,6 +28,7 @@ from typing import Any, Dict, List, NamedTuple, Tuple
 
 import torch
 
+import frugal
 import frugal.torch as ft
 
 Batch = Tuple[List[Tuple[torch.Tensor, torch.Tensor]], torch.Tensor]  # of each table keys and offsets; what is learned
@@ -50,19 +54,27 @@ SHAPES = {
 
 
 class Side:
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(self, name: str, shape: Shape, device: torch.device) -> None:
         torch.manual_seed(1)
         self.shape = shape
-        self.ahead = name == "lookahead"
+        self.device = device
+        self.ahead = name in ("lookahead", "cached")
+        self.engine: Any = None
+        more: Dict[str, Any] = {}
+        if name == "cached":
+            self.engine = frugal.Engine(lookahead=10)
+            more["trainer"] = self.engine.create_trainer(device=str(device), cache_ratio=0.2)
+        elif name != "torch":
+            self.engine = ft.default_trainer(device).engine
         bags: List[Any] = []
         for _ in range(shape.tables):
             weight = torch.full((shape.rows, shape.dim), 0.01)
             if name == "torch":
                 bags.append(torch.nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight))
             else:
-                bags.append(ft.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight))
-        self.bags = bags
-        self.top = torch.nn.Linear(shape.tables * shape.dim, 1)
+                bags.append(ft.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight, **more))
+        self.bags = [module.to(device) for module in bags]
+        self.top = torch.nn.Linear(shape.tables * shape.dim, 1).to(device)
         parameters = [p for module in (*bags, self.top) for p in module.parameters()]
         self.optimizer: torch.optim.Optimizer = getattr(torch.optim, shape.optimizer)(parameters, lr=0.01)
 
@@ -71,6 +83,7 @@ class Side:
 
     def turn(self, batches: List[Batch]) -> float:
         """Seconds a step; the loss is kept."""
+        self.wait()
         begin = time.perf_counter()
         for inputs, wanted in ft.Lookahead(batches, self.keys) if self.ahead else batches:
             self.optimizer.zero_grad()
@@ -78,43 +91,51 @@ class Side:
             loss = (self.top(torch.cat(rows, 1)) - wanted).square().mean()
             loss.backward()
             self.optimizer.step()
-        if not isinstance(self.bags[0], torch.nn.EmbeddingBag):
-            ft.default_trainer().engine.flush()
+        if self.engine is not None:
+            self.engine.flush()
         self.loss = loss.item()
+        self.wait()
         return (time.perf_counter() - begin) / len(batches)
 
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
-def batches_of(shape: Shape, count: int, generator: torch.Generator) -> List[Batch]:
-    offsets = torch.arange(0, shape.batch * shape.bag, shape.bag)
+
+def batches_of(shape: Shape, count: int, generator: torch.Generator, device: torch.device) -> List[Batch]:
+    offsets = torch.arange(0, shape.batch * shape.bag, shape.bag, device=device)
     batches: List[Batch] = []
     for _ in range(count):
         keys = [
-            torch.randint(0, shape.rows, (shape.batch * shape.bag,), generator=generator) for _ in range(shape.tables)
+            torch.randint(0, shape.rows, (shape.batch * shape.bag,), generator=generator).to(device)
+            for _ in range(shape.tables)
         ]
         wanted = (keys[0].view(shape.batch, shape.bag)[:, :1] % 7) / 7
         batches.append(([(some, offsets) for some in keys], wanted))
     return batches
 
 
-def measure(name: str, shape: Shape, turns: int) -> Dict[str, Any]:
+def measure(name: str, shape: Shape, turns: int, device: torch.device) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
-    names = ["torch", "frugal", "lookahead"]
-    sides = {side: Side(side, shape) for side in names}
-    batches = batches_of(shape, shape.steps, generator)
+    names = ["torch", "frugal", "lookahead"] + (["cached"] if device.type == "cuda" else [])
+    sides = {side: Side(side, shape, device) for side in names}
+    batches = batches_of(shape, shape.steps, generator, device)
     for side in names:
         for _ in range(4):  # a Lookahead looks at what it is worth for some batches
             sides[side].turn(batches)
     seconds: Dict[str, List[float]] = {side: [] for side in names}
     for turn in range(turns):
-        batches = batches_of(shape, shape.steps, generator)
-        for side in names[turn % 3 :] + names[: turn % 3]:
+        batches = batches_of(shape, shape.steps, generator, device)
+        first = turn % len(names)
+        for side in names[first:] + names[:first]:
             seconds[side].append(sides[side].turn(batches))
     losses = [sides[side].loss for side in names]
     if max(losses) - min(losses) > 1e-3 * max(losses):
         raise RuntimeError(f"{name}: the sides' losses differ: {dict(zip(names, losses))}")
     found: Dict[str, Any] = {"shape": name, "us": {s: 1e6 * statistics.median(t) for s, t in seconds.items()}}
     print(f"{name}: " + ", ".join(f"{side} {us:.0f} us" for side, us in found["us"].items()))
-    for fast, slow in [("frugal", "torch"), ("lookahead", "torch"), ("lookahead", "frugal")]:
+    pairs = [("frugal", "torch"), ("lookahead", "torch"), ("lookahead", "frugal")]
+    for fast, slow in pairs + [("cached", "torch")] * ("cached" in names):
         ratio = statistics.median(b / a for a, b in zip(seconds[fast], seconds[slow]))
         found[f"{fast} / {slow}"] = ratio
         aim = shape.aims.get((fast, slow))
@@ -128,10 +149,11 @@ def main() -> None:
     parser.add_argument("--only", choices=SHAPES, action="append")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = [measure(name, SHAPES[name], options.turns) for name in options.only or SHAPES]
+    found = [measure(name, SHAPES[name], options.turns, options.device) for name in options.only or SHAPES]
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
