@@ -93,7 +93,7 @@ def steps(optimizers: Any) -> None:
 SAME: Dict[str, Tuple[str, Dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.5}),
     "sgd decay": ("SGD", {"lr": 0.5, "weight_decay": 0.25}),
-    "sgd maximize": ("SGD", {"lr": 0.5, "maximize": True}),
+    "sgd maximize": ("SGD", {"lr": 0.1, "maximize": True}),  # it grows, and rounding with it
     "sgd foreach": ("SGD", {"lr": 0.5, "foreach": True}),
     "sgd fused": ("SGD", {"lr": 0.5, "fused": True}),
     "sgd tensor": ("SGD", {"lr": torch.tensor(0.5)}),

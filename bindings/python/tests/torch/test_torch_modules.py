@@ -18,7 +18,7 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 import frugal
 import frugal.torch as ft
 from frugal.torch import _default, _inputs, _steps
-from frugal.torch._anchor import Gradient
+from frugal.torch._anchor import Anchor, Gradient
 
 
 def other_keys(*shape: int, but: Optional[int]) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
     for cls in (ft.Embedding, ft.EmbeddingBag):
         with pytest.raises(ValueError, match="padding_idx"):
             cls(ROWS, DIM, padding_idx=ROWS, trainer=trainer)
-        with pytest.raises(ValueError, match="trainer's device"):
+        with pytest.raises(frugal.Error, match="cuda:77"):
             cls(ROWS, DIM, device="cuda:77", trainer=trainer)
         with pytest.raises(TypeError, match="trainer"):
             cls(ROWS, DIM, trainer=object())  # type: ignore[arg-type]
@@ -966,20 +966,19 @@ def test_a_trainer_goes_to_another_device_and_goes_on(ahead: bool, mode: str) ->
 def test_what_is_of_a_device_is_made_anew_on_another(trainer: frugal.Trainer) -> None:
     """Which one a tensor is on says torch.device; a meta one has no memory, so that here nothing is moved there."""
     module = ft.Embedding(ROWS, DIM, trainer=trainer)
-    steps, here = module._steps, torch.device("cpu")
-    anchor = module._anchors[0]
+    here, anchor = torch.device("cpu"), module._anchors[0]
     module(torch.arange(4, dtype=torch.int32)).sum().backward()  # by Python, also where there is _usual.native
     shown, like = module.weight, module._lookup._like
-    assert module.weight is shown and like is not None and like[3] is steps.device
-    steps.device = torch.device("meta")
+    assert module.weight is shown and like is not None and like[3] is anchor.table.device
+    anchor.table.device = torch.device("meta")
     assert module.weight.device.type == "meta" and shown.device == here
     grad = anchor.grad
     assert isinstance(grad, Gradient)
     batch = torch.arange(4)
-    assert _inputs.declared(batch, "keys", steps.device) is batch  # as a loader has them
-    with pytest.raises(ValueError, match="keys is on meta, the trainer on cpu"):
+    assert _inputs.declared(batch, "keys", anchor.table.device) is batch  # as a loader has them
+    with pytest.raises(ValueError, match="keys is on meta, the module on cpu"):
         _inputs.declared(batch.to("meta"), "keys", here)
-    steps.device = here
+    anchor.table.device = here
     held = grad.parts[0].held
     held.move(here)
     held.check()
@@ -990,12 +989,45 @@ def test_what_is_of_a_device_is_made_anew_on_another(trainer: frugal.Trainer) ->
         held.check()
 
 
-def test_a_module_for_another_device_is_refused(trainer: frugal.Trainer) -> None:
-    with pytest.raises(ValueError, match="device cuda:1: the rows come to the trainer's device, cpu$"):
-        ft.Embedding(ROWS, DIM, device="cuda:1", trainer=trainer)
-    ft.default_trainer()
-    with pytest.raises(ValueError, match="device cuda:1: .*, cpu, which is that of the process's first module"):
-        ft.Embedding(ROWS, DIM, device="cuda:1")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_a_module_cannot_be(ranks: int) -> None:
+    with frugal.Engine(world_size=ranks) as engine, engine.create_trainer(0) as trainer:
+        module = ft.Embedding(ROWS, DIM, device="cpu", trainer=trainer)
+        # A trainer alone would go there, but that there is none; of several, the others would go on without this one.
+        kind, says = (frugal.Error, "cuda:77") if ranks == 1 else (ValueError, "Embedding cannot be on cuda:77: the trainer is on cpu")
+        with pytest.raises(kind, match=says):
+            ft.Embedding(ROWS, DIM, device="cuda:77", trainer=trainer)
+        with pytest.raises(kind, match=says):
+            module._steps.check_device(torch.device("cuda:77"), "Embedding")
+            module._steps.move(module._lookup.tables, torch.device("cuda:77"))
+        with pytest.raises(ValueError, match="Embedding cannot be on mps"):
+            module._steps.check_device(torch.device("mps"), "Embedding")
+        assert module.weight.device.type == "cpu" and "on cpu" in repr(trainer)
+
+
+def test_a_trainer_goes_where_modules_go(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here are no GPUs: how the trainer goes, and that gradients go, is another test's."""
+    steps = _steps.of(trainer)
+    names: List[str] = []
+
+    def move_to(name: str) -> None:
+        names.append(name)
+        steps.device = torch.device(name)
+
+    monkeypatch.setattr(steps, "move_to", move_to)
+    monkeypatch.setattr(Anchor, "become", lambda *some: None)
+    modules = [ft.Embedding(ROWS, DIM, device="cpu", trainer=trainer) for _ in range(3)]
+    one, two = (module._lookup.tables for module in modules[:2])
+    places = lambda: [str(table.device) for table in (*one, *two)]  # noqa: E731
+    steps.move(one, torch.device("cuda:0"))
+    assert names == ["cuda:0"] and places() == ["cuda:0", "cpu"]
+    steps.move([], torch.device("cpu"))  # a module is made on the CPU
+    steps.move(two, torch.device("cuda:1"))
+    assert names == ["cuda:0", "cuda:1"] and places() == ["cuda:1", "cuda:1"]
+    steps.move(one, torch.device("cpu"))
+    assert names == ["cuda:0", "cuda:1"] and places() == ["cpu", "cuda:1"]
+    steps.move(two, torch.device("cpu"))
+    assert names == ["cuda:0", "cuda:1", "cpu"] and places() == ["cpu", "cpu"]
 
 
 def test_hashed_tables_take_any_key(engine: frugal.Engine, trainer: frugal.Trainer) -> None:

@@ -83,7 +83,7 @@ class Held:
         self.graph = False  # whether PyTorch's gradients of this backward have one (create_graph=True)
 
     def move(self, device: torch.device) -> None:
-        """To another device, where the trainer is now."""
+        """To another device, where the table's outputs are now."""
         changed = self.grad._version - self.version
         self.grad = self.grad.to(device)
         self.tensors = [None if tensor is None else tensor.to(device) for tensor in self.tensors]
@@ -117,7 +117,7 @@ class Anchor(torch.nn.Parameter):
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
-            data = torch.zeros(1, dtype=dtype, device=table.steps.device)
+            data = torch.zeros(1, dtype=dtype, device=table.device)
             return super().__new__(cls, data, requires_grad)
 
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
@@ -139,8 +139,8 @@ class Anchor(torch.nn.Parameter):
         return cast(torch.Tensor, _data.__get__(self))
 
     def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
-        """Of this dtype, where the trainer is, and with this gradient."""
-        device = self.table.steps.device
+        """Of this dtype, where the table's outputs are, and with this gradient."""
+        device = self.table.device
         set_grad(self, None)
         _data.__set__(self, torch.zeros(1, dtype=dtype, device=device))
         self.seen = self._version

@@ -24,7 +24,9 @@ _states: Set[int] = set()  # of torch's generator where modules were made, as ha
 def trainer(device: object = None) -> frugal.Trainer:
     """The trainer of the process's own engine, which opens with the first module and closes at exit.
 
-    It is on the GPU that the first module is made for (`device`, or else torch.get_default_device()), or on the CPU.
+    It is on the GPU that the first module is made for (`device`, or else torch.get_default_device()), or on the CPU, and goes to
+    the GPU that a module is moved to. One of a controller stays where it is: a process that uses CUDA when it makes its
+    first module has it on torch.cuda.current_device().
 
     With FRUGAL_SERVICE in the environment the engine is the controller's there; RANK and WORLD_SIZE say which rank of how
     many this process is. Initial rows follow torch.manual_seed, as it was when the engine was opened.
@@ -69,6 +71,9 @@ def _open(device: torch.device) -> frugal.Trainer:
     # Ranks of a script that seeds them apart share the tables.
     _seed = torch.initial_seed() % 2**64 if place.size == 1 else None
     engine = frugal.Engine(world_size=place.size, seed=_seed or 0)
+    if engine.service and device.type == "cpu" and torch.cuda.is_initialized():
+        # Such a trainer cannot go to a GPU later, and one on a GPU serves modules on the CPU, too.
+        device = place_of("cuda")
     name = str(device) if device.type == "cuda" else "cpu"
     trainer = engine.create_trainer(place.rank, device=name, replace=place.again and bool(engine.service))
     atexit.register(_close, engine, trainer, os.getpid())

@@ -84,7 +84,7 @@ class _Own(Dict[str, Any]):
                 f" optimizer.state[parameter][{name!r}], or load a state_dict into the optimizer"
             )
 
-        return read_only(rows[:, begin : begin + table.dim].to(table.steps.device), refuse)
+        return read_only(rows[:, begin : begin + table.dim].to(table.device), refuse)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default

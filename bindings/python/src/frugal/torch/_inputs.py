@@ -47,7 +47,7 @@ def _tensor(value: object, what: str, device: torch.device) -> torch.Tensor:
     if value.layout != torch.strided:
         raise InputTypeError(f"{what} must be a dense tensor, not one of layout {value.layout}")
     if value.device != device:
-        raise InputError(f"{what} is on {value.device}, the trainer on {device}: move it with .to({str(device)!r})")
+        raise InputError(f"{what} is on {value.device}, the module on {device}: move it with .to({str(device)!r})")
     return value
 
 

@@ -62,6 +62,11 @@ class Lookup:
         # The last output's shape, a tensor of that shape and one element, whether to add to it.
         self._like: Optional[Tuple[Sequence[int], torch.Tensor, bool, torch.device]] = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where keys and outputs are."""
+        return self.tables[0].device
+
     def by_frequency(self) -> "Lookup":
         """The same, but the gradient of a key is divided by how often the key is in the input."""
         same = type(self)(self.steps, self.features, self.width)
@@ -92,7 +97,7 @@ class Lookup:
         return ops
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.steps.device)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def look_up(self, out: torch.Tensor, tensors: Tensors) -> Moment:
         """Writes rows in a step. Returns when they were read."""
@@ -120,14 +125,14 @@ class Lookup:
             each = [anchor if anchor.dtype is torch.float32 else anchor.to(torch.float32) for anchor in anchors]
             source = torch.cat(each).sum(0, keepdim=True)
         known = self._like
-        device = self.steps.device
+        device = self.device
         if known is None or known[0] != shape or known[3] is not device:
             like = torch.zeros((), dtype=torch.float32, device=device).expand(shape)
             known = self._like = shape, like, like.numel() <= _FEW, device
         if known[2]:
             out = _add(known[1], source)
         else:  # none of its elements are written
-            none = torch.empty(0, dtype=torch.int64, device=self.steps.device)
+            none = torch.empty(0, dtype=torch.int64, device=device)
             out = self._empty(shape).index_put_((none,), source)
         node = out.grad_fn
         if node is not None:  # as there is none in torch.inference_mode()

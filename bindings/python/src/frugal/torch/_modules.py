@@ -102,10 +102,11 @@ class _Module(torch.nn.Module):
             _default.refuse_meta(f"{type(self).__name__} with device meta")
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
-        if device is not None and _default.place_of(device) != self._steps.device:
-            first = ", which is that of the process's first module: make it without, and move the model with .to()"
-            first = "" if trainer is not None else first
-            raise ValueError(f"device {device}: the rows come to the trainer's device, {self._steps.device}{first}")
+        self._place = self._steps.device
+        if trainer is None or device is not None:
+            self._place = _default.place_of(device)
+            self._steps.check_device(self._place, type(self).__name__)
+            self._steps.move([], self._place)
 
     @property
     def trainer(self) -> frugal.Trainer:
@@ -119,7 +120,7 @@ class _Module(torch.nn.Module):
 
     def _hold_anchors(self, dtype: torch.dtype, freeze: bool) -> None:
         """Makes the tables' anchors parameters of the module."""
-        anchors = tuple(table.make_anchor(dtype, not freeze) for table in self._lookup.tables)
+        anchors = tuple(table.make_anchor(dtype, not freeze, self._place) for table in self._lookup.tables)
         for i, anchor in enumerate(anchors):
             self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
         self._anchors = anchors
@@ -132,7 +133,7 @@ class _Module(torch.nn.Module):
                 anchor.check()
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # half(), double(), to(): outputs change their dtype; to another device goes the trainer, with all its modules.
+        # half(), double(), to(): outputs change their dtype, or are on another device from now on.
         old = [(name, a, a.value, a.grad) for name, a in self._parameters.items() if isinstance(a, Anchor)]
         where = None
         for name, anchor, data, _ in old:
@@ -151,12 +152,8 @@ class _Module(torch.nn.Module):
         if where is not None:
             if where.type == "meta":
                 _default.refuse_meta(f"{type(self).__name__} cannot be moved to meta")
-            if where.type not in ("cpu", "cuda") or not self._steps.can_move():
-                raise ValueError(
-                    f"{type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
-                    f" {self._steps.device}, and one of several ranks or of a controller stays. Make it with a trainer there"
-                )
-            self._steps.move(where)
+            self._steps.check_device(where, type(self).__name__)
+            self._steps.move(self._lookup.tables, where)
         return self
 
     def _tables(self) -> Dict[str, _steps.Table]:
@@ -488,7 +485,8 @@ class _Single(_Module):
                 " keys or trainer: copy rows with weight.data.copy_()"
             )
         self._table = table
-        self._anchors = (table.make_anchor(self._anchors[0].dtype, self._anchors[0].requires_grad),)
+        old = self._anchors[0]
+        self._anchors = (table.make_anchor(old.dtype, old.requires_grad, old.device),)
         self._parameters[self._first] = self._anchors[0]
         cast(_Parameters, self._parameters).table = table.name
         object.__setattr__(self, "_shown", None)
@@ -620,7 +618,7 @@ class Embedding(_Single):
         if _inputs.is_traced(input):
             return self._as_leaf(input, input)
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
-        keys = _inputs.keys(input, "input", self._steps.device)
+        keys = _inputs.keys(input, "input", self._lookup.device)
         mine = int(keys.data_ptr() != input.data_ptr())
         return run((*input.shape, self.embedding_dim), [keys, None, None], mine)
 
@@ -720,7 +718,7 @@ class EmbeddingBag(_Single):
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
-            device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
+            device=self._lookup.device, arange=self._arange, dtype=self._anchors[0].dtype,
         )  # fmt: skip
         if self.mode == _MAX:
             if self.scale_grad_by_freq:
@@ -868,7 +866,7 @@ class EmbeddingBagCollection(_Module):
         if is_compiling():
             return self._compiled(EmbeddingBagCollection.forward, features, lengths, per_sample_weights)
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
-        device = self._steps.device
+        device = self._lookup.device
         tensors: List[Optional[torch.Tensor]] = []
         mine = 0  # which of them are nobody else's
         batch = -1
@@ -921,7 +919,7 @@ class EmbeddingBagCollection(_Module):
     def _bags(
         self, name: str, value: FeatureInput, lengths: Optional[torch.Tensor]
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        device = self._steps.device
+        device = self._lookup.device
         if isinstance(value, tuple):
             if lengths is not None:
                 raise ValueError(f"feature {name!r} has offsets, and lengths too: give one of them")

@@ -60,6 +60,7 @@ class Table:
     ) -> None:
         self.steps = steps
         self.table = table
+        self.device = steps.device  # where keys and outputs are; as PyTorch sees it, the table
         self.handle = table.handle
         self.name = table.name
         self.created = created
@@ -101,10 +102,11 @@ class Table:
         assert anchor is not None, "the modules of a table and their weights hold its anchor"
         return anchor
 
-    def make_anchor(self, dtype: torch.dtype, requires_grad: bool) -> Anchor:
-        """The anchor, for a module to hold. The first module says its dtype."""
+    def make_anchor(self, dtype: torch.dtype, requires_grad: bool, device: torch.device) -> Anchor:
+        """The anchor, for a module to hold. The first module says its dtype and its device."""
         anchor = self.held_anchor()
         if anchor is None:
+            self.device = device
             anchor = Anchor(self, dtype, requires_grad)
             self._anchor = weakref.ref(anchor)
             if self.goes:
@@ -343,7 +345,7 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
-        self.device = self.native.device  # where rows come to
+        self.device = self.native.device  # which has the trainer
         self.lock: Any = threading.RLock()
         self.rank: int = trainer.rank
         self.shared = _shared_of(trainer.engine)
@@ -369,20 +371,35 @@ class Steps:
         """Whether the trainer can go to another device: nobody would go on without it meanwhile."""
         return self.world_size == 1 and not self.trainer.engine.service
 
-    def move(self, device: torch.device) -> None:
-        """The trainer and all modules that have it go to another device."""
+    def check_device(self, device: torch.device, who: str) -> None:
+        """An error, if keys and outputs of modules cannot be on this device."""
+        if device == self.device or device.type == "cpu":
+            return
+        if device.type != "cuda" or not self.can_move():
+            raise ValueError(
+                f"{who} cannot be on {device}: the trainer is on {self.device}, and one of several ranks or of a controller stays"
+                " there. Make it with a trainer that is on that GPU, or the first module with the device"
+            )
+
+    def move(self, tables: Sequence[Table], device: torch.device) -> None:
+        """Keys and outputs of tables are on another device from now on. The trainer goes with them to a GPU, with all tables
+        that are on another one, and leaves a GPU with the last."""
         with self.lock:
-            if device == self.device:
-                return
-            self.move_to(str(device) if device.type == "cuda" else "cpu")
-            found = [table.held_anchor() for table in self.tables.values()]
-            anchors = [anchor for anchor in found if anchor is not None]
-            grads = [get_grad(anchor) for anchor in anchors]
+            held = [table for table in self.tables.values() if table.held_anchor() is not None]
+            if device.type == "cuda" and device != self.device:
+                self.move_to(str(device))
+                tables = [*tables, *(table for table in held if table.device.type == "cuda" and table not in tables)]
+            anchors = [(table, anchor) for table in tables if (anchor := table.held_anchor()) is not None]
+            grads = [get_grad(anchor) for _, anchor in anchors]
             parts = [part for grad in grads if isinstance(grad, Gradient) for part in grad.parts]
-            for held in {id(part.held): part.held for part in parts}.values():
-                held.move(self.device)
-            for anchor, grad in zip(anchors, grads):
+            for some in {id(part.held): part.held for part in parts}.values():
+                some.move(device)
+            for (table, anchor), grad in zip(anchors, grads):
+                table.device = device
                 anchor.become(anchor.dtype, grad)
+            left = self.device.type == "cuda" and tables and all(table.device.type == "cpu" for table in held)
+            if left and self.can_move():
+                self.move_to("cpu")
 
     def move_to(self, name: str) -> None:
         """The trainer goes to the engine's device of that name. What is declared is taken back."""

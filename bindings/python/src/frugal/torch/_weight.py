@@ -108,7 +108,7 @@ class Weight(torch.Tensor):
         anchor = table.anchor
         requires_grad = anchor.requires_grad and not detached
         weight = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=anchor.dtype, device=table.steps.device, requires_grad=requires_grad
+            cls, shape, dtype=anchor.dtype, device=table.device, requires_grad=requires_grad
         )
         # Of whoever takes the memory that it has not, as other.data = weight does without a call of anything here.
         if _refuse_memory is not None:
@@ -124,7 +124,7 @@ class Weight(torch.Tensor):
         self._sparse = sparse
         self._at = at
         self._own = False if detached else None
-        self._made = (table.anchor.dtype, table.anchor.requires_grad, table.steps.device)
+        self._made = (table.anchor.dtype, table.anchor.requires_grad, table.device)
 
     @property
     def _is_param(self) -> bool:
@@ -147,7 +147,7 @@ class Weight(torch.Tensor):
     def is_as_now(self, sparse: bool) -> bool:
         """Whether a new one would be alike."""
         table = self._table
-        made = table.anchor.dtype, table.anchor.requires_grad, table.steps.device
+        made = table.anchor.dtype, table.anchor.requires_grad, table.device
         return self._sparse == sparse and self._made == made and tuple(self.shape) == _shape(table)
 
     def is_whole(self) -> bool:
@@ -168,7 +168,7 @@ class Weight(torch.Tensor):
     def _rows(self, keys: Optional[torch.Tensor]) -> torch.Tensor:
         self._check_traced()
         table = self._table
-        return _rows_of(table, keys).to(device=table.steps.device, dtype=table.anchor.dtype)
+        return _rows_of(table, keys).to(device=table.device, dtype=table.anchor.dtype)
 
     def _check_traced(self) -> None:
         if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting() or _default.in_fake_mode():
@@ -211,7 +211,7 @@ class Weight(torch.Tensor):
             dense = gradient.dense()
             return dense if self._at is None else dense[self._at]
         dtype = self._table.anchor.dtype
-        keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
+        keys, rows = gradient.per_key()
         rows = rows.to(dtype)
         rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
@@ -280,7 +280,7 @@ class Weight(torch.Tensor):
         feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
         lookup = Lookup(steps, [feature], self._table.dim)
         rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
-        return Held(lookup, (keys.to(steps.device), None, None), rows, next(steps.backwards))
+        return Held(lookup, (keys.to(rows.device), None, None), rows, next(steps.backwards))
 
     def _hold(self, use: int, keys: torch.Tensor, grad: torch.Tensor) -> None:
         """What a backward does with the gradient of rows of these keys."""
