@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import frugal
-from frugal.torch import _default
-
 
 # Threads that wait for each other spin where the machine has other things to do.
 torch.set_num_threads(1)
@@ -18,7 +16,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(7)
-    _default._states.clear()  # as at a program's begin
 
 
 @pytest.fixture

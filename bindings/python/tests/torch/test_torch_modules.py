@@ -9,7 +9,7 @@ import gc
 import copy
 import pickle
 import warnings
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _default, _inputs, _steps
+from frugal.torch import _default, _inputs, _steps, _weight
 from frugal.torch._anchor import Anchor, Gradient
 
 
@@ -888,24 +888,34 @@ def test_rows_begin_as_torch_s(trainer: frugal.Trainer) -> None:
     assert torch.equal(constant.weight, torch.full((10, 4), 0.25))
 
 
-@pytest.mark.parametrize("rows", ["initial", "of before", "given", "drawn"])
-def test_a_seed_that_is_set_later_is_told_of(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
-    """Once, and where initial rows are trained that do not follow it."""
-    monkeypatch.setattr(_steps, "_told_of_seeds", False)
-    ft.default_trainer()
-    assert _default._seed is not None
-    torch.manual_seed(_default._seed + (rows != "of before"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            module = ft.Embedding(ROWS, DIM, padding_idx=3)
-            if rows == "given":
-                module.load_state_dict({"weight": torch.zeros(ROWS, DIM)})
-            elif rows == "drawn":
-                module.reset_parameters()
-            for _ in range(2):
-                module(torch.tensor([1])).sum().backward()
-    assert sum("torch.manual_seed" in str(w.message) for w in caught) == (rows == "initial")
+Make = Callable[[Any], Any]  # a module, by torch.nn or this package
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "make",
+    [lambda m, **k: m.Embedding(3, 2, **k), lambda m, **k: m.Embedding(333, 7, padding_idx=5, **k),
+     lambda m, **k: m.EmbeddingBag(_weight._CHUNK + 1, 3, padding_idx=-1, **k),
+     lambda m, **k: m.Embedding(2 * _weight._CHUNK + 20, 1, **k), lambda m, **k: m.Embedding(0, 4, **k)],
+)  # fmt: skip
+def test_the_same_seed_gives_the_same_rows(make: Make, dtype: torch.dtype) -> None:
+    """As torch.nn's, and what is drawn behind them is the same, too."""
+    made = []
+    for modules in (ft, torch.nn):
+        torch.manual_seed(41)
+        module = make(modules, dtype=dtype)  # type: ignore[call-arg]
+        rows = module.weight.detach().to(torch.float32)  # what a table has
+        made.append((rows.to(dtype), torch.rand(5)))
+    assert all(torch.equal(*some) for some in zip(*made))
+
+
+def test_rows_that_others_begin_draw_nothing(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    """Those of a trainer that is given are the engine's, as those of `init`, of hashed and of lazy tables."""
+    before = torch.get_rng_state()
+    for more in (dict(trainer=trainer), dict(init=frugal.Constant(1.0)), dict(hashed=True), dict(lazy=True)):
+        ft.Embedding(ROWS, DIM, **more)  # type: ignore[arg-type]
+    ft.EmbeddingBag(ROWS, DIM, _weight=torch.zeros(ROWS, DIM))
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -923,7 +933,6 @@ def test_the_process_s_trainer_is_where_its_first_module_is(
         raise frugal.Busy("told enough")
 
     monkeypatch.setattr(_default, "_trainer", None)
-    monkeypatch.setattr(_default, "_seed", None)
     monkeypatch.setattr(frugal.Engine, "create_trainer", create_trainer)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))

@@ -16,7 +16,7 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _default, _hook, _steps
+from frugal.torch import _hook
 
 KEYS = torch.tensor([[1, 2], [3, 4]])
 
@@ -175,50 +175,6 @@ def test_one_warning_says_which_rows_decay(
             table(KEYS).sum().backward()
             optimizer.step()
     assert sum("in the steps that have a gradient of it" in str(w.message) for w in caught) == 1
-
-
-# --- seeds ---
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_one_warning_says_that_the_same_seed_gives_other_rows(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
-    monkeypatch.setattr(_steps, "_told_of_seeds", False)
-    ft.default_trainer()
-    monkeypatch.setattr(_default, "_seed", torch.initial_seed() % 2**64)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ft.Embedding(ROWS, DIM)
-        torch.manual_seed(torch.initial_seed())
-        for run in range(2):
-            if again:
-                torch.manual_seed(torch.initial_seed())
-            modules = ft.Embedding(ROWS, DIM), ft.Embedding(ROWS, DIM)
-            for module in modules:
-                module(KEYS).sum().backward()
-    told = [str(w.message) for w in caught if "torch.manual_seed" in str(w.message)]
-    assert len(told) == 1
-
-
-def test_modules_of_one_seed_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_steps, "_told_of_seeds", False)
-    ft.default_trainer()
-    monkeypatch.setattr(_default, "_seed", torch.initial_seed() % 2**64)
-    torch.manual_seed(torch.initial_seed())
-    torch.rand(3)  # a state that no other test makes modules in
-    torch.rand(5, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            ft.Embedding(ROWS, DIM)(KEYS).sum().backward()
-
-
-def test_a_module_with_a_weight_draws_nothing() -> None:
-    """As torch.nn's: what is made after it has the same numbers from the same seed."""
-    ft.default_trainer()
-    before = torch.get_rng_state()
-    for kind in (ft.Embedding, ft.EmbeddingBag):
-        kind(ROWS, DIM, _weight=torch.zeros(ROWS, DIM))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- derivatives of per_sample_weights ---

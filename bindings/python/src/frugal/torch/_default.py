@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import threading
-from typing import Optional, Set, cast
+from typing import Optional, cast
 
 import torch
 
@@ -17,8 +16,6 @@ from ._ranks import world
 _lock = threading.Lock()
 _trainer: Optional[frugal.Trainer] = None
 _pid = 0
-_seed: Optional[int] = None  # of torch, that initial rows follow; None: they follow none
-_states: Set[int] = set()  # of torch's generator where modules were made, as hashes
 
 
 def trainer(device: object = None) -> frugal.Trainer:
@@ -29,7 +26,7 @@ def trainer(device: object = None) -> frugal.Trainer:
     first module has it on torch.cuda.current_device().
 
     With FRUGAL_SERVICE in the environment the engine is the controller's there; RANK and WORLD_SIZE say which rank of how
-    many this process is. Initial rows follow torch.manual_seed, as it was when the engine was opened.
+    many this process is. Rows that modules do not draw follow torch.manual_seed, as it was when the engine was opened.
     """
     global _trainer, _pid
     with _lock:
@@ -66,11 +63,10 @@ def in_fake_mode() -> bool:
 
 
 def _open(device: torch.device) -> frugal.Trainer:
-    global _seed
     place = world(alone=True)
     # Ranks of a script that seeds them apart share the tables.
-    _seed = torch.initial_seed() % 2**64 if place.size == 1 else None
-    engine = frugal.Engine(world_size=place.size, seed=_seed or 0)
+    seed = torch.initial_seed() % 2**64 if place.size == 1 else 0
+    engine = frugal.Engine(world_size=place.size, seed=seed)
     if engine.service and device.type == "cpu" and torch.cuda.is_initialized():
         # Such a trainer cannot go to a GPU later, and one on a GPU serves modules on the CPU, too.
         device = place_of("cuda")
@@ -78,20 +74,6 @@ def _open(device: torch.device) -> frugal.Trainer:
     trainer = engine.create_trainer(place.rank, device=name, replace=place.again and bool(engine.service))
     atexit.register(_close, engine, trainer, os.getpid())
     return trainer
-
-
-def seeded_since(trainer: frugal.Trainer) -> bool:
-    """Whether initial rows of this trainer's tables follow another torch.manual_seed() than the last one: one of another
-    number, or of the same, by which the generator is where it was when another module was made. So that it does not stand
-    still from module to module, each draws a number."""
-    if trainer is not _trainer or _seed is None:
-        return False
-    state = torch.default_generator.get_state()
-    found = hash(ctypes.string_at(state.data_ptr(), state.nbytes))
-    again = found in _states
-    _states.add(found)
-    torch.empty((), dtype=torch.int64, device="cpu").random_()
-    return again or torch.initial_seed() % 2**64 != _seed
 
 
 def _close(engine: frugal.Engine, trainer: frugal.Trainer, pid: int) -> None:

@@ -405,17 +405,17 @@ class _Single(_Module):
             self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
             table.mean_ranks, table.nan_policy, table.lazy,
         )  # fmt: skip
-        if weight is None:  # with one, torch.nn's modules draw nothing
-            self._table.seeded_since = _default.seeded_since(self._trainer) and self._table.created
         self._make_lookup(pooling)
         self._parameters = _Parameters()
         self._parameters.table = self._table.name
         self._hold_anchors(dtype, freeze)
+        # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
+        draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy) and self._steps.world_size == 1
         if self._table.created:
             if weight is not None:
                 _state.load_rows(self._steps, self._table, weight, None)
-            elif type(self).reset_parameters is not _Single.reset_parameters and not table.hashed:
-                self.reset_parameters()  # a subclass's own
+            elif draws or (type(self).reset_parameters is not _Single.reset_parameters and not table.hashed):
+                self.reset_parameters()  # which may be a subclass's own
             elif self.padding_idx is not None and not table.hashed:
                 zeros = torch.zeros(1, embedding_dim, dtype=torch.float32, device="cpu")
                 _state.put(self._steps, self._table, _one_key(self.padding_idx), zeros)
@@ -823,7 +823,6 @@ class EmbeddingBagCollection(_Module):
                 "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
                 config.hashed, mean_ranks, nan_policy, config.lazy,
             )  # fmt: skip
-            table.seeded_since = _default.seeded_since(self._trainer) and table.created
             self._by_name[config.name] = table
             self._warn_of_found(table, False, 3)
             padding = _inputs.padding_idx(config.padding_idx, config.num_embeddings, config.hashed)

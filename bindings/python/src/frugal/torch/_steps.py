@@ -38,7 +38,6 @@ _MOST_WITHOUT = 20
 
 _PAUSE = 0.001  # seconds between two tries to call what has to wait for other ranks
 
-_told_of_seeds = False
 optimizer_steps = 0  # that torch's optimizers have made, of whatever parameters
 
 
@@ -79,7 +78,6 @@ class Table:
         self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
         self._keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
-        self.seeded_since = False  # torch's generator, and initial rows follow the seed of before
         self._warned = False
         self._tie: Any = None  # the hook of a Parameter that was assigned to weight
         self.goes = False  # with its anchor: the last of its modules, of what has their weight, and of optimizers
@@ -168,26 +166,11 @@ class Table:
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
         each of the others' steps."""
-        if self.seeded_since:
-            self._warn_of_the_seed()
         if not self._warned and self._seen != optimizer_steps:
             self._without += 1
             self._seen = optimizer_steps
             if self._without > _MOST_WITHOUT:
                 self.warn_if_nobody_steps()
-
-    def _warn_of_the_seed(self) -> None:
-        """One warning of the process, where initial rows are trained."""
-        global _told_of_seeds
-        self.seeded_since = False
-        if not _told_of_seeds and not self.written:
-            _told_of_seeds = True
-            warnings.warn(
-                f"table {self.name!r}: its initial rows follow the torch.manual_seed() of before the first module, and not"
-                " the one since: module.reset_parameters() makes rows that do, or give modules a trainer of a"
-                " frugal.Engine(seed=...)",
-                stacklevel=2,
-            )
 
     def warn_if_nobody_steps(self) -> None:
         """One warning for a table whose gradients nobody uses."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._lookup import Feature
 
 _CHUNK = 65536  # rows that are held at once where a table is written
+_LEAST = 16  # and not fewer at the end: normal_() of a tensor with fewer elements draws other numbers
 
 _HOW = (
     "use assignments (weight[ids] = rows), weight.copy_(), functions of torch.nn.init, or load_state_dict() to write"
@@ -505,14 +506,19 @@ class Weight(torch.Tensor):
         return self
 
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
-        """Functions of torch.nn.init."""
+        """Functions of torch.nn.init. What they draw are the numbers that a tensor of this dtype would get, on this device."""
         with torch.no_grad():
-            if func in (torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.constant_):
-                self.change(lambda rows, part: func(rows, **kwargs))
-            else:  # they look at the shape
-                rows = torch.empty(tuple(self.shape), dtype=torch.float32, device="cpu")
-                func(rows, **kwargs)
-                self.change(lambda some, part: some.copy_(rows[part]))
+            if self.device.type == "cpu" and func in _INIT_OF_ELEMENTS:
+                if self.dtype == torch.float32:
+                    self.change(lambda rows, part: func(rows, **kwargs))
+                else:
+                    self.change(lambda rows, part: rows.copy_(func(rows.to(self.dtype), **kwargs)))
+                return self
+            try:
+                all_rows = func(torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device), **kwargs)
+            except torch.OutOfMemoryError:  # a GPU's
+                all_rows = func(torch.empty(tuple(self.shape), dtype=self.dtype, device="cpu"), **kwargs)
+            self.change(lambda some, part: some.copy_(all_rows[part]))
         return self
 
     def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
@@ -703,11 +709,20 @@ def _change(table: Table, keys: Optional[torch.Tensor], function: Callable[[torc
     """Rows of these keys, None: of all, are what the function makes of them, some at a time. Their optimizer state
     stays."""
     count = table.capacity if keys is None else keys.numel()
-    for begin in range(0, count, _CHUNK):
-        part = slice(begin, min(begin + _CHUNK, count))
+    for part in _parts(count):
         some = torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu") if keys is None else keys[part]
         with table.steps.still():
             _change_rows(table, some, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
+
+
+def _parts(count: int) -> Iterator[slice]:
+    begin = 0
+    while begin < count:
+        end = begin + _CHUNK
+        if count - end < _LEAST:
+            end = count
+        yield slice(begin, end)
+        begin = end
 
 
 def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
@@ -929,6 +944,8 @@ def saved(table: Table) -> Dict[str, torch.Tensor]:
         found["weight"] = _part(rows, _Source(table, found.get("keys"), rows))
     return found
 
+
+_INIT_OF_ELEMENTS = (torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.constant_)
 
 # Elementwise, so that rows can be changed some at a time.
 _ELEMENTWISE = {
