@@ -212,7 +212,7 @@ class Weight(torch.Tensor):
             dense = gradient.dense()
             return dense if self._at is None else dense[self._at]
         dtype = self._table.anchor.dtype
-        keys, rows = gradient.per_key()
+        keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
         rows = rows.to(dtype)
         rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
