@@ -395,6 +395,7 @@ inline PyObject* forward(Forward& self, PyObject* module, PyObject* input, PyObj
     }
     shape.push_back(ends.numel() - 1);
   } else {
+    if (keys.dim() == 0) return not_usual();  // an anchor's shape has two dimensions
     shape.append(keys.sizes().begin(), keys.sizes().end());
   }
   shape.push_back(self.dim);

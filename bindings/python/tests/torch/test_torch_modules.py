@@ -909,6 +909,23 @@ def test_the_same_seed_gives_the_same_rows(make: Make, dtype: torch.dtype) -> No
     assert all(torch.equal(*some) for some in zip(*made))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_modules_and_parameters_are_chosen_as_torch_s_are(sparse: bool, trainer: frugal.Trainer) -> None:
+    """By their class, and by their dimensions."""
+    for kind, theirs in ((ft.Embedding, torch.nn.Embedding), (ft.EmbeddingBag, torch.nn.EmbeddingBag)):
+        module = kind(ROWS, DIM, sparse=sparse, trainer=trainer)
+        assert isinstance(module, theirs) and module.sparse is sparse
+        assert [p.dim() for p in module.parameters()] == [p.dim() for p in theirs(3, 2).parameters()] == [2]
+        torch.nn.Sequential(module).apply(
+            lambda m: torch.nn.init.constant_(m.weight, 0.5) if isinstance(m, theirs) else None  # noqa: B023
+        )
+        assert bool(module.weight.eq(0.5).all())
+    one = ft.Embedding(ROWS, DIM, trainer=trainer)
+    out = one(torch.tensor(3))  # of one key, whose output has fewer dimensions than the parameter
+    out.backward(torch.ones(DIM))
+    assert out.shape == (DIM,) and torch.equal(one.weight.grad[3], torch.ones(DIM))  # type: ignore[index]
+
+
 def test_rows_that_others_begin_draw_nothing(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
     """Those of a trainer that is given are the engine's, as those of `init`, of hashed and of lazy tables."""
     before = torch.get_rng_state()

@@ -392,7 +392,7 @@ def test_a_rank_that_waits_between_steps_says_for_what(impatient: None) -> None:
     """The other may wait for it in the step, as in DistributedDataParallel's reduction."""
     with frugal.Engine(world_size=2, timeout=60) as engine:
         bags = [ft.EmbeddingBag(ROWS, DIM, trainer=engine.create_trainer(rank), optimizer=sgd()) for rank in range(2)]
-        state = bags[1].state_dict()
+        state = {"weight": snapshot(bags[1]) + 1}
         bags[0](torch.tensor([[1]]))
         with pytest.raises(UserWarning, match="rank 1 waits between steps.*load_state_dict.*barrier"):
             bags[1].load_state_dict(state)
@@ -560,3 +560,19 @@ def test_a_child_does_not_wait_for_a_lock_of_the_parent() -> None:
         bags[1](keys).sum().backward()
         optimizers[1].step()
         waits.join()
+
+
+@pytest.mark.parametrize("optimizer", [sgd(), frugal.Adagrad()])
+def test_rows_that_are_there_are_loaded_while_a_rank_is_in_a_step(optimizer: frugal.Optimizer) -> None:
+    """As where each rank loads the same file, with nothing between that and its first forward."""
+    with frugal.Engine(world_size=2, timeout=60) as engine, engine.create_trainer(0) as one, engine.create_trainer(1) as two:
+        modules = [ft.Embedding(ROWS, DIM, name="e", trainer=t, optimizer=optimizer) for t in (one, two)]
+        saved = {"weight": integers(ROWS, DIM)}
+        modules[0].load_state_dict(saved)
+        out = modules[0](torch.arange(5))
+        modules[1].load_state_dict(saved)
+        assert torch.equal(out, saved["weight"][:5]) and torch.equal(snapshot(modules[1]), saved["weight"])
+        for module in modules:
+            module(torch.arange(5)).sum().backward()
+            ft.Optimizer(module).step()
+        assert not torch.equal(snapshot(modules[1])[:5], saved["weight"][:5])

@@ -98,6 +98,7 @@ class Held:
             )
 
 
+SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses parameters by their dimensions
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _grad: Any = torch.Tensor.grad
 get_grad: Callable[["Anchor"], Optional[torch.Tensor]] = _grad.__get__
@@ -117,7 +118,7 @@ class Anchor(torch.nn.Parameter):
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
-            data = torch.zeros(1, dtype=dtype, device=table.device)
+            data = torch.zeros(SHAPE, dtype=dtype, device=table.device)
             return super().__new__(cls, data, requires_grad)
 
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
@@ -142,7 +143,7 @@ class Anchor(torch.nn.Parameter):
         """Of this dtype, where the table's outputs are, and with this gradient."""
         device = self.table.device
         set_grad(self, None)
-        _data.__set__(self, torch.zeros(1, dtype=dtype, device=device))
+        _data.__set__(self, torch.zeros(SHAPE, dtype=dtype, device=device))
         self.seen = self._version
         if isinstance(grad, Gradient) and grad.device != device:
             moved = Gradient(self)
@@ -176,7 +177,7 @@ class Anchor(torch.nn.Parameter):
                     self.begun = None
             return
         # A caller's zeros are a gradient to which backwards add. Zeros of autograd's own, as of a penalty, do not come here.
-        if not isinstance(value, Gradient) and value.shape == (1,) and float(value) == 0.0:
+        if not isinstance(value, Gradient) and value.shape == SHAPE and float(value) == 0.0:
             value = self.begin()
         set_grad(self, value)
 
@@ -444,7 +445,7 @@ class Gradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
-        return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=dtype or anchor.dtype, device=anchor.device)
+        return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=dtype or anchor.dtype, device=anchor.device)
 
     def __init__(self, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> None:
         self.table = anchor.table
@@ -838,9 +839,9 @@ def _clip_all(func: Any, grads: List[torch.Tensor], limit: Any) -> None:
 
 def _is(func: Any, grad: Gradient) -> torch.Tensor:
     if func.overloadpacket is _aten.isfinite:
-        return torch.full((1,), grad.finite(), dtype=torch.bool, device=grad.device)
+        return torch.full(SHAPE, grad.finite(), dtype=torch.bool, device=grad.device)
     found = any(bool(func(part.held.grad).any()) for part in grad.parts)
-    return torch.full((1,), found, dtype=torch.bool, device=grad.device)
+    return torch.full(SHAPE, found, dtype=torch.bool, device=grad.device)
 
 
 def _for_a_reducer(grad: Gradient) -> float:

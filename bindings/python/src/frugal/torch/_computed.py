@@ -19,7 +19,7 @@ class Computed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, zeros: Optional[int], table: str) -> "Computed":
-        return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=values.dtype, device=values.device)
+        return torch.Tensor._make_wrapper_subclass(cls, (1, 1), dtype=values.dtype, device=values.device)
 
     def __init__(self, values: torch.Tensor, zeros: Optional[int], table: str) -> None:
         self.some, self.zeros, self.table = values, zeros, table

@@ -26,6 +26,8 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (Embedding, EmbeddingBag)):
+            continue  # it is converted
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.num_embeddings >= min_rows:
             _check(name, module)
             found[name] = module

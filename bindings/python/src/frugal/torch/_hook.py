@@ -514,10 +514,11 @@ def _translate(
 ) -> None:
     """The state that torch's optimizer of a dense weight has saved, as the table's."""
     theirs = {}
+    shape = (table.capacity, table.dim)
     for name in [name for name in state if name not in (_STEP, _STATE, _KEYS)]:
         value = state[name]
         # Adagrad makes state of the anchor itself, of its shape, when it is made; SGD without momentum saves None.
-        if value is None or (isinstance(value, torch.Tensor) and value.shape == (1,)):
+        if value is None or (isinstance(value, torch.Tensor) and value.numel() == 1 and tuple(value.shape) != shape):
             del state[name]
         else:
             theirs[name] = value
@@ -528,7 +529,6 @@ def _translate(
         if name not in theirs and type(state) is _Own and name in state:
             theirs[name] = state[name]  # of several, somebody has set some
     state.pop(_STATE, None)
-    shape = (table.capacity, table.dim)
     if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
         raise ValueError(

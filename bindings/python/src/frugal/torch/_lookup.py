@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional
 import torch
 
 from . import _inputs, _native
-from ._anchor import ACCUMULATED, NOT_ASKED, Held, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, SHAPE, Held, use_of
 from ._steps import Moment, Steps, Table
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -126,6 +126,7 @@ class Lookup:
             source = torch.cat(each).sum(0, keepdim=True)
         known = self._like
         device = self.device
+        wanted, shape = shape, shape if len(shape) > 1 else (1, *shape)  # one that an anchor's extends to
         if known is None or known[0] != shape or known[3] is not device:
             like = torch.zeros((), dtype=torch.float32, device=device).expand(shape)
             known = self._like = shape, like, like.numel() <= _FEW, device
@@ -137,7 +138,8 @@ class Lookup:
         node = out.grad_fn
         if node is not None:  # as there is none in torch.inference_mode()
             node.register_prehook(_Backward(self, tensors, mine, node.next_functions[1][0], len(anchors)))
-        return out, self.look_up(out, tensors)
+        moment = self.look_up(out, tensors)
+        return out if wanted is shape else out.squeeze_(0), moment  # which is no view
 
     def backward(
         self, keys: Optional[torch.Tensor], ends: Optional[torch.Tensor], version: int, leaf: Any
@@ -335,7 +337,7 @@ class _Backward:
         """Calls it from C++. Returns what autograd goes on with."""
         if self._deliver(grad, shared) is not None:
             return None
-        return torch.zeros(1, dtype=torch.float32, device=grad.device)  # a hook puts the table's gradient in its place
+        return torch.zeros(SHAPE, dtype=torch.float32, device=grad.device)  # a hook puts the table's gradient in its place
 
     def _hold(self, grad: torch.Tensor, tensors: Tensors, anchor: Any) -> Held:
         """What the optimizer's step will push."""

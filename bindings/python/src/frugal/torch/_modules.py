@@ -38,6 +38,8 @@ _MAX = "max"  # of torch.nn.EmbeddingBag alone
 # Of torch: they put a parameter of theirs in the place of a module's weight.
 _COMPUTE_WEIGHT = {f"torch.nn.utils.{name}" for name in ("weight_norm", "parametrizations")}
 
+_DDP = "torch.nn.parallel.distributed"
+
 _weighted_rows: Callable[..., Any] = WeightedRows.apply  # without types in torch
 _in_fake_mode = _default.in_fake_mode
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -91,7 +93,7 @@ class _Module(torch.nn.Module):
     scale_grad_by_freq: bool = False
 
     def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
         if _default.in_fake_mode():
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
@@ -400,7 +402,7 @@ class _Single(_Module):
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
+        self._has_sparse = sparse
         self._table = self._open(
             self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
             table.mean_ranks, table.nan_policy, table.lazy,
@@ -427,6 +429,16 @@ class _Single(_Module):
         return self._table.table
 
     @property
+    def sparse(self) -> bool:
+        """Whether `weight.grad` is a sparse tensor."""
+        # DistributedDataParallel asks for what its reducer gets, and the anchor's gradient is none.
+        return self._has_sparse and sys._getframe(1).f_globals.get("__name__") != _DDP
+
+    @sparse.setter
+    def sparse(self, value: bool) -> None:
+        self._has_sparse = value
+
+    @property
     def weight(self) -> torch.Tensor:
         """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
         by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
@@ -436,8 +448,8 @@ class _Single(_Module):
             _refuse_computed(self._table.name, "a parametrization")
         self._check_anchors()
         shown = self._shown
-        if shown is None or not shown.is_as_now(self.sparse):
-            shown = Weight(self._table, self._lookup.features[0], self.sparse)
+        if shown is None or not shown.is_as_now(self._has_sparse):
+            shown = Weight(self._table, self._lookup.features[0], self._has_sparse)
             object.__setattr__(self, "_shown", shown)  # a parameter would be registered
         return shown
 
@@ -563,7 +575,7 @@ class _Single(_Module):
         return text + (", frozen" if self.frozen else "")
 
 
-class Embedding(_Single):
+class Embedding(_Single, torch.nn.Embedding):  # so that isinstance() says so
     """torch.nn.Embedding in an engine: a row for each key, shape of the keys + (embedding_dim,).
 
     The first arguments are torch.nn.Embedding's. By keyword: `trainer`, whose steps train the rows; `name` of the
@@ -643,7 +655,7 @@ class Embedding(_Single):
         )  # fmt: skip
 
 
-class EmbeddingBag(_Single):
+class EmbeddingBag(_Single, torch.nn.EmbeddingBag):  # so that isinstance() says so
     """torch.nn.EmbeddingBag in an engine: a row for each bag, the sum or mean of its keys' rows.
 
     The first arguments are torch.nn.EmbeddingBag's, those by keyword Embedding's and `freeze`.

@@ -54,11 +54,15 @@ def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[tor
 
 
 def overwrite(table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
-    """Gives rows these weights. They keep their optimizer state; rows that come into being have a new row's."""
+    """Gives rows these weights. They keep their optimizer state; rows that come into being have a new row's. What another
+    rank has written already, as each rank loads the same file, does not wait for a rank that is in a step."""
+    shared = table.steps.world_size > 1 and not table.hashed
     room = _empty(min(at.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
     for begin, some in _chunks(at):
         part = weight[begin : begin + some.numel()]
         with table.steps.still():
+            if shared and _are_there(table, some, part):
+                continue
             if not table.state_floats:
                 table.put(some, part, with_state=False)
                 continue
@@ -73,6 +77,13 @@ def overwrite(table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
                     table.put(some, both, with_state=True)
                 else:
                     table.put(some[found], both[found], with_state=True)
+
+
+def _are_there(table: Table, at: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows have these bits."""
+    rows = _empty(at.numel(), table.dim)
+    table.get(at, rows, with_state=False)
+    return torch.equal(rows.view(torch.int32), weight.contiguous().view(torch.int32))
 
 
 def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:

@@ -145,7 +145,7 @@ class Table:
         if self.empty:
             return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
         with self.steps.still():
-            if self.steps.world_size > 1 and not (with_state or self.hashed or self.steps.native.on_gpu):
+            if self.steps.world_size > 1 and not (with_state or self.hashed):
                 # As a forward reads them, which waits for other ranks to end the step, and may be in one.
                 op = _native.op(
                     self.handle, _native.POOL_NONE, None, keys,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn,
 import torch
 
 from . import _default, _native, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, SHAPE, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _Read(torch.autograd.Function):
             keys = torch.arange(ctx.shape[0], dtype=torch.int64, device="cpu")
         ctx.weight._hold(anchor, keys, grad)
         # In the place of what is returned a hook puts the table's gradient, if there is something.
-        return grad.new_zeros(1) if anchor == RETURNED else None, None, None, None, None
+        return grad.new_zeros(SHAPE) if anchor == RETURNED else None, None, None, None, None
 
 
 _read: Callable[..., Any] = _Read.apply  # without types in torch
