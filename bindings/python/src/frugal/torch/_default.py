@@ -67,7 +67,7 @@ def _open(device: torch.device) -> frugal.Trainer:
     # Ranks of a script that seeds them apart share the tables.
     seed = torch.initial_seed() % 2**64 if place.size == 1 else 0
     engine = frugal.Engine(world_size=place.size, seed=seed)
-    if engine.service and device.type == "cpu" and torch.cuda.is_initialized():
+    if engine.service and device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # Such a trainer cannot go to a GPU later, and one on a GPU serves modules on the CPU, too.
         device = place_of("cuda")
     name = str(device) if device.type == "cuda" else "cpu"
