@@ -412,3 +412,11 @@ def test_the_state_after_a_step_of_zeros_is_loaded(trainer: frugal.Trainer) -> N
         module(KEYS).sum().backward()
         second.step()
     assert torch.allclose(ours.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_memory_that_is_shared_has_no_rows(trainer: frugal.Trainer) -> None:
+    """A child process would train a copy of nothing."""
+    model = torch.nn.Sequential(ft.Embedding(ROWS, DIM, trainer=trainer), torch.nn.Linear(DIM, 1))
+    with pytest.raises(NotImplementedError, match=r"share_memory\(\) shares no rows.*FRUGAL_SERVICE"):
+        model.share_memory()
+    model(KEYS).sum().backward()  # it is as it was

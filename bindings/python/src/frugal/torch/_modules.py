@@ -137,7 +137,7 @@ class _Module(torch.nn.Module):
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # half(), double(), to(): outputs change their dtype, or are on another device from now on.
         old = [(name, a, a.value, a.grad) for name, a in self._parameters.items() if isinstance(a, Anchor)]
-        where = None
+        where, shared = None, False
         for name, anchor, data, _ in old:
             self._parameters[name] = torch.nn.Parameter(data, anchor.requires_grad)  # PyTorch may replace it
         try:
@@ -147,10 +147,16 @@ class _Module(torch.nn.Module):
                 new = self._parameters[name]
                 assert new is not None
                 anchor.grad = None
+                shared |= data.device.type == "cpu" and data.is_shared()
                 if new.device != data.device:
                     where = new.device
                 anchor.become(new.dtype, grad)
                 self._parameters[name] = anchor
+        if shared:
+            raise NotImplementedError(
+                f"{type(self).__name__}: share_memory() shares no rows, which an engine has. Processes that train the same tables"
+                " attach to a controller: start frugal-controller, and the processes with FRUGAL_SERVICE"
+            )
         if where is not None:
             if where.type == "meta":
                 _default.refuse_meta(f"{type(self).__name__} cannot be moved to meta")
