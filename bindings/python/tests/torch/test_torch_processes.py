@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import frugal
 import frugal.torch as ft
+from frugal.torch import _ranks
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 SMALL = ["--samples", "20000", "--batch", "500", "--hash"]
@@ -58,6 +59,73 @@ def test_processes_train_the_bits_of_threads(controller_program: Path, controlle
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     resumed = [*torchrun, str(program), str(EXAMPLES), "--resume", str(tmp_path / "saved")]
     assert hashes(resumed, FRUGAL_SERVICE=controller.address) == threads
+
+
+# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed.
+DRAWS = """
+import os, sys, time
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+modules = torch.nn
+if sys.argv[2] == "frugal":
+    import frugal.torch as modules
+torch.manual_seed(rank)
+if rank == 0:
+    time.sleep(0.5)  # the other one is there before
+given = torch.full((3, 2), float(rank))
+model = torch.nn.ModuleList([
+    modules.Embedding(40, 6, padding_idx=1), modules.EmbeddingBag(3, 2, _weight=given), modules.EmbeddingBag(20, 3),
+    torch.nn.Linear(3, 1),
+])
+drawn = torch.rand(1)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+dist.barrier()
+torch.save([*(m.weight.detach().clone() for m in model), drawn], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+dist.destroy_process_group()
+"""
+
+
+def test_initial_rows_are_those_of_rank_0(controller: Any, tmp_path: Path) -> None:
+    """As DistributedDataParallel makes them."""
+    program = tmp_path / "draws.py"
+    program.write_text(DRAWS)
+    for whose in ("torch", "frugal"):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "2"}
+        if whose == "frugal":
+            environment["FRUGAL_SERVICE"] = controller.address
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(program), str(tmp_path / f"store of {whose}"), whose, str(tmp_path)],
+                env={**environment, "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        assert [rank.wait(600) for rank in ranks] == [0, 0]
+    for rank in range(2):
+        theirs, ours = (torch.load(tmp_path / f"{whose}{rank}") for whose in ("torch", "frugal"))
+        assert len(ours) == 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def test_a_rank_waits_for_no_table_that_rank_0_has_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    store = getattr(dist, "HashStore")()  # not among its types
+    store.set_timeout(timedelta(milliseconds=1))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(_ranks, "_group", lambda: (1, 2))
+    with pytest.raises(RuntimeError, match="table 'none of 0': rank 0 has not made it"):
+        with _ranks.in_turn("none of 0", 1, 2):
+            raise AssertionError
+    monkeypatch.setattr(_ranks, "_group", lambda: (0, 2))
+    with pytest.raises(ZeroDivisionError):
+        with _ranks.in_turn("failed", 0, 2):
+            raise ZeroDivisionError
+    monkeypatch.setattr(_ranks, "_turns", {})
+    monkeypatch.setattr(_ranks, "_group", lambda: (1, 2))
+    with pytest.raises(RuntimeError, match="table 'failed': rank 0 could not make it"):
+        with _ranks.in_turn("failed", 1, 2):
+            raise AssertionError
 
 
 def attached(service: str, rank: int, lr: float = 0.5, weight: float = 1.0) -> Any:

@@ -27,10 +27,10 @@ from torch.compiler import is_compiling
 
 import frugal
 
-from . import _default, _inputs, _native, _renorm, _state, _steps, _usual
+from . import _default, _inputs, _native, _ranks, _renorm, _state, _steps, _usual
 from ._anchor import Anchor
 from ._lookup import EmptyLookup, Feature, Lookup, WeightedRows, int64_of
-from ._weight import Weight, saved, write
+from ._weight import Weight, draw_nothing, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone
@@ -147,7 +147,7 @@ class _Module(torch.nn.Module):
                 new = self._parameters[name]
                 assert new is not None
                 anchor.grad = None
-                shared |= data.device.type == "cpu" and data.is_shared()
+                shared |= data.device.type == "cpu" and data.is_shared()  # type: ignore[no-untyped-call]
                 if new.device != data.device:
                     where = new.device
                 anchor.become(new.dtype, grad)
@@ -170,8 +170,7 @@ class _Module(torch.nn.Module):
 
     def _open(
         self,
-        kind: str,
-        name: Optional[str],
+        name: str,
         rows: int,
         dim: int,
         optimizer: Optional[frugal.Optimizer],
@@ -184,11 +183,7 @@ class _Module(torch.nn.Module):
         """Creates a table, or finds the one that another rank or module has made."""
         optimizer = dataclasses.replace(optimizer or frugal.SGD(), mean_ranks=mean_ranks)
         init = init or frugal.Normal(0.0, 1.0)
-        table = self._steps.table(
-            name or self._steps.name(kind), rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed
-        )
-        table.goes |= name is None and table.created and self._steps.world_size == 1
-        return table
+        return self._steps.table(name, rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed)
 
     def _warn_of_found(self, table: _steps.Table, has_weight: bool, stacklevel: int) -> None:
         """Of rows that are not new."""
@@ -409,25 +404,35 @@ class _Single(_Module):
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self._has_sparse = sparse
-        self._table = self._open(
-            self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
-            table.mean_ranks, table.nan_policy, table.lazy,
-        )  # fmt: skip
-        self._make_lookup(pooling)
-        self._parameters = _Parameters()
-        self._parameters.table = self._table.name
-        self._hold_anchors(dtype, freeze)
-        # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
-        draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy) and self._steps.world_size == 1
-        if self._table.created:
-            if weight is not None:
-                _state.load_rows(self._steps, self._table, weight, None)
-            elif draws or (type(self).reset_parameters is not _Single.reset_parameters and not table.hashed):
-                self.reset_parameters()  # which may be a subclass's own
-            elif self.padding_idx is not None and not table.hashed:
-                zeros = torch.zeros(1, embedding_dim, dtype=torch.float32, device="cpu")
-                _state.put(self._steps, self._table, _one_key(self.padding_idx), zeros)
+        name, alone = table.name or self._steps.name(self._kind), self._steps.world_size == 1
+        with _ranks.in_turn(name, self._trainer.rank, 1 if table.trainer else self._steps.world_size) as in_turn:
+            self._table = self._open(
+                name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed, table.mean_ranks,
+                table.nan_policy, table.lazy,
+            )  # fmt: skip
+            self._table.goes |= table.name is None and self._table.created and alone
+            self._make_lookup(pooling)
+            self._parameters = _Parameters()
+            self._parameters.table = self._table.name
+            self._hold_anchors(dtype, freeze)
+            # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
+            draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
+            self._give_rows(weight, draws and (alone or in_turn))
         self._warn_of_found(self._table, weight is not None, 4)
+
+    def _give_rows(self, weight: Optional[torch.Tensor], draws: bool) -> None:
+        """Its initial rows, where the table is new."""
+        table = self._table
+        if not table.created:
+            if weight is None and draws and self._steps.world_size > 1:
+                draw_nothing(table)
+        elif weight is not None:
+            _state.load_rows(self._steps, table, weight, None)
+        elif draws or (type(self).reset_parameters is not _Single.reset_parameters and not table.hashed):
+            self.reset_parameters()  # which may be a subclass's own
+        elif self.padding_idx is not None and not table.hashed:
+            zeros = torch.zeros(1, table.dim, dtype=torch.float32, device="cpu")
+            _state.put(self._steps, table, _one_key(self.padding_idx), zeros)
 
     @property
     def table(self) -> frugal.Table:
@@ -838,7 +843,7 @@ class EmbeddingBagCollection(_Module):
         for config in self.embedding_bag_configs:
             _inputs.size(config.num_embeddings, config.embedding_dim, empty=False)
             table = self._open(
-                "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
+                config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
                 config.hashed, mean_ranks, nan_policy, config.lazy,
             )  # fmt: skip
             self._by_name[config.name] = table

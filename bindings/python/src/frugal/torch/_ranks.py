@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -61,6 +61,38 @@ def _group() -> Optional[Tuple[int, int]]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+_turns: Dict[str, int] = {}  # how often a table of this name has been made
+
+
+@contextmanager
+def in_turn(name: str, rank: int, size: int) -> Iterator[bool]:
+    """The others come when rank 0 has left the block, in which it makes the table of this name and gives it its rows, as
+    DistributedDataParallel takes those of rank 0. False: the ranks are none of torch.distributed's, and nobody waits."""
+    if size == 1 or _group() != (rank, size):
+        yield False
+        return
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    number = _turns[name] = _turns.get(name, 0) + 1
+    key = f"frugal/{name}/{number}"
+    if rank != 0:
+        try:
+            made = store.get(key) == b"made"  # waits for it
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"table {name!r}: rank 0 has not made it: make the same modules in the same order on all ranks ({error})"
+            ) from None
+        if not made:
+            raise RuntimeError(f"table {name!r}: rank 0 could not make it, and says why")
+        yield True
+        return
+    try:
+        yield True
+    except BaseException:
+        store.set(key, "failed")
+        raise
+    store.set(key, "made")
 
 
 def _number(name: str, otherwise: Optional[int] = None) -> int:

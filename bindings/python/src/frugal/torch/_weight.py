@@ -725,6 +725,17 @@ def _parts(count: int) -> Iterator[slice]:
         begin = end
 
 
+def draw_nothing(table: Table) -> None:
+    """Draws what the rows of a new table would be from torch's generator, as on the rank that gives them to the table."""
+    shape, dtype, device = (table.capacity, table.dim), table.anchor.dtype, table.device
+    if device.type == "cpu":
+        for part in _parts(table.capacity):
+            torch.empty((part.stop - part.start, table.dim), dtype=dtype, device=device).normal_()
+    else:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(shape, dtype=dtype, device=device).normal_()
+
+
 def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
     table.written = True
