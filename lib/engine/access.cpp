@@ -139,7 +139,8 @@ Status Engine::await_loaded(Trainer& t, const Vector<Access>& accesses) {
     for (const Access& a : accesses) {
       Rows& rows = own(*a.table).rows;
       if (a.whole || !rows.far()) continue;
-      if (rows.first_loading(a.part->slots.as<uint32_t>(), 0, a.part->n) != a.part->n) return false;
+      const uint32_t* const slots = a.part->slots.as<uint32_t>();
+      if (rows.far()->first_loading(slots, 0, a.part->n) != a.part->n) return false;
     }
     return true;
   };

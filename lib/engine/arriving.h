@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/sync.h"
+#include "storage/far_side.h"
 #include "window/part.h"
 
 namespace frugal {
@@ -28,14 +29,14 @@ class Arriving {
   }
   // Is a row loading that is declared for a step up to `step`? (Parts that are none any more do not
   // count. They keep their memory until a gate looks.)
-  bool until(Rows& rows, uint64_t step) {
+  bool until(FarSide& far, uint64_t step) {
     Lock lock(mu_);
     bool any = false;
     for (size_t i = 0; i < parts_.size();) {
       auto& [part, at] = parts_[i];
       bool gone = part->state.load() > Part::kResolved;
       if (!gone && part->step <= step) {
-        at = rows.first_loading(part->row_slots(), at, part->distinct);
+        at = far.first_loading(part->row_slots(), at, part->distinct);
         gone = at == part->distinct;
         any = any || !gone;
       }
@@ -70,21 +71,21 @@ class Arriving {
   }
   // Is it in vain to look for places for a part? Some of an earlier step want them, or it has found
   // none itself and nobody has let go of any since.
-  bool held_up(const Part& part, const Rows& rows) {
+  bool held_up(const Part& part, const FarSide& far) {
     Lock lock(mu_);
     forget_served();
     if (!wanted_.empty() && wanted_.begin()->first < part.step) return true;
     return std::any_of(lacking_.begin(), lacking_.end(), [&](const PartRef& p) {
-      return p->step < part.step || (p.get() == &part && rows.lacking());
+      return p->step < part.step || (p.get() == &part && far.lacking());
     });
   }
   // Does a call of a step up to `step`, or a part that is declared for one, lack places still? (A
   // call does for as long as it wants some: that it has let go of others tells nothing.)
-  bool lacking_until(uint64_t step, const Rows& rows) {
+  bool lacking_until(uint64_t step, const FarSide& far) {
     Lock lock(mu_);
     forget_served();
     if (!wanted_.empty() && wanted_.begin()->first <= step) return true;
-    return rows.lacking() && std::any_of(lacking_.begin(), lacking_.end(),
+    return far.lacking() && std::any_of(lacking_.begin(), lacking_.end(),
                                          [&](const PartRef& p) { return p->step <= step; });
   }
 

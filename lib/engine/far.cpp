@@ -19,11 +19,11 @@ bool Engine::load_one() {
   {
     Lock lock(mu_);
     for (const TableRef& t : tables_)
-      if (t->rows.loading()) tables.push_back(t);
+      if (t->rows.far() && t->rows.far()->loading()) tables.push_back(t);
   }
   for (const TableRef& t : tables) {
     bool any;
-    const Status s = t->rows.load_some(&any);
+    const Status s = t->rows.far()->load_some(&any);
     if (s != FRUGAL_OK) workers_.fail(s);
     if (!any) continue;
     workers_.progress();
@@ -36,7 +36,7 @@ bool Engine::load_one() {
 bool Engine::loading_until(uint64_t step) {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
-    return t->rows.far() && t->arriving.until(t->rows, step);
+    return t->rows.far() && t->arriving.until(*t->rows.far(), step);
   });
 }
 
@@ -45,7 +45,7 @@ bool Engine::loading_until(uint64_t step) {
 bool Engine::free_places(Table& table, uint64_t step) {
   if (workers_.help(true)) return true;
   // A row that is loading and that nobody wants any more leaves when it is there.
-  if (table.rows.loading() && load_one()) return true;
+  if (table.rows.far()->loading() && load_one()) return true;
   Window& window = table.window;
   if (window.opened() && window.any_pending() && flusher_.write(UINT64_MAX)) return true;
   return revoke_later(table, step) || give_up_lines_of(table);
@@ -60,7 +60,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
     // looked may have got them since, and have begun its step.
-    if (!table.arriving.lacking_until(step, table.rows)) return false;
+    if (!table.arriving.lacking_until(step, *table.rows.far())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
       const TrainerRef& t = ranks_[b.rank];
       return t && (t->next_step == kNoStep || b.step >= t->next_step);
@@ -112,7 +112,7 @@ bool Engine::give_up_own_lines(const Trainer& own) {
     if (ranks_[own.rank].get() != &own) return nullptr;
     *t = ranks_[own.rank];
     for (auto& [raw, of] : (*t)->caches)
-      if (raw->rows.far() && raw->rows.lacking() && of.any()) return &of;
+      if (raw->rows.far() && raw->rows.far()->lacking() && of.any()) return &of;
     return nullptr;
   });
 }
@@ -134,7 +134,7 @@ Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uin
     if (slots[i] != kMissingSlot) continue;
     bool there;
     const device::RowsRef copy = l.at(copies.row(found), copies.state_row(found));
-    FRUGAL_TRY(table.rows.read_far(keys[i], copy, &there));
+    FRUGAL_TRY(table.rows.far()->read(keys[i], copy, &there));
     if (there) out->at[i] = found++;
   }
   return FRUGAL_OK;
@@ -143,7 +143,7 @@ Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uin
 // Waits until none of these places is loading.
 Status Engine::settle_loading(Table& table, const uint32_t* slots, size_t n) {
   const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
-                        [&] { return table.rows.first_loading(slots, 0, n) == n; },
+                        [&] { return table.rows.far()->first_loading(slots, 0, n) == n; },
                         [this] { return load_one(); });
   return s == FRUGAL_ERR_TIMEOUT ? fail(s, "waited for rows to be loaded; call again") : s;
 }
@@ -152,10 +152,10 @@ namespace {
 
 // Keys of an operation outside steps, some of which have places, which it holds.
 struct HeldPlaces {
-  explicit HeldPlaces(Rows& of) : rows(of) {}
+  explicit HeldPlaces(FarSide& of) : far(of) {}
   ~HeldPlaces() {
-    rows.unhold(there.data(), there.size());
-    rows.promise_no_more(promised);
+    far.let_go(there.data(), there.size());
+    far.promise_no_more(promised);
   }
   HeldPlaces(const HeldPlaces&) = delete;
   // Once it has been right. `room`: all keys that have no row are to get one.
@@ -163,12 +163,12 @@ struct HeldPlaces {
     slots.resize(keys.size());
     there.reserve(keys.size());
     uint64_t* const promise = room ? &promised : nullptr;
-    FRUGAL_TRY(rows.find_places(keys.data(), keys.size(), slots.data(), promise));
+    FRUGAL_TRY(far.find_places(keys.data(), keys.size(), slots.data(), promise));
     for (const uint32_t s : slots)
       if (s < kMissingSlot) there.push_back(s);
     return FRUGAL_OK;
   }
-  Rows& rows;
+  FarSide& far;
   Vector<uint32_t> slots, there;
   uint64_t promised = 0;  // new rows
 };
@@ -187,7 +187,7 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
   const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
   frugal_op op = FRUGAL_OP_INIT;
   op.table = reinterpret_cast<frugal_table*>(t.handle);
-  HeldPlaces room(t.rows);
+  HeldPlaces room(*t.rows.far());
   FRUGAL_TRY(with_room(&op, 1, [&] { return room.find(Vector<uint64_t>(keys, keys + n), true); }));
   Vector<size_t> all(n), later;
   for (size_t i = 0; i < n; ++i) all[i] = i;
@@ -195,7 +195,7 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
     Vector<uint64_t> of(all.size());
     for (size_t k = 0; k < all.size(); ++k) of[k] = keys[all[k]];
     later.reserve(all.size());
-    HeldPlaces placed(t.rows);
+    HeldPlaces placed(*t.rows.far());
     FRUGAL_TRY(placed.find(of, false));
     FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
@@ -220,7 +220,7 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
       std::memset(row.data(), 0, l.bytes());
       make(all[k], made);
       bool has_place, is_new = false;
-      FRUGAL_TRY(t.rows.put_far(of[k], made, &has_place, &is_new));
+      FRUGAL_TRY(t.rows.far()->put(of[k], made, &has_place, &is_new));
       if (has_place) later.push_back(all[k]);
       *created += is_new;
       room.promised -= is_new;
@@ -234,7 +234,7 @@ Status Engine::remove_far(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   for (Vector<uint64_t> later; !keys.empty(); keys.swap(later), later.clear()) {
     later.reserve(keys.size());
-    HeldPlaces placed(t.rows);
+    HeldPlaces placed(*t.rows.far());
     FRUGAL_TRY(placed.find(keys, false));
     FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
@@ -242,7 +242,7 @@ Status Engine::remove_far(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
     for (size_t k = 0; k < keys.size(); ++k) {
       if (placed.slots[k] < kMissingSlot) continue;
       bool has_place, was;
-      t.rows.forget_far(keys[k], &has_place, &was);
+      t.rows.far()->forget(keys[k], &has_place, &was);
       if (has_place) later.push_back(keys[k]);
       *deleted += was;
     }

@@ -109,9 +109,9 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
 
 // Is there a row in the slot, as of the last committed step?
 bool TableReadout::exists(uint32_t slot) const {
-  const uint8_t flag = flags_[slot], mark = Rows::flag_mark(flag);
-  return Rows::flag_exists(flag) &&
-         (mark == 0 || (committed_ != kNoStep && mark == Rows::mark_of(committed_)));
+  const uint8_t flag = flags_[slot], mark = Places::flag_mark(flag);
+  return Places::flag_exists(flag) &&
+         (mark == 0 || (committed_ != kNoStep && mark == Places::mark_of(committed_)));
 }
 
 Status TableReadout::index_keys() {

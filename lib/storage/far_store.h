@@ -4,7 +4,7 @@
 // leaves memory for the first time until the row is deleted. While the row has a place in memory
 // its record is an old one, which nobody reads.
 //
-// Threads: Rows calls has(), forget() and keys() with its lock held, one at a time, so they answer
+// Threads: FarSide calls has(), forget() and keys() with a lock held, one at a time, so they answer
 // at once; load() and store() without, but for a store() outside steps, by several threads at a
 // time, so these may be slow. While a key's record is being written no other call writes it, but
 // each of the others may name the key: has() tells what was before or what is after, load() gives
@@ -42,7 +42,7 @@ class FarStore {
 struct FarRows {
   std::unique_ptr<FarStore> store;  // null: nothing
   uint64_t places = 0;              // in memory
-  // Rows wanted places in vain, and now there may be some. With the rows' lock held.
+  // Rows wanted places in vain, and now there may be some. With the places' lock held.
   std::function<void()> room;
 };
 

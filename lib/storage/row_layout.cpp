@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "storage/rows.h"
+#include "storage/row_memory.h"
 
 namespace frugal {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "base/assert.h"
-#include "storage/rows.h"
+#include "storage/row_memory.h"
 
 namespace frugal {
 namespace {

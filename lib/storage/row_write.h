@@ -1,10 +1,10 @@
 // The one way to write rows of a table: before the rows, the rows, after the rows.
 //
-// Rows gives const pointers. Who writes rows makes a RowWrite of them, writes through it, and lets
-// it go. Who has to know of each write is a RowWatcher of the table: it hears of a list of rows
-// before the first of them changes, and when the last has changed. It may also let the kernels keep
-// each row as it was and tell when the row is written (device::Undo). Where nobody watches, a list
-// of rows costs nothing more.
+// RowMemory gives const pointers. Who writes rows makes a RowWrite of them, writes through it, and
+// lets it go. Who has to know of each write is a RowWatcher of the table: it hears of a list of
+// rows before the first of them changes, and when the last has changed. It may also let the kernels
+// keep each row as it was and tell when the row is written (device::Undo). Where nobody watches, a
+// list of rows costs nothing more.
 //
 // A row that may be read meanwhile (staleness) is made elsewhere and stored under its version word
 // (row_versions.h).
@@ -14,7 +14,7 @@
 
 namespace frugal {
 
-class Rows;
+class RowMemory;
 class RowWrite;
 
 // What a watcher keeps of a committed update until all of its rows are written.
@@ -59,7 +59,7 @@ class RowWrite {
 
   // Rows slots[i], or slots[index[i]], for i in 0 .. n - 1. No slots: all rows of a table that
   // nobody has seen yet.
-  RowWrite(Rows& rows, const uint32_t* slots, size_t n, const Purpose& purpose,
+  RowWrite(RowMemory& rows, const uint32_t* slots, size_t n, const Purpose& purpose,
            const uint32_t* index = nullptr) noexcept;
   // Copies of rows, which are the caller's alone.
   explicit RowWrite(const device::RowsRef& copies) noexcept : to_(&copies), purpose_{What::kNew} {
@@ -89,7 +89,7 @@ class RowWrite {
  private:
   void tell_before() noexcept;
   void tell_after() noexcept;
-  Rows* table_ = nullptr;
+  RowMemory* table_ = nullptr;
   const device::RowsRef* to_;
   const uint32_t *slots_ = nullptr, *index_ = nullptr;
   size_t n_ = 0;

@@ -78,7 +78,7 @@ struct ArrivingTest : testing::Test {
     }
   }
   void load() {
-    for (bool any = true; any;) ASSERT_OK(rows.load_some(&any));
+    for (bool any = true; any;) ASSERT_OK(rows.far()->load_some(&any));
   }
   bool revoke(uint64_t step, const Batch* but = nullptr) {
     Lock lock(all.mutex());
@@ -91,27 +91,27 @@ TEST_F(ArrivingTest, AGateWaitsForRowsThatAreLoading) {
   make({0, 1, 2, 3, 4, 5});
   declare(5, 0, {0, 1});
   ASSERT_OK(resolve());
-  EXPECT_FALSE(arriving.until(rows, 4));
-  EXPECT_TRUE(arriving.until(rows, 5));
-  EXPECT_TRUE(arriving.until(rows, 6));
+  EXPECT_FALSE(arriving.until(*rows.far(), 4));
+  EXPECT_TRUE(arriving.until(*rows.far(), 5));
+  EXPECT_TRUE(arriving.until(*rows.far(), 6));
   load();
-  EXPECT_FALSE(arriving.until(rows, 6));
+  EXPECT_FALSE(arriving.until(*rows.far(), 6));
 }
 
 TEST_F(ArrivingTest, NobodyWaitsForRowsOfAPartThatHasGivenThemUp) {
   make({0, 1, 2, 3, 4, 5});
   const BatchRef later = declare(5, 0, {0, 1});
   ASSERT_OK(resolve());
-  ASSERT_TRUE(arriving.until(rows, 5));
+  ASSERT_TRUE(arriving.until(*rows.far(), 5));
   EXPECT_TRUE(revoke(4));
   EXPECT_EQ(state(later), Part::kDeclared);
-  EXPECT_TRUE(rows.loading());
-  EXPECT_FALSE(arriving.until(rows, 5));
+  EXPECT_TRUE(rows.far()->loading());
+  EXPECT_FALSE(arriving.until(*rows.far(), 5));
   // Once it has found them again, they are waited for.
   ASSERT_OK(resolve());
-  EXPECT_TRUE(arriving.until(rows, 5));
+  EXPECT_TRUE(arriving.until(*rows.far(), 5));
   load();
-  EXPECT_FALSE(arriving.until(rows, 5));
+  EXPECT_FALSE(arriving.until(*rows.far(), 5));
 }
 
 TEST_F(ArrivingTest, ThereIsRoomForAPartOnlyWhereThereWasMemory) {
@@ -140,17 +140,17 @@ TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
   Declarations::Item item;
   EXPECT_FALSE(next(&item));
   EXPECT_EQ(item.batch, soon);
-  EXPECT_TRUE(arriving.held_up(*soon->parts[0], rows));
-  EXPECT_TRUE(arriving.held_up(*last->parts[0], rows));
-  EXPECT_TRUE(arriving.lacking_until(5, rows));
-  EXPECT_FALSE(arriving.lacking_until(4, rows));
+  EXPECT_TRUE(arriving.held_up(*soon->parts[0], *rows.far()));
+  EXPECT_TRUE(arriving.held_up(*last->parts[0], *rows.far()));
+  EXPECT_TRUE(arriving.lacking_until(5, *rows.far()));
+  EXPECT_FALSE(arriving.lacking_until(4, *rows.far()));
   EXPECT_TRUE(revoke(5));
   EXPECT_EQ(state(later), Part::kDeclared);
-  EXPECT_FALSE(arriving.held_up(*soon->parts[0], rows));
-  EXPECT_TRUE(arriving.held_up(*last->parts[0], rows));
+  EXPECT_FALSE(arriving.held_up(*soon->parts[0], *rows.far()));
+  EXPECT_TRUE(arriving.held_up(*last->parts[0], *rows.far()));
   ASSERT_OK(resolve(&tried));
   EXPECT_EQ(tried, soon);
-  EXPECT_FALSE(arriving.lacking_until(9, rows));
+  EXPECT_FALSE(arriving.lacking_until(9, *rows.far()));
   // The one that has given way is a part like others.
   EXPECT_EQ(resolve(&tried), FRUGAL_ERR_BUSY);
   EXPECT_EQ(tried, later);
@@ -165,13 +165,13 @@ TEST_F(ArrivingTest, ACallOfAStepComesBeforeDeclarationsOfLaterOnes) {
   const BatchRef same = declare(5, 0, {1}), later = declare(6, 0, {1});
   {
     const Arriving::Wanted one(arriving, 5), other(arriving, 5);
-    EXPECT_FALSE(arriving.held_up(*same->parts[0], rows));
-    EXPECT_TRUE(arriving.held_up(*later->parts[0], rows));
-    EXPECT_TRUE(arriving.lacking_until(5, rows));
-    EXPECT_FALSE(arriving.lacking_until(4, rows));
+    EXPECT_FALSE(arriving.held_up(*same->parts[0], *rows.far()));
+    EXPECT_TRUE(arriving.held_up(*later->parts[0], *rows.far()));
+    EXPECT_TRUE(arriving.lacking_until(5, *rows.far()));
+    EXPECT_FALSE(arriving.lacking_until(4, *rows.far()));
   }
-  EXPECT_FALSE(arriving.lacking_until(5, rows));
-  EXPECT_FALSE(arriving.held_up(*later->parts[0], rows));
+  EXPECT_FALSE(arriving.lacking_until(5, *rows.far()));
+  EXPECT_FALSE(arriving.held_up(*later->parts[0], *rows.far()));
 }
 
 TEST_F(ArrivingTest, ThoseOfTheLastStepGiveWayFirst) {
@@ -207,7 +207,7 @@ TEST_F(ArrivingTest, APartThatIsResolvedWhenItsStepIsCommittedHoldsNothing) {
     if (between) all.retire(5);
     EXPECT_FALSE(rows.has_reserved()) << between;
     EXPECT_EQ(state(late), Part::kDropped);
-    EXPECT_FALSE(arriving.until(rows, 5));
+    EXPECT_FALSE(arriving.until(*rows.far(), 5));
   }
 }
 

@@ -120,7 +120,7 @@ TEST_F(BetweenTest, LaterStepsStayWhereNobodyLacksPlacesAnyMore) {
     const frugal_op o = op(others);
     ASSERT_OK(frugal_prefetch(other, 3, &o, 1, &batch));
     declare(1, soon);
-    ASSERT_TRUE(table->rows.lacking());
+    ASSERT_TRUE(table->rows.far()->lacking());
     const auto full = [&] {
       const uint64_t key = 100;
       uint32_t slot;

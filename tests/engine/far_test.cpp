@@ -17,7 +17,7 @@ TEST_F(FarTest, UpdatesThatAreNotWrittenHoldTheirRowsUntilAGateWantsThePlaces) {
   step(0, first, 0);
   EXPECT_TRUE(table->window.any_pending());
   declare(1, other);
-  EXPECT_TRUE(table->rows.lacking());
+  EXPECT_TRUE(table->rows.far()->lacking());
   EXPECT_TRUE(table->window.any_pending());
   EXPECT_EQ(left(), 0u);
   step(1, other, 0);
@@ -33,9 +33,9 @@ TEST_F(FarTest, LaterStepsGiveWayToAGateAndToNobodyElse) {
   const Keys soon = {4, 5}, later = {1, 2, 3}, last = {6};
   declare(2, later);
   declare(3, last);
-  EXPECT_FALSE(table->rows.lacking());
+  EXPECT_FALSE(table->rows.far()->lacking());
   declare(1, soon);  // it finds none: the two steps stay
-  EXPECT_TRUE(table->rows.lacking());
+  EXPECT_TRUE(table->rows.far()->lacking());
   step(1, soon, 0);
   step(2, later, 0);
   step(3, last, 0);
@@ -93,9 +93,9 @@ TEST_F(FarTest, NoCacheIsGivenUpBesideAnOperationOutsideSteps) {
     if (!here(key)) far = key;
   ASSERT_TRUE(far);
   declare(4, {*far});
-  ASSERT_TRUE(table->rows.loading());
+  ASSERT_TRUE(table->rows.far()->loading());
   declare(3, wanted);
-  ASSERT_TRUE(table->rows.lacking());
+  ASSERT_TRUE(table->rows.far()->lacking());
   bool looked = false;
   at_load = [&] {
     std::thread gate([&] {
@@ -141,9 +141,9 @@ TEST_F(FarTest, NoGateTakesTheLinesOfARankThatBeginsAStep) {
     if (!here(key)) far = key;
   ASSERT_TRUE(far);
   declare(3, {*far});
-  ASSERT_TRUE(table->rows.loading());
+  ASSERT_TRUE(table->rows.far()->loading());
   declare(other, 3, wanted);
-  ASSERT_TRUE(table->rows.lacking());
+  ASSERT_TRUE(table->rows.far()->lacking());
   bool looked = false;
   at_load = [&] {
     std::thread gate([&] {

@@ -140,7 +140,7 @@ struct FarEngine : testing::Test {
     table->rows.unhold(&slot, 1);
     return slot != kMissingSlot;
   }
-  uint64_t left() { return table->rows.far()->left; }
+  uint64_t left() { return table->rows.far()->store().left; }
   // The cache of a rank.
   const TableCache& cache_of(frugal_trainer* rank) {
     return std::static_pointer_cast<Trainer>(object_of<AnyTrainer>(rank))->caches.at(table.get());

@@ -56,7 +56,7 @@ class FarRowsTest : public ::testing::Test {
   }
   void let_go(const std::vector<uint32_t>& slots) { rows_.let_go(slots.data(), slots.size()); }
   void load() {
-    for (bool any = true; any;) ASSERT_OK(rows_.load_some(&any));
+    for (bool any = true; any;) ASSERT_OK(rows_.far()->load_some(&any));
   }
   // A row of the key, with this value, that nobody holds.
   void make(uint64_t key, float value) {
@@ -97,7 +97,7 @@ TEST_F(FarRowsTest, RowsLeaveAndComeBackWithTheirState) {
   for (uint64_t key = 0; key < 20; ++key) make(key, static_cast<float>(key) + 1);
   EXPECT_EQ(rows_.count(), 20);
   EXPECT_EQ(rows_.capacity(), 4);
-  EXPECT_EQ(rows_.far()->left, 16);
+  EXPECT_EQ(rows_.far()->store().left, 16);
   for (uint64_t key = 20; key-- > 0;) expect(key, static_cast<float>(key) + 1);
   EXPECT_EQ(rows_.count(), 20);
   std::vector<uint64_t> all(20);
@@ -111,8 +111,8 @@ TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   std::vector<uint32_t> held, more, other;
   ASSERT_OK(resolve({0, 1, 0}, &held));
   EXPECT_EQ(resolve({1, 2, 3}, &more), FRUGAL_ERR_BUSY);
-  EXPECT_TRUE(rows_.lacking());
-  EXPECT_EQ(rows_.far()->refused, 1);
+  EXPECT_TRUE(rows_.far()->lacking());
+  EXPECT_EQ(rows_.far()->store().refused, 1);
   // Nobody is told of what the call itself has let go of.
   EXPECT_EQ(told_, 0);
   ASSERT_OK(resolve({4}, &other));
@@ -121,7 +121,7 @@ TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   let_go(other);
   load();
   EXPECT_EQ(told_, 1);
-  EXPECT_FALSE(rows_.lacking());
+  EXPECT_FALSE(rows_.far()->lacking());
   EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);
   rows_.let_go(held.data(), 1);
   EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);  // key 0 was named twice
@@ -139,8 +139,8 @@ TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
   for (uint64_t key = 0; key < 3; ++key) make(key, 5);
   std::vector<uint32_t> slots, seen;
   ASSERT_OK(resolve({0}, &slots));
-  EXPECT_TRUE(rows_.loading());
-  EXPECT_EQ(rows_.first_loading(slots.data(), 0, 1), 0);
+  EXPECT_TRUE(rows_.far()->loading());
+  EXPECT_EQ(rows_.far()->first_loading(slots.data(), 0, 1), 0);
   EXPECT_FALSE(rows_.exists(slots[0]));
   EXPECT_EQ(rows_.count(), 3);
   ASSERT_OK(resolve({0, 2, 9}, &seen, Missing::kLeave));
@@ -150,12 +150,12 @@ TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
   rows_.unhold(seen.data(), 3);
   std::vector<float> copy(64);
   bool there;
-  ASSERT_OK(rows_.read_far(0, rows_.layout().at(copy.data(), copy.data() + 16), &there));
+  ASSERT_OK(rows_.far()->read(0, rows_.layout().at(copy.data(), copy.data() + 16), &there));
   EXPECT_TRUE(there);
   EXPECT_EQ(copy[0], 5);
   load();
   EXPECT_TRUE(rows_.exists(slots[0]));
-  EXPECT_EQ(rows_.first_loading(slots.data(), 0, 1), 1);
+  EXPECT_EQ(rows_.far()->first_loading(slots.data(), 0, 1), 1);
   let_go(slots);
 }
 
@@ -185,40 +185,40 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   std::vector<float> copy(64, 9);
   const device::RowsRef row = rows_.layout().at(copy.data(), copy.data() + 16);
   bool placed, created = false, was;
-  ASSERT_OK(rows_.put_far(2, row, &placed, &created));
+  ASSERT_OK(rows_.far()->put(2, row, &placed, &created));
   EXPECT_TRUE(placed);
-  ASSERT_OK(rows_.put_far(0, row, &placed, &created));
+  ASSERT_OK(rows_.far()->put(0, row, &placed, &created));
   EXPECT_FALSE(placed || created);
   // There is room for one new row: for two of them there is none, and nothing is held.
   uint64_t promised = 7;
   uint32_t found[4];
   const uint64_t both[] = {2, 3, 5, 3}, one[] = {3, 0, 3};
-  EXPECT_EQ(rows_.find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
-  ASSERT_OK(rows_.find_places(one, 3, found, &promised));
+  EXPECT_EQ(rows_.far()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(rows_.far()->find_places(one, 3, found, &promised));
   EXPECT_EQ(promised, 1);
-  ASSERT_OK(rows_.put_far(3, row, &placed, &created));
+  ASSERT_OK(rows_.far()->put(3, row, &placed, &created));
   EXPECT_TRUE(created);
-  rows_.promise_no_more(0);
-  EXPECT_EQ(rows_.find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
-  rows_.forget_far(0, &placed, &was);
+  rows_.far()->promise_no_more(0);
+  EXPECT_EQ(rows_.far()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  rows_.far()->forget(0, &placed, &was);
   EXPECT_TRUE(was);
   EXPECT_EQ(rows_.count(), 3);
   // What was deleted where it has a place has no record either.
   uint64_t key = 1;
   std::vector<uint32_t> slots(1);
-  ASSERT_OK(rows_.find_places(&key, 1, slots.data()));
+  ASSERT_OK(rows_.far()->find_places(&key, 1, slots.data()));
   EXPECT_EQ(rows_.uncreate(slots.data(), 1, true), 1);
   rows_.unhold(slots.data(), 1);
   EXPECT_EQ(keys(), (std::vector<uint64_t>{2, 3}));
   ASSERT_OK(resolve({1}, &slots));
-  EXPECT_FALSE(rows_.loading());
+  EXPECT_FALSE(rows_.far()->loading());
   let_go(slots);
   // Room that is promised is nobody else's.
   const uint64_t fresh[] = {10, 11};
-  ASSERT_OK(rows_.find_places(fresh, 2, found, &promised));
+  ASSERT_OK(rows_.far()->find_places(fresh, 2, found, &promised));
   EXPECT_EQ(promised, 2);
   EXPECT_EQ(resolve({12}, &slots), FRUGAL_ERR_TABLE_FULL);
-  rows_.promise_no_more(promised);
+  rows_.far()->promise_no_more(promised);
   ASSERT_OK(resolve({12}, &slots));
   let_go(slots);
 }
@@ -230,7 +230,7 @@ TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
   std::vector<uint32_t> slots, more;
   written_ = [] { throw std::bad_alloc(); };
   EXPECT_EQ(resolve({3}, &slots), FRUGAL_ERR_OUT_OF_MEMORY);
-  EXPECT_EQ(rows_.far()->left, 0);
+  EXPECT_EQ(rows_.far()->store().left, 0);
   EXPECT_FALSE(rows_.has_reserved());
   EXPECT_EQ(rows_.count(), 2);
   make(3, 7);
@@ -242,10 +242,10 @@ TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
     throw std::bad_alloc();
   };
   bool any;
-  EXPECT_THROW(static_cast<void>(rows_.load_some(&any)), std::bad_alloc);
-  EXPECT_TRUE(rows_.loading());
+  EXPECT_THROW(static_cast<void>(rows_.far()->load_some(&any)), std::bad_alloc);
+  EXPECT_TRUE(rows_.far()->loading());
   load();
-  EXPECT_FALSE(rows_.loading());
+  EXPECT_FALSE(rows_.far()->loading());
   let_go(slots);
   let_go(more);
   expect(1, 5);
@@ -262,7 +262,7 @@ TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
   for (const bool places : {false, true}) {
     for (WithoutMemory without; without.next();)
       without([&] {
-        return places ? rows_.find_places(often.data(), often.size(), slots.data())
+        return places ? rows_.far()->find_places(often.data(), often.size(), slots.data())
                       : resolve(often, &slots);
       });
     let_go(slots);
@@ -308,7 +308,7 @@ TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
   for (const uint64_t key : first) make(key, static_cast<float>(key));
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve(second, &slots));
-  EXPECT_EQ(rows_.far()->left, 300);
+  EXPECT_EQ(rows_.far()->store().left, 300);
   let_go(slots);
   ASSERT_OK(resolve(first, &slots));
   load();
@@ -326,17 +326,18 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   written_ = [&] {
     const uint64_t key = 7;
     uint32_t slot;
-    ASSERT_OK(rows_.find_places(&key, 1, &slot));
+    ASSERT_OK(rows_.far()->find_places(&key, 1, &slot));
     EXPECT_EQ(rows_.uncreate(&slot, 1, true), 1);
     rows_.unhold(&slot, 1);
-    EXPECT_OK(rows_.read_far(7, row, &there));
+    EXPECT_OK(rows_.far()->read(7, row, &there));
     EXPECT_FALSE(there);
     EXPECT_EQ(rows_.count(), 0);
   };
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve({8}, &slots));
   EXPECT_FALSE(written_);
-  EXPECT_FALSE(rows_.far()->has(7));
+  ASSERT_OK(rows_.far()->read(7, row, &there));
+  EXPECT_FALSE(there);
   EXPECT_EQ(rows_.count(), 0);
   let_go(slots);
   make(7, 6);

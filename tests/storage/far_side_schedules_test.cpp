@@ -44,19 +44,19 @@ class World {
     s_.thread("loader", [this] {
       while (running_.load() != 0) {
         bool any;
-        HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
+        HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
         if (!any) yield_thread();
       }
     });
     s_.run();
-    HOLDS(s_, !rows_.has_reserved() && !rows_.loading());
+    HOLDS(s_, !rows_.has_reserved() && !rows_.far()->loading());
     uint64_t there = 0;
     for (uint64_t key = 0; key < kKeys; ++key) {
       there += exists_[key];
       if (!exists_[key]) continue;
       uint32_t slot;
       HOLDS(s_, find(&key, 1, &slot) == FRUGAL_OK);
-      for (bool any = true; any;) HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
+      for (bool any = true; any;) HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
       HOLDS(s_, *rows_.values(slot) == now_[key]);
       rows_.let_go(&slot, 1);
     }
@@ -88,9 +88,9 @@ class World {
     Status s;
     while ((s = find(turn.keys.data(), n, slots)) == FRUGAL_ERR_BUSY) yield_thread();
     HOLDS(s_, s == FRUGAL_OK);
-    while (rows_.first_loading(slots, 0, n) != n) {
+    while (rows_.far()->first_loading(slots, 0, n) != n) {
       bool any = false;
-      if (r_.one_in(2)) HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
+      if (r_.one_in(2)) HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
       if (!any) yield_thread();
     }
     look(turn, slots);
@@ -136,7 +136,7 @@ class World {
 };
 
 TEST(RowsFarSchedules, LoadsBesideCommitsAbortsAndLettingGo) {
-  explore("rows_far.life", 10000, [](Schedule& schedule) { World(schedule).run(); });
+  explore("far_side.life", 10000, [](Schedule& schedule) { World(schedule).run(); });
 }
 
 }  // namespace

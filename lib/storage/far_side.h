@@ -1,0 +1,102 @@
+// Rows of a table that has a store behind its memory (far_store.h): how places are found for rows
+// that have none, and which rows leave theirs.
+//
+// A call gets places for all of its keys or for none, so nobody holds some and waits for the rest.
+// What it finds here it holds before the first row leaves, and a row comes back only when all have
+// their places: no two calls push each other's rows out without an end.
+#pragma once
+#include <functional>
+#include <memory>
+
+#include "storage/far_store.h"
+#include "storage/places.h"
+
+namespace frugal {
+
+class FarSide : public HeapObject {
+ public:
+  FarSide(Places& places, RowMemory& memory, FarRows behind)
+      : places_(places),
+        memory_(memory),
+        store_(std::move(behind.store)),
+        room_(std::move(behind.room)) {}
+
+  // As Rows::resolve(), but that places are held whether their rows exist or not, and where rows
+  // that are missing are left (`leaves`), too. A row that is far gets a place that is loading, or
+  // none. BUSY: there are not so many places now; FarRows::room will tell.
+  Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
+                 uint32_t* slots);
+  // These are held once more. Throws where there is no memory, and none is then.
+  void hold(const uint32_t* slots, size_t n);
+  // As Rows::let_go().
+  void let_go(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
+  // Is any place loading? The first of slots[from, n) that is; n: none.
+  bool loading() const { return loading_.load() != 0; }
+  size_t first_loading(const uint32_t* slots, size_t from, size_t n);
+  // Brings some rows in whose places are loading. *any: there were some. What fails, or throws
+  // where there is no memory, is to be done again.
+  Status load_some(bool* any);
+  // Somebody has found no places, and nobody has let go of any since.
+  bool lacking() const { return lacking_.load(); }
+
+  // Outside steps. For a key whose row had no place: a copy of its row, if it has one.
+  Status read(uint64_t key, const device::RowsRef& out, bool* there);
+  // Keys that have a place, all at one moment, are held, and others get kMissingSlot. With
+  // `promised`, there is to be room for new rows of all that have neither a place nor a record, so
+  // many: put() uses it up, and what is left promise_no_more() takes back. Throws where there is no
+  // memory. After a failure nothing is held.
+  Status find_places(const uint64_t* keys, size_t n, uint32_t* slots, uint64_t* promised = nullptr);
+  void promise_no_more(uint64_t rows);
+  // What a row becomes that has no place, for which, if it is new, there is room promised; and that
+  // it is none any more. Where it has a place by now (*placed) nothing is done.
+  Status put(uint64_t key, const device::RowsView& row, bool* placed, bool* created);
+  void forget(uint64_t key, bool* placed, bool* was);
+
+  // For the table's Rows, with the places' lock held. The row here is there for good; or was, and
+  // its place is reserved.
+  void settled(uint32_t slot);
+  void removed(uint32_t slot);
+  uint64_t away() const;           // rows that are far, those that are loading included
+  uint64_t being_written() const;  // records, of rows that are here
+  // As Rows::enumerate(), which takes the lock.
+  size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
+
+  const FarStore& store() const { return *store_; }
+
+ private:
+  Status take_places(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could,
+                     uint32_t* slots, uint64_t* lacking);
+  void give_back(uint32_t* slots, size_t n, uint64_t could) REQUIRES(places_.mu);
+  Status add(uint64_t key, uint32_t* slot) REQUIRES(places_.mu);
+  Status leave(uint64_t places, uint64_t* gone);
+  void skip_loaded() REQUIRES(places_.mu);
+  void hold_place(uint32_t slot) REQUIRES(places_.mu);
+  void release(uint32_t slot, uint64_t times) REQUIRES(places_.mu);
+  void become_idle() REQUIRES(places_.mu);
+  void tell_room() REQUIRES(places_.mu);
+  uint64_t free() const REQUIRES(places_.mu) {
+    return places_.capacity() - places_.index().size();
+  }
+  // Rows of the table, and places for which there may be one.
+  uint64_t taken() const REQUIRES(places_.mu) {
+    return places_.existing() + away_ + places_.reserved() - loading_ + promised_;
+  }
+
+  Places& places_;
+  RowMemory& memory_;
+  Mutex admit_;  // one call at a time looks for places; before the places' lock
+  const std::unique_ptr<FarStore> store_;
+  const std::function<void()> room_;
+  // Places that nobody has begun to load, from load_at_ on.
+  Vector<uint32_t> to_load_ GUARDED_BY(places_.mu);
+  size_t load_at_ GUARDED_BY(places_.mu) = 0;
+  std::atomic<uint64_t> loading_{0};               // places; changed with the lock held
+  uint64_t away_ GUARDED_BY(places_.mu) = 0;
+  uint64_t leaving_ GUARDED_BY(places_.mu) = 0;    // whose records are being written
+  uint64_t promised_ GUARDED_BY(places_.mu) = 0;   // rows that puts are about to make
+  uint64_t idle_ GUARDED_BY(places_.mu) = 0;       // rows that are here, and that nobody holds
+  uint32_t hand_ GUARDED_BY(places_.mu) = 0;       // where the next that leaves is looked for
+  std::atomic<bool> lacking_{false};  // room_ is to be called; changed with the lock held
+};
+
+}  // namespace frugal

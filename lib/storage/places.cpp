@@ -1,0 +1,97 @@
+#include "storage/places.h"
+
+namespace frugal {
+
+// (Addresses for all rows: so other processes expect it, who know of no places.)
+Status Places::open(const RowMemory::Config& c, uint64_t places, MemoryBudget* budget) {
+  capacity_ = places;
+  if (c.lazy || c.hashed) FRUGAL_TRY(flags_.reserve(c.capacity, 1, c.shared, budget));
+  if (!c.hashed) return FRUGAL_OK;
+  FRUGAL_TRY(keys_.reserve(c.capacity, 8, c.shared, budget));
+  Lock lock(mu);
+  FRUGAL_TRY(holders.open(capacity_, budget));
+  return index_.open(capacity_, budget);
+}
+
+Status Places::begin_dense(uint32_t s) {
+  FRUGAL_TRY(flags_.ensure(s, 1));
+  if (flag(s)) return FRUGAL_OK;
+  FRUGAL_TRY(memory_.ensure(s, 1));
+  memory_.initialize(s, s);
+  flags()[s] = kExists;
+  return FRUGAL_OK;
+}
+
+Status Places::add(uint64_t key, uint32_t* slot) {
+  uint32_t s = free_;
+  if (s == kNoSlot) {
+    if (next_slot_ >= capacity_)
+      return fail(FRUGAL_ERR_TABLE_FULL,
+                  "no room for key %s: all of its %llu rows are taken; create it with more rows, "
+                  "or delete some",
+                  number_text(key).c_str(), static_cast<unsigned long long>(capacity_));
+    FRUGAL_TRY(memory_.ensure(next_slot_, 1));
+    FRUGAL_TRY(flags_.ensure(next_slot_, 1));
+    FRUGAL_TRY(keys_.ensure(next_slot_, 1));
+    FRUGAL_TRY(holders.ensure(next_slot_, 1));
+    s = static_cast<uint32_t>(next_slot_);
+  }
+  FRUGAL_TRY(index_.make_room(1));
+  if (free_ != kNoSlot)
+    free_ = static_cast<uint32_t>(keys()[s]);
+  else
+    ++next_slot_;
+  begin_place(s, key);
+  if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
+  reserved_.fetch_add(1, std::memory_order_relaxed);
+  *slot = s;
+  return FRUGAL_OK;
+}
+
+// The one function by which a free place becomes a row's. It begins clean. Who still looks there
+// for the row before takes nothing of this one for it:
+// - Values, state and what lies between their columns: all bytes are new. The row before was
+//   deleted between steps, or undone when no call that had found it was under way; or it has left
+//   (far_side.h), when nobody held its place: nobody reads it.
+// - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row
+//   is taken for whole that was begun before.
+// - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in
+//   another process, finds no row until this one exists, and finds its key then, which was there
+//   before.
+// - Word of the window: its reads are those of declarations, which hold the place, so a free one
+//   has none of steps to come. Updates in it are written, or forgotten by an abort; where rows may
+//   leave, updates that are not written hold the place. Its bit of the cache went with the line.
+// - Lines of caches: dropped before a row is deleted. Young rows have none. Where rows may leave,
+//   a line holds the place.
+void Places::begin_place(uint32_t slot, uint64_t key) {
+  FRUGAL_ASSERT(flag(slot) == 0 && !holders.held(slot));
+  index_.insert(key, slot);
+  keys()[slot] = key;
+  memory_.initialize(slot, key);
+  flags()[slot] = kReserved;
+}
+
+void Places::free(uint32_t slot) {
+  FRUGAL_ASSERT(flag(slot) == kReserved && !holders.held(slot));
+  FRUGAL_ASSERT(index_.find(key_of(slot)) == slot);
+  index_.erase(key_of(slot));
+  flags()[slot] = 0;
+  keys()[slot] = free_;
+  free_ = slot;
+  reserved_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Places::remove(uint32_t s) {
+  FRUGAL_ASSERT(exists(s));
+  young_ -= flag_mark(flag(s)) != 0;
+  flags()[s] = kReserved;
+  --existing_;
+  reserved_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Places::tell_slots(std::atomic<uint64_t>* elsewhere) {
+  slots_told_ = elsewhere;
+  if (elsewhere) elsewhere->store(next_slot_);
+}
+
+}  // namespace frugal

@@ -1,0 +1,144 @@
+// The values and optimizer state of a table's rows, by slot.
+//
+// Slot i's values lie i pitches behind those of slot 0, its state beside it in a parallel array, so
+// that values keep their alignment. Rows are read through const pointers; who writes them makes a
+// RowWrite.
+//
+// Threads: values and state of a row are written by whoever applies its update (the engine sees to
+// it that this is one thread at a time and nobody reads meanwhile). Calls that commit memory, pin
+// it or take it are serialized by the caller (Rows).
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "arith/init.h"
+#include "base/heap.h"
+#include "device/kernels.h"
+#include "storage/row_write.h"
+#include "storage/slab.h"
+
+namespace frugal {
+
+// How a row lies in memory, in bytes: only this, device::RowsRef and the kernels know what an
+// element is.
+struct RowLayout {
+  uint32_t dim = 0;
+  uint32_t state_columns = 0;  // of dim floats each; row-wise Adagrad: 0 and state_floats 1
+  uint32_t state_floats = 0;   // as exported
+  size_t value_pitch = 0;      // bytes from row to row
+  size_t state_pitch = 0;
+  size_t sums_stride = 0;      // floats from row to row: of sums, which are padded as values are
+  static RowLayout of(uint32_t dim, int32_t optimizer);
+  // Rows that lie so at `values` and `state`.
+  device::RowsRef at(void* values, void* state) const;
+  // Of one row: as it lies here, and as it is exported.
+  size_t bytes() const { return value_pitch + state_pitch; }
+  size_t value_bytes() const { return dim * sizeof(device::Element); }
+  size_t sums_bytes() const { return sums_stride * sizeof(float); }
+  size_t exported_bytes(bool with_state) const {
+    return (dim + (with_state ? state_floats : 0)) * sizeof(float);
+  }
+  // A row's state as it is exported, and back: columns of dim floats.
+  void export_state(const device::Element* state, float* out) const;
+  void import_state(const float* in, device::Element* state) const;
+  // A row's state as it begins.
+  void new_state(const arith::InitSpec& init, device::Element* state) const;
+};
+
+class RowMemory : public HeapObject {
+ public:
+  struct Config {
+    uint64_t capacity = 0;
+    bool hashed = false;
+    bool lazy = false;
+    bool shared = false;
+    std::shared_ptr<Pinner> pinner;  // of values and state
+    RowLayout layout;
+    arith::InitSpec init;
+  };
+  // Another optimizer's state, in which all rows are new.
+  struct State {
+    RowLayout layout;
+    arith::InitSpec init;
+    SlabArray array;
+  };
+
+  // Memory for rows [first, first + n).
+  Status ensure(uint64_t first, uint64_t n);
+  // A row becomes a new one of this key: all of its bytes are new.
+  void initialize(uint32_t slot, uint64_t key);
+  // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
+  // parallel if they do not share a slab (chunk_rows() rows and its multiples do not).
+  Status initialize_range(uint64_t first, uint64_t n);
+  uint64_t chunk_rows() const;
+  Status open_state(State* state) const;
+  Status fill_state(State* state, uint64_t first, uint64_t n) const;
+
+  // To be read. RowWrite alone gives what can be written to.
+  device::RowsView ref() const { return ref_; }
+  const device::Element* values(uint32_t slot) const { return ref_.row(slot); }
+  const device::Element* state(uint32_t slot) const { return ref_.state_row(slot); }
+  const RowLayout& layout() const { return layout_; }
+  const arith::InitSpec& init() const { return init_; }
+  void export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
+  uint64_t most_rows() const { return most_rows_; }  // for which there are addresses
+
+  // Rows that exist are read while they are written, from now on: under the words (kVersionWords)
+  // that they share with other tables' rows, as the number tells.
+  void read_beside(VersionWord* words, uint64_t number);
+  bool versioned() const { return words_; }
+  VersionWord* version(uint32_t slot) const {
+    return words_ ? words_ + version_of(number_, slot) : nullptr;
+  }
+  // Writes rows outside of steps, in pieces: make(write, from, to) the rows from .. to - 1 of the
+  // list.
+  template <class Make>
+  void write_outside(const uint32_t* slots, size_t n, Make make) {
+    size_t most = n;
+    for (uint32_t i = 0; i < watcher_count_; ++i)
+      most = std::min(most, watchers_[i]->most_outside());
+    for (size_t from = 0, to; from < n; from = to) {
+      to = std::min(n, from + most);
+      RowWrite write(*this, slots + from, to - from, {RowWrite::What::kOutside});
+      make(write, from, to);
+    }
+  }
+
+ protected:
+  Status open(const Config& config, MemoryBudget* budget);
+  void watch(RowWatcher* watcher);
+  Status pin_next(bool* any);
+  void unpin();
+  Status take_state(State* state);
+  const SlabArray& value_slabs() const { return values_; }
+  const SlabArray& state_slabs() const { return state_; }
+
+ private:
+  friend class RowWrite;
+  uint64_t most_rows_ = 0;
+  RowLayout layout_;
+  arith::InitSpec init_;
+  device::RowsRef ref_{};
+  RowWatcher* watchers_[RowWrite::kMostWatchers] = {};
+  uint32_t watcher_count_ = 0;
+  VersionWord* words_ = nullptr;  // or null
+  uint64_t number_ = 0;
+  SlabArray values_, state_;
+  MemoryBudget* budget_ = nullptr;
+  std::shared_ptr<Pinner> pinner_;
+};
+
+// (In line: lists of rows may be short.)
+inline RowWrite::RowWrite(RowMemory& rows, const uint32_t* slots, size_t n, const Purpose& purpose,
+                          const uint32_t* index) noexcept
+    : table_(&rows), to_(&rows.ref_), slots_(slots), index_(index), n_(n), purpose_(purpose) {
+  undo_.slot = nullptr;
+  if (rows.watcher_count_) tell_before();
+}
+
+inline RowWrite::~RowWrite() {
+  if (table_ && table_->watcher_count_) tell_after();
+}
+
+}  // namespace frugal
