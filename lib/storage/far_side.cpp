@@ -358,7 +358,7 @@ Status FarSide::load_some(bool* any) {
   }
   if (n == 0) return FRUGAL_OK;
   *any = true;
-  Status status;
+  Status status = FRUGAL_OK;
   bool memory = true;
   try {
     const RowWrite write(memory_, slots, n, {RowWrite::What::kNew});
