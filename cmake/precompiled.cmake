@@ -3,7 +3,8 @@
 # shares their objects. The other builds are not, so that each file has to name the headers that it uses.
 option(FRUGAL_PRECOMPILED "Precompile headers of the standard library" OFF)
 
-# For the library's files. Kernels are compiled for other processors, which a precompiled header is not.
+# For the library's files but the kernels: most of those are compiled for other processors, which a precompiled header is
+# not.
 function(frugal_precompile_library target)
   if(NOT FRUGAL_PRECOMPILED)
     return()
@@ -12,8 +13,6 @@ function(frugal_precompile_library target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
   target_precompile_headers(${target} PRIVATE <algorithm> <atomic> <bit> <cerrno> <chrono> <condition_variable> <cstdint>
     <cstring> <functional> <memory> <mutex> <new> <optional> <string> <thread> <utility> <vector>)
-  file(GLOB kernels ${CMAKE_SOURCE_DIR}/lib/device/cpu/kernels_*.cpp)
-  set_source_files_properties(${kernels} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 endfunction()
 
 # For the programs of this directory that use GoogleTest. `host` is one of them, which has no definitions of its own.

@@ -8,9 +8,10 @@ of comment lines:
     # timeout: 120
 
 Each `tests:` line is a command: a program of the build's tests folder with its arguments, or
-`ctest` with arguments. They run in turn; the mutant is killed as soon as one fails or runs past
-the timeout (seconds, each; default 180). All mutants share one copy of the tree and one build
-folder, so that a mutant costs the files that it touches and the one before has touched.
+`ctest` with arguments, and a line `# builds: PROGRAM...` tells what that runs. They run in turn;
+the mutant is killed as soon as one fails or runs past the timeout (seconds, each; default 180).
+All mutants share one copy of the tree and one build folder, and what a command runs is built
+before it: a mutant costs those files of its programs that it touches and the one before has touched.
 
 A patch that does not apply or compile is an error, not a kill. In the end the unchanged tree must
 pass what was red, or a test that is always red would kill everything: three times as far as the
@@ -45,20 +46,27 @@ class Mutant:
   def __init__(self, path):
     self.path = path
     self.name = os.path.basename(path)[:-len('.patch')]
-    self.what, self.tests, self.timeout = '', [], 180
+    self.what, self.tests, self.built, self.timeout = '', [], [], 180
     with open(path, encoding='utf-8') as f:
       for row in f:
         if not row.startswith('#'):
           break
         text = row[1:].strip()
         if text.startswith('tests:'):
-          self.tests.append(text[len('tests:'):].split())
+          self.tests.append(tuple(text[len('tests:'):].split()))
+        elif text.startswith('builds:'):
+          self.built = text[len('builds:'):].split()
         elif text.startswith('timeout:'):
           self.timeout = int(text[len('timeout:'):])
         elif not self.what:
           self.what = text
     if not self.tests:
       sys.exit(f'{path}: no "# tests:" line')
+    if any(test[0] == 'ctest' for test in self.tests) and not self.built:
+      sys.exit(f'{path}: no "# builds:" line')
+
+  def targets_of(self, test):
+    return self.built if test[0] == 'ctest' else [test[0]]
 
 
 def run(command, timeout=None, cwd=None):
@@ -66,7 +74,7 @@ def run(command, timeout=None, cwd=None):
     log.write(f'$ {" ".join(command)}\n')
     log.flush()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=cwd,
-                               start_new_session=True)
+                               env={**os.environ, 'GTEST_FAIL_FAST': '1'}, start_new_session=True)
     try:
       return process.wait(timeout)
     finally:
@@ -107,24 +115,16 @@ def copy_tree():
 
 
 def build(targets):
-  command = ['cmake', '--build', BUILD]
-  if targets:
-    command += ['--target'] + sorted(targets)
-  return run(command)
-
-
-def targets_of(mutants):
-  programs = {test[0] for m in mutants for test in m.tests}
-  return set() if 'ctest' in programs else programs
+  return run(['cmake', '--build', BUILD, '--target', *sorted(targets)])
 
 
 def command_of(test):
   if test[0] == 'ctest':
-    return ['ctest', '--test-dir', BUILD, '--no-tests=error'] + test[1:]
+    return ['ctest', '--test-dir', BUILD, '--no-tests=error', *test[1:]]
   for folder, _, files in os.walk(os.path.join(BUILD, 'tests')):
     path = os.path.join(folder, test[0])
     if test[0] in files and os.access(path, os.X_OK):
-      return [path] + test[1:]
+      return [path, *test[1:]]
   sys.exit(f'mutants: no program {test[0]} in {BUILD}/tests')
 
 
@@ -140,27 +140,21 @@ def ends(test, timeout):
   return signal.Signals(-status).name if status < 0 else f'exit {status}' if status else None
 
 
-def judge(mutant, reds):
-  """The command that the mutant turned red and how, or None; with the patch in place."""
-  for test in mutant.tests:
-    start = time.monotonic()
-    end = ends(test, mutant.timeout)
-    if end:
-      reds.setdefault(tuple(test), []).append((time.monotonic() - start, end))
-      return f'{" ".join(test)}: {end}'
-  return None
-
-
-def try_mutant(mutant, targets, reds):
+def try_mutant(mutant, reds):
   """(killed, by what or why not)"""
   copy_tree()
   # No fuzz: a hunk that is put in another place breaks another rule than its head says.
   if run(['patch', '-p1', '-s', '-F', '0', '-d', SOURCE, '-i', mutant.path]) != 0:
     return False, 'ERROR: does not apply'
-  if build(targets) != 0:
-    return False, 'ERROR: does not compile'
-  by = judge(mutant, reds)
-  return by is not None, by or 'SURVIVED'
+  for test in mutant.tests:
+    if build(mutant.targets_of(test)) != 0:
+      return False, 'ERROR: does not compile'
+    start = time.monotonic()
+    end = ends(test, mutant.timeout)
+    if end:
+      reds.setdefault(test, []).append((time.monotonic() - start, end))
+      return True, f'{" ".join(test)}: {end}'
+  return False, 'SURVIVED'
 
 
 def check_unchanged(targets, reds):
@@ -170,7 +164,7 @@ def check_unchanged(targets, reds):
     sys.exit(f'mutants: the unchanged tree does not build any more; see {LOG}')
   for test, times in reds.items():
     start = time.monotonic()
-    end = ends(list(test), max(5, 3 * max(seconds for seconds, _ in times)))
+    end = ends(test, max(5, 3 * max(seconds for seconds, _ in times)))
     if end and (end != HANGS or HANGS in (how for _, how in times)):
       sys.exit(f'mutants: red without any mutant: {" ".join(test)}: {end}; see {LOG}')
     told = 'is green so far' if end else 'is green'
@@ -198,13 +192,13 @@ def main():
   must(['cmake', '-S', SOURCE, '-B', BUILD, '-G', 'Ninja', '-DCMAKE_BUILD_TYPE=Release',
         '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF', '-DFRUGAL_CUDA=OFF'],
        'the tree does not configure')
-  targets = targets_of(mutants)
+  targets = {target for m in mutants for test in m.tests for target in m.targets_of(test)}
   if build(targets) != 0:
     sys.exit(f'mutants: the unchanged tree does not build; see {LOG}')
   results, reds = [], {}
   for m in mutants:
     start = time.monotonic()
-    killed, by = try_mutant(m, targets, reds)
+    killed, by = try_mutant(m, reds)
     results.append({'name': m.name, 'what': m.what, 'killed': killed, 'by': by,
                     'seconds': round(time.monotonic() - start, 1)})
     print(f'{m.name:22s} {"killed" if killed else by:8s} {results[-1]["seconds"]:6.1f} s  '
