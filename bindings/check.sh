@@ -55,9 +55,15 @@ count() {
   say "$1: $3 passed, $4 failed, $5 skipped ($((SECONDS - $2)) s)"
 }
 
-# op_script COMMAND...: replays scripts by this runner, to which a script's path is added, and leaves it where
-# tests/opscript/compare.py finds it by the language's name. VARIABLE=VALUE may come first.
+# op_script [--together] COMMAND...: replays scripts by this runner, to which a script's path is added, and leaves it where
+# tests/opscript/compare.py finds it by the language's name. VARIABLE=VALUE may come first. With --together it is given all
+# paths at once.
 op_script() {
+  local options=()
+  if [ "$1" = --together ]; then
+    options+=("$1")
+    shift
+  fi
   local runner=$build/tests/opscript/opscript_$name
   if [ ! -x "$build/tests/opscript/opscript_maker" ]; then
     failed=$((failed + 1))
@@ -66,7 +72,7 @@ op_script() {
   fi
   { echo '#!/bin/sh' && printf 'exec env' && printf " '%s'" "$@" && echo ' "$@"'; } >"$runner"
   chmod +x "$runner"
-  step op-script python3 "$root/tests/opscript/compare.py" "$build" "$name"
+  step op-script python3 "$root/tests/opscript/compare.py" "${options[@]}" "$build" "$name"
 }
 
 [ -n "$library" ] || {

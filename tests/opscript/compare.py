@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Makes op scripts and compares the hashes of any runners with those of the reference.
 
-    compare.py [--seeds N] [--first SEED] [--processes] BUILD_FOLDER RUNNER...
+    compare.py [--seeds N] [--first SEED] [--processes | --together] BUILD_FOLDER RUNNER...
 
 A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's command, to which
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
 reference and to exit with 0. A runner that cannot be started, or that hangs, has failed and is not
 tried again. Seeds count from 1; the last script is a long one.
+With --together a runner is given all scripts at once, one engine after the other: for languages whose compiler is most of
+the time.
 With --processes they are trainer processes, attached to a frugal-controller: each runner replays each
 script alone, and a script that is dealt to several processes is replayed by all runners together, in turn
 line by line: 1 to 8 ranks, every runner as often as it comes round. Its tables and each process's outputs must
@@ -58,14 +60,15 @@ def first_difference(lines, expected):
     return f"printed {len(lines)} lines, the reference has {len(expected)}"
 
 
-def replay(command, script, expected, environment=None):
+def replay(command, scripts, expected, environment=None):
     """Returns what is wrong, or None, and whether the runner is worth another script."""
+    limit = TIMEOUT * len(scripts)
     try:
         run = subprocess.run(
-            command + [script], capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=environment
+            command + scripts, capture_output=True, text=True, errors="replace", timeout=limit, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"no end after {TIMEOUT} s", False
+        return f"no end after {limit} s", False
     except OSError as error:
         return f"cannot be started: {error}", False
     if run.returncode != 0:
@@ -154,7 +157,7 @@ def processes(program, maker, runners, seed, steps, prefix):
     make(maker, seed, steps, prefix)
     for name, command in runners.items():
         with tempfile.TemporaryDirectory() as folder, controller(program, folder) as environment:
-            wrong, _ = replay(command, prefix + ".jsonl", read_lines(prefix + ".expected"), environment)
+            wrong, _ = replay(command, [prefix + ".jsonl"], read_lines(prefix + ".expected"), environment)
         wrongs.append((f"{name} over a controller", wrong))
 
     # A process for each rank, but for each third script: there most have two.
@@ -191,7 +194,9 @@ def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first", type=int, default=1)
-    parser.add_argument("--processes", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--processes", action="store_true")
+    kind.add_argument("--together", action="store_true")
     parser.add_argument("build")
     parser.add_argument("runners", nargs="+")
     arguments = parser.parse_args()
@@ -208,11 +213,13 @@ def main():
 
     names = ", ".join(runners)
     seen, failures = set(), 0
+    scripts, all_expected = [], []
     with tempfile.TemporaryDirectory() as work:
         for i in range(arguments.seeds):
             seed = arguments.first + i
-            steps = LONG if i + 1 == arguments.seeds and not arguments.processes else SHORT
-            prefix = os.path.join(work, "script")
+            last = i + 1 == arguments.seeds
+            steps = LONG if last and not arguments.processes else SHORT
+            prefix = os.path.join(work, f"script{seed}" if arguments.together else "script")
             if arguments.processes:
                 wrong, calls = processes(program, maker, runners, seed, steps, prefix)
                 failures += wrong
@@ -220,14 +227,20 @@ def main():
                 continue
             seen |= make(maker, seed, steps, prefix)
             expected = read_lines(prefix + ".expected")
+            scripts.append(prefix + ".jsonl")
+            all_expected += expected
+            if arguments.together and not last:
+                continue
+            told = f"scripts {arguments.first} to {seed}" if arguments.together else f"script {seed} of {steps} steps"
             for name, command in list(runners.items()):
-                wrong, again = replay(command, prefix + ".jsonl", expected)
+                wrong, again = replay(command, scripts, all_expected)
                 if wrong:
                     failures += 1
-                    print(f"script {seed} of {steps} steps, {name}: {wrong}", flush=True)
+                    print(f"{told}, {name}: {wrong}", flush=True)
                 if not again:
                     del runners[name]
-            if i + 1 == arguments.seeds and failures == 0:
+            scripts, all_expected = [], []
+            if last and failures == 0:
                 for name in ["reference", *runners]:
                     print(f"{name:10} {expected[-1]}")
         wanted = pairs(EXPECTED)

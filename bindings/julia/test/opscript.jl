@@ -1,5 +1,6 @@
-# Replays an op script (docs/bindings.md, section 3) on the public package alone and prints its hashes.
-#   julia opscript.jl SCRIPT
+# Replays op scripts (docs/bindings.md, section 3), one after the other, on the public package alone and prints their
+# hashes.
+#   julia opscript.jl SCRIPT...
 module OpScript
 
 using Frugal
@@ -249,28 +250,32 @@ function replay(s::State, line)
     return answer == expected ? nothing : "$name answered $answer, expected $expected$message"
 end
 
-function main(arguments)
-    if length(arguments) != 1
-        println(stderr, "usage: julia opscript.jl SCRIPT")
-        return 2
-    end
+function replay_all(path)
     s = State()
-    for (number, text) in enumerate(eachline(arguments[1]))
+    for (number, text) in enumerate(eachline(path))
         wrong = try
             replay(s, JSON.parse(text))
         catch failure
             sprint(showerror, failure)
         end
         if wrong !== nothing
-            println(stderr, "line $number: $wrong")
-            return 1
+            println(stderr, "$path, line $number: $wrong")
+            return false
         end
         if haskey(ENV, "FRUGAL_TURNS")
             println("done")
             flush(stdout)
         end
     end
-    return 0
+    return true
+end
+
+function main(arguments)
+    if isempty(arguments)
+        println(stderr, "usage: julia opscript.jl SCRIPT...")
+        return 2
+    end
+    return all(replay_all, arguments) ? 0 : 1
 end
 
 end # module
