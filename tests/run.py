@@ -171,7 +171,10 @@ def suites():
       Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'], processors=1),
       Build('asan', 'ci', 480, after=['build-tsan']),
       Tests('asan', 'asan', 'ci', 220, ['-L', only('tier_base|tier_ci')], after=['build-asan', 'release-ci'], processors=1),
-      Build('gpu', 'ci', 100, after=['build-asan'], options=['-DFRUGAL_CUDA=ON', f'-DCMAKE_CUDA_COMPILER={nvcc}']),
+      # What has code for CUDA in it, or is run here. The other tests are those of the optimized build.
+      Build('gpu', 'ci', 60, after=['build-asan'], options=['-DFRUGAL_CUDA=ON', f'-DCMAKE_CUDA_COMPILER={nvcc}'],
+            targets=['frugal', 'frugal_budget', 'gpu_tools', 'cuda_runtime_test', 'frugal_oldest_ptx', 'frugal_bad_kernels',
+                     'device_open_test', 'host_test', 'capi_test', 'gpu_test']),
       Tests('gpu', 'gpu', 'ci', 10, ['-R', cuda], after=['build-gpu', 'release-ci'], processors=1),
       Build('nocuda', 'ci', 15, after=['build-gpu'], targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
       Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
