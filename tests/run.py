@@ -165,7 +165,7 @@ def suites():
       Packages('peers', 'ci', 60, ['./dev', 'peers']),
       Tests('release', 'release', 'base', 150, ['-L', only('tier_base')]),
       Program('smoke', 'base', 30, ['bindings/smoke', release]),
-      Tests('release-ci', 'release', 'ci', 260, ['-L', only('tier_ci')], after=['build-release', 'peers', 'release', 'smoke']),
+      Tests('release-ci', 'release', 'ci', 200, ['-L', only('tier_ci')], after=['build-release', 'peers', 'release', 'smoke']),
       # Builds come one after the other, in this order.
       Build('tsan', 'ci', 300, after=['build-release']),
       Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'], processors=1),
@@ -182,7 +182,7 @@ def suites():
       # One processor each, beside the sanitizers' tests. The mutants begin where the long builds have ended.
       Program('python', 'ci', 380, ['bindings/python/check', release, python],
               after=['build-release', 'peers', 'release-ci']),
-      Program('julia', 'ci', 200, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
+      Program('julia', 'ci', 140, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
       Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
       Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
       Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci', 'build-asan'], processors=0),
