@@ -61,33 +61,53 @@ def test_processes_train_the_bits_of_threads(controller_program: Path, controlle
     assert hashes(resumed, FRUGAL_SERVICE=controller.address) == threads
 
 
-# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed.
+# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed. In the
+# middle of the training all ranks load what rank 0 has saved.
 DRAWS = """
 import os, sys, time
 import torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-modules = torch.nn
+modules, kind = torch.nn, {}
 if sys.argv[2] == "frugal":
-    import frugal.torch as modules
+    import frugal, frugal.torch as modules
+    kind = {"optimizer": frugal.Adagrad()}
 torch.manual_seed(rank)
 if rank == 0:
     time.sleep(0.5)  # the other one is there before
 given = torch.full((3, 2), float(rank))
 model = torch.nn.ModuleList([
-    modules.Embedding(40, 6, padding_idx=1), modules.EmbeddingBag(3, 2, _weight=given), modules.EmbeddingBag(20, 3),
-    torch.nn.Linear(3, 1),
+    modules.Embedding(40, 6, padding_idx=1, **kind), modules.EmbeddingBag(3, 2, _weight=given, **kind),
+    modules.EmbeddingBag(20, 3, **kind), torch.nn.Linear(11, 1),
 ])
+model.forward = lambda keys: model[3](torch.cat([model[0](keys), model[1](keys[:, None] % 3), model[2](keys[:, None] % 20)], 1))
 drawn = torch.rand(1)
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 dist.barrier()
-torch.save([*(m.weight.detach().clone() for m in model), drawn], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+found = [*(m.weight.detach().clone() for m in model), drawn]
+optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(10 + rank)
+for step in range(6):
+    if step == 3:
+        file = f"{sys.argv[3]}/saved by {sys.argv[2]}"
+        if rank == 0:
+            torch.save([model.state_dict(), optimizer.state_dict()], file)
+        dist.barrier()
+        saved = torch.load(file)
+        ddp.module.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    ddp(torch.randint(0, 40, (9,), generator=generator)).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+found += [m.weight.detach().clone() for m in model]
+torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def test_initial_rows_are_those_of_rank_0(controller: Any, tmp_path: Path) -> None:
-    """As DistributedDataParallel makes them."""
+def test_ranks_begin_and_load_as_distributed_data_parallel_s(controller: Any, tmp_path: Path) -> None:
     program = tmp_path / "draws.py"
     program.write_text(DRAWS)
     for whose in ("torch", "frugal"):
@@ -104,7 +124,9 @@ def test_initial_rows_are_those_of_rank_0(controller: Any, tmp_path: Path) -> No
         assert [rank.wait(600) for rank in ranks] == [0, 0]
     for rank in range(2):
         theirs, ours = (torch.load(tmp_path / f"{whose}{rank}") for whose in ("torch", "frugal"))
-        assert len(ours) == 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        assert len(ours) == 9 and all(torch.equal(a, b) for a, b in zip(ours[:5], theirs))
+        for mine, expected in zip(ours[5:], theirs[5:]):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_rank_waits_for_no_table_that_rank_0_has_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import frugal
 
-from . import _state, _usual
+from . import _ranks, _state, _usual
 from ._anchor import Anchor, Gradient, get_grad, read_only, set_grad
 from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
@@ -583,7 +583,15 @@ def _load(table: Table, state: Dict[str, Any]) -> None:
     keys = state.pop(_KEYS, None)
     if keys is not None:
         saved["keys"] = keys.view(torch.int64)
-    _state.load_optimizer_state(table.steps, table, saved)
+    steps = table.steps
+    if not _ranks.are_told(steps.rank, steps.world_size):
+        _state.load_optimizer_state(steps, table, saved)
+        return
+    # All have loaded the same. What they push comes in the step after this one, which all of them end empty.
+    steps.leave()
+    with _ranks.in_turn(f"state of {table.name}", steps.rank, steps.world_size):
+        if steps.rank == 0:
+            steps.patiently(lambda: _state.load_optimizer_state(steps, table, saved))
 
 
 # Hyper-parameters

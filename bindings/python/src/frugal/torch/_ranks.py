@@ -63,6 +63,11 @@ def _group() -> Optional[Tuple[int, int]]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+def are_told(rank: int, size: int) -> bool:
+    """Whether torch.distributed has these ranks, of which there are several."""
+    return size > 1 and _group() == (rank, size)
+
+
 _turns: Dict[str, int] = {}  # how often a table of this name has been made
 
 
@@ -70,7 +75,7 @@ _turns: Dict[str, int] = {}  # how often a table of this name has been made
 def in_turn(name: str, rank: int, size: int) -> Iterator[bool]:
     """The others come when rank 0 has left the block, in which it makes the table of this name and gives it its rows, as
     DistributedDataParallel takes those of rank 0. False: the ranks are none of torch.distributed's, and nobody waits."""
-    if size == 1 or _group() != (rank, size):
+    if not are_told(rank, size):
         yield False
         return
     store: Any = torch.distributed.distributed_c10d._get_default_store()
