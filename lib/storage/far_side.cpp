@@ -12,8 +12,7 @@ std::atomic<FarRows (*)(const frugal_table_config&)> g_make_far_rows{nullptr};
 
 namespace {
 
-constexpr size_t kSome = 64;     // rows that are brought in, or put out, at a time
-constexpr size_t kChunk = 8192;  // as in rows.cpp
+constexpr size_t kSome = 64;  // rows that are brought in, or put out, at a time
 
 }  // namespace
 
@@ -50,9 +49,9 @@ void FarSide::release(uint32_t s, uint64_t times) {
 void FarSide::hold(const uint32_t* slots, size_t n) {
   size_t held = 0;
   try {
-    for (size_t at = 0; at < n; at += kChunk) {
+    for (size_t at = 0; at < n; at += Places::kAtOnce) {
       Lock lock(places_.mu);
-      for (; held < std::min(n, at + kChunk); ++held)
+      for (; held < std::min(n, at + Places::kAtOnce); ++held)
         if (slots[held] < kMissingSlot) hold_place(slots[held]);
     }
   } catch (const std::bad_alloc&) {
@@ -62,9 +61,9 @@ void FarSide::hold(const uint32_t* slots, size_t n) {
 }
 
 void FarSide::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
-  for (size_t at = 0; at < n; at += kChunk) {
+  for (size_t at = 0; at < n; at += Places::kAtOnce) {
     Lock lock(places_.mu);
-    for (size_t i = at; i < std::min(n, at + kChunk); ++i)
+    for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i)
       if (slots[i] < kMissingSlot) release(slots[i], start ? start[i + 1] - start[i] : 1);
   }
 }
@@ -186,8 +185,8 @@ Status FarSide::resolve(const uint64_t* keys, size_t n, const uint64_t* padding,
   static_assert(KeyIndex::kNone == kNoSlot);  // which nobody holds
   Status status = FRUGAL_OK;
   try {
-    for (size_t at = 0; at < n; at += kChunk) {
-      const size_t to = std::min(n, at + kChunk);
+    for (size_t at = 0; at < n; at += Places::kAtOnce) {
+      const size_t to = std::min(n, at + Places::kAtOnce);
       Lock lock(places_.mu);
       places_.index().find(keys + at, to - at, slots + at);
       size_t i = at;

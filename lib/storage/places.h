@@ -26,6 +26,8 @@ constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
 
 class Places {
  public:
+  // Keys under one lock: other threads get their turn in between.
+  static constexpr size_t kAtOnce = 8192;
   // A flag byte. A place that is leaving has a row that exists. One that is loading has none as
   // yet; its mark is no step's.
   static constexpr uint8_t kExists = 1, kReserved = 2, kLeaving = kExists | kReserved;

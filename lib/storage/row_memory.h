@@ -6,7 +6,7 @@
 //
 // Threads: values and state of a row are written by whoever applies its update (the engine sees to
 // it that this is one thread at a time and nobody reads meanwhile). Calls that commit memory, pin
-// it or take it are serialized by the caller (Rows).
+// it or take it are serialized by the caller (Rows), but for initialize_range and fill_state.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -64,10 +64,6 @@ class RowMemory : public HeapObject {
     SlabArray array;
   };
 
-  // Memory for rows [first, first + n).
-  Status ensure(uint64_t first, uint64_t n);
-  // A row becomes a new one of this key: all of its bytes are new.
-  void initialize(uint32_t slot, uint64_t key);
   // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
   // parallel if they do not share a slab (chunk_rows() rows and its multiples do not).
   Status initialize_range(uint64_t first, uint64_t n);
@@ -113,8 +109,13 @@ class RowMemory : public HeapObject {
   Status take_state(State* state);
   const SlabArray& value_slabs() const { return values_; }
   const SlabArray& state_slabs() const { return state_; }
+  // With the rows' lock held. Memory for rows [first, first + n).
+  Status ensure(uint64_t first, uint64_t n);
+  // A row becomes a new one of this key: all of its bytes are new.
+  void initialize(uint32_t slot, uint64_t key);
 
  private:
+  friend class Places;
   friend class RowWrite;
   uint64_t most_rows_ = 0;
   RowLayout layout_;

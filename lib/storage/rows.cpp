@@ -6,12 +6,6 @@
 
 namespace frugal {
 
-namespace {
-
-constexpr size_t kChunk = 8192;  // keys under one lock: other threads get their turn in between
-
-}  // namespace
-
 Status Rows::open(const Config& c, MemoryBudget* budget, FarRows far) {
   FRUGAL_ASSERT(!far.store || c.hashed);
   hashed_ = c.hashed;
@@ -123,8 +117,8 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   }
   size_t i = 0;  // places of slots[0, i) are held
   Status status = FRUGAL_OK;
-  for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {
-    const size_t end = std::min(n, at + kChunk);
+  for (size_t at = 0; at < n && status == FRUGAL_OK; at += Places::kAtOnce) try {
+    const size_t end = std::min(n, at + Places::kAtOnce);
     Lock lock(places_.mu);
     places_.index().find(keys + at, end - at, slots + at);
     for (; i < end; ++i) {
@@ -164,9 +158,9 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
 
 void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
   if (far_) return far_->let_go(slots, n, start);
-  for (size_t at = 0; at < n && has_reserved(); at += kChunk) {
+  for (size_t at = 0; at < n && has_reserved(); at += Places::kAtOnce) {
     Lock lock(places_.mu);
-    for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
+    for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
       const uint32_t s = slots[i];
       if (s >= kMissingSlot || places_.flag(s) != Places::kReserved) continue;
       if (!places_.holders.let_go(s, start ? start[i + 1] - start[i] : 1)) places_.free(s);
@@ -175,7 +169,7 @@ void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
 }
 
 void Rows::create(uint32_t s, uint8_t mark) {
-  FRUGAL_ASSERT(places_.holders.held(s));
+  FRUGAL_ASSERT(places_.flag(s) == Places::kReserved && places_.holders.held(s));
   if (!far_) places_.holders.clear(s);
   places_.create(s, mark);
 }
@@ -367,10 +361,10 @@ bool Rows::exists(uint32_t slot) {
 void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
                        Vector<uint32_t>* young) {
   if (!hashed_) return;
-  for (size_t at = 0; at < n; at += kChunk) {
+  for (size_t at = 0; at < n; at += Places::kAtOnce) {
     Lock lock(places_.mu);
     if (!has_reserved() && places_.young() == 0) continue;
-    for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
+    for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
       if (slots[i] >= kMissingSlot) continue;
       const uint8_t flag = places_.flag(slots[i]);
       if (flag & Places::kReserved) reserved->push_back(slots[i]);

@@ -62,13 +62,12 @@ def first_difference(lines, expected):
 
 def replay(command, scripts, expected, environment=None):
     """Returns what is wrong, or None, and whether the runner is worth another script."""
-    limit = TIMEOUT * len(scripts)
     try:
         run = subprocess.run(
-            command + scripts, capture_output=True, text=True, errors="replace", timeout=limit, env=environment
+            command + scripts, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"no end after {limit} s", False
+        return f"no end after {TIMEOUT} s", False
     except OSError as error:
         return f"cannot be started: {error}", False
     if run.returncode != 0:
