@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, List
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _ranks
+from frugal.torch import _default, _ranks
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 SMALL = ["--samples", "20000", "--batch", "500", "--hash"]
@@ -81,6 +82,13 @@ model = torch.nn.ModuleList([
     modules.EmbeddingBag(20, 3, **kind), torch.nn.Linear(11, 1),
 ])
 model.forward = lambda keys: model[3](torch.cat([model[0](keys), model[1](keys[:, None] % 3), model[2](keys[:, None] % 20)], 1))
+with torch.no_grad():
+    for module in model:
+        if isinstance(module, torch.nn.Embedding):
+            module.weight.data.normal_(0.0, 0.02)
+        elif isinstance(module, torch.nn.EmbeddingBag):
+            torch.nn.init.xavier_uniform_(module.weight)
+            module.weight.mul_(0.5)
 drawn = torch.rand(1)
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 dist.barrier()
@@ -130,8 +138,6 @@ def test_ranks_begin_and_load_as_distributed_data_parallel_s(controller: Any, tm
 
 
 def test_a_rank_waits_for_no_table_that_rank_0_has_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
-
     store = getattr(dist, "HashStore")()  # not among its types
     store.set_timeout(timedelta(milliseconds=1))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -148,6 +154,41 @@ def test_a_rank_waits_for_no_table_that_rank_0_has_not_made(monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="table 'failed': rank 0 could not make it"):
         with _ranks.in_turn("failed", 1, 2):
             raise AssertionError
+
+
+def test_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = getattr(dist, "HashStore")()
+    monkeypatch.setattr(_ranks, "_key", lambda name: (store, name))
+    monkeypatch.setattr(_ranks, "WORD_MS", 0)
+    told: List[int] = []
+
+    def come() -> None:
+        told.append(store.add("here", 1))
+
+    _ranks.meet("here", 2, come)  # as the other one, who comes while this one waits
+    assert told == [2]
+    _ranks.meet("there", 1, come)
+    store.set_timeout(timedelta(milliseconds=1))
+    with pytest.raises(RuntimeError, match="nowhere: 1 of 2 ranks have come"):
+        _ranks.meet("nowhere", 2, lambda: None)
+
+
+def test_a_rank_that_uses_a_gpu_without_one_for_tables_is_on_the_cpu(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRUGAL_SERVICE", controller.address)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    trainer = _default._open(torch.device("cpu"))
+    assert "on cpu" in repr(trainer)
+    trainer.close()
+
+
+def test_a_rank_of_another_number_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ranks, "_group", lambda: (1, 2))
+    assert _ranks.are_told(1, 2) and not _ranks.are_told(0, 1) and not _ranks.are_told(0, 3)
+    with pytest.raises(RuntimeError, match="rank 0 of the tables is rank 1 of torch.distributed"):
+        _ranks.are_told(0, 2)
 
 
 def attached(service: str, rank: int, lr: float = 0.5, weight: float = 1.0) -> Any:

@@ -108,7 +108,7 @@ def _made(name: str, module: Any, trainer: Optional[frugal.Trainer], first: Opti
     """`first`: has the table already, as their weight is one."""
     weight: torch.Tensor = module.weight
     rows, table = (weight.detach(), None) if first is None else (None, first.table.name)
-    device = weight.device if trainer is None else None
+    device = weight.device if trainer is None and weight.device.type in ("cpu", "cuda") else None
     new: torch.nn.Module
     if isinstance(module, torch.nn.Embedding):
         new = Embedding(

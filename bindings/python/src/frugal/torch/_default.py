@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 from typing import Optional, cast
@@ -67,11 +68,15 @@ def _open(device: torch.device) -> frugal.Trainer:
     # Ranks of a script that seeds them apart share the tables.
     seed = torch.initial_seed() % 2**64 if place.size == 1 else 0
     engine = frugal.Engine(world_size=place.size, seed=seed)
+    replace = place.again and bool(engine.service)
+    trainer = None
     if engine.service and device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # Such a trainer cannot go to a GPU later, and one on a GPU serves modules on the CPU, too.
-        device = place_of("cuda")
-    name = str(device) if device.type == "cuda" else "cpu"
-    trainer = engine.create_trainer(place.rank, device=name, replace=place.again and bool(engine.service))
+        with contextlib.suppress(frugal.DeviceError, frugal.Unsupported):
+            trainer = engine.create_trainer(place.rank, device=str(place_of("cuda")), replace=replace)
+    if trainer is None:
+        name = str(device) if device.type == "cuda" else "cpu"
+        trainer = engine.create_trainer(place.rank, device=name, replace=replace)
     atexit.register(_close, engine, trainer, os.getpid())
     return trainer
 

@@ -587,11 +587,23 @@ def _load(table: Table, state: Dict[str, Any]) -> None:
     if not _ranks.are_told(steps.rank, steps.world_size):
         _state.load_optimizer_state(steps, table, saved)
         return
+    what = f"state of table {table.name!r}"
+
+    def tell() -> None:
+        warnings.warn(
+            f"rank {steps.rank} has loaded the {what} and waits for the other ranks to do so: load an optimizer's state_dict on"
+            " all ranks",
+            stacklevel=2,
+        )
+
     # All have loaded the same. What they push comes in the step after this one, which all of them end empty.
-    steps.leave()
-    with _ranks.in_turn(f"state of {table.name}", steps.rank, steps.world_size):
-        if steps.rank == 0:
-            steps.patiently(lambda: _state.load_optimizer_state(steps, table, saved))
+    with steps.lock:
+        _ranks.meet(what, steps.world_size, tell)
+        steps.begin()
+        steps.end(False)
+        with _ranks.in_turn(what, steps.rank, steps.world_size):
+            if steps.rank == 0:
+                steps.patiently(lambda: _state.load_optimizer_state(steps, table, saved))
 
 
 # Hyper-parameters

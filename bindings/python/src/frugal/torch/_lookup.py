@@ -137,7 +137,9 @@ class Lookup:
             out = self._empty(shape).index_put_((none,), source)
         node = out.grad_fn
         if node is not None:  # as there is none in torch.inference_mode()
-            node.register_prehook(_Backward(self, tensors, mine, node.next_functions[1][0], len(anchors)))
+            backward = _Backward(self, tensors, mine, node.next_functions[1][0], len(anchors))
+            backward.views = wanted is not shape
+            node.register_prehook(backward)
         moment = self.look_up(out, tensors)
         return out if wanted is shape else out.squeeze_(0), moment  # which is no view
 
@@ -267,7 +269,7 @@ class EmptyLookup(Lookup):
 class _Backward:
     """A hook of the node that made an output: holds the output's gradient for the step of an optimizer."""
 
-    __slots__ = ("lookup", "tensors", "theirs", "versions", "source", "count")
+    __slots__ = ("lookup", "tensors", "theirs", "versions", "source", "count", "views")
 
     def __init__(self, lookup: Lookup, tensors: Tensors, mine: int, source: Any, count: int) -> None:
         self.lookup = lookup
@@ -277,6 +279,7 @@ class _Backward:
         self.versions = self._writes(tensors)
         self.source = source  # the node of the anchor, or of what was computed of several
         self.count = count
+        self.views = False  # whether gradients come as views of what a caller may have
 
     def __call__(self, grads: Tuple[Optional[torch.Tensor], ...]) -> Optional[Tuple[None]]:
         references = sys.getrefcount(grads[0])
@@ -284,7 +287,7 @@ class _Backward:
         if grad is None:
             return None
         # Somebody else has it, who may use its memory again.
-        return self._deliver(grad, references > _ALONE or _shows_all(grad))
+        return self._deliver(grad, self.views or references > _ALONE or _shows_all(grad))
 
     def _deliver(self, grad: torch.Tensor, shared: bool) -> Optional[Tuple[None]]:
         if _is_batched(grad) or _is_wrapped(grad):

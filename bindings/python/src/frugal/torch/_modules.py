@@ -104,11 +104,9 @@ class _Module(torch.nn.Module):
             _default.refuse_meta(f"{type(self).__name__} with device meta")
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
-        self._place = self._steps.device
         if trainer is None or device is not None:
-            self._place = _default.place_of(device)
-            self._steps.check_device(self._place, type(self).__name__)
-            self._steps.move([], self._place)
+            self._steps.check_device(_default.place_of(device), type(self).__name__)
+            self._steps.move([], _default.place_of(device))
 
     @property
     def trainer(self) -> frugal.Trainer:
@@ -120,9 +118,10 @@ class _Module(torch.nn.Module):
         """Whether forwards read only: no parameter requires a gradient."""
         return not any(anchor.requires_grad for anchor in self._anchors)
 
-    def _hold_anchors(self, dtype: torch.dtype, freeze: bool) -> None:
-        """Makes the tables' anchors parameters of the module."""
-        anchors = tuple(table.make_anchor(dtype, not freeze, self._place) for table in self._lookup.tables)
+    def _hold_anchors(self, dtype: torch.dtype, freeze: bool, trainer: Optional[frugal.Trainer], device: object) -> None:
+        """Makes the tables' anchors parameters of the module. `trainer` and `device`: those that were given."""
+        place = self._steps.device if trainer is not None and device is None else _default.place_of(device)
+        anchors = tuple(table.make_anchor(dtype, not freeze, place) for table in self._lookup.tables)
         for i, anchor in enumerate(anchors):
             self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
         self._anchors = anchors
@@ -414,7 +413,7 @@ class _Single(_Module):
             self._make_lookup(pooling)
             self._parameters = _Parameters()
             self._parameters.table = self._table.name
-            self._hold_anchors(dtype, freeze)
+            self._hold_anchors(dtype, freeze, table.trainer, device)
             # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
             draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
             self._give_rows(weight, draws and (alone or in_turn))
@@ -423,6 +422,7 @@ class _Single(_Module):
     def _give_rows(self, weight: Optional[torch.Tensor], draws: bool) -> None:
         """Its initial rows, where the table is new."""
         table = self._table
+        table.written |= self._steps.world_size > 1  # by another rank, the padding's row, too: it is what it is
         if not table.created:
             if weight is None and draws and self._steps.world_size > 1:
                 draw_nothing(table)
@@ -864,7 +864,7 @@ class EmbeddingBagCollection(_Module):
             )
         self.feature_names = tuple(names)
         self._lookup = Lookup(self._steps, features, width)
-        self._hold_anchors(torch.get_default_dtype(), freeze)
+        self._hold_anchors(torch.get_default_dtype(), freeze, trainer, device)
         self._arange = _inputs.Arange()
 
     @property

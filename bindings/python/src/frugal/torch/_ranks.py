@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 
 import frugal
 from frugal._engine import SERVICE
+from frugal._wait import WORD_MS
 
 if TYPE_CHECKING:
     from frugal._engine import Path
@@ -65,10 +67,40 @@ def _group() -> Optional[Tuple[int, int]]:
 
 def are_told(rank: int, size: int) -> bool:
     """Whether torch.distributed has these ranks, of which there are several."""
-    return size > 1 and _group() == (rank, size)
+    if size == 1:
+        return False
+    group = _group()
+    if group is not None and group[1] == size and group[0] != rank:
+        raise RuntimeError(f"rank {rank} of the tables is rank {group[0]} of torch.distributed: let RANK say the same")
+    return group == (rank, size)
 
 
-_turns: Dict[str, int] = {}  # how often a table of this name has been made
+_turns: Dict[str, int] = {}  # how often the ranks of now have done what has this name
+
+
+def _key(name: str) -> Tuple[Any, str]:
+    """torch.distributed's store, and what this rank and the others write there when they do this the next time. The store may
+    be that of ranks which torchrun has started before."""
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    number = _turns[name] = _turns.get(name, 0) + 1
+    return store, f"frugal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}/{number}"
+
+
+def meet(name: str, size: int, tell: Callable[[], None]) -> None:
+    """Waits for all ranks to come here. `tell`: says once that one waits long."""
+    store, key = _key(name)
+    begin = time.monotonic()
+    told = False
+    come = store.add(key, 1)
+    while come < size:
+        waited = time.monotonic() - begin
+        if waited > store.timeout.total_seconds():
+            raise RuntimeError(f"{name}: {come} of {size} ranks have come within the time-out of init_process_group()")
+        if not told and waited * 1000 >= WORD_MS:
+            told = True
+            tell()
+        time.sleep(0.001)
+        come = store.add(key, 0)
 
 
 @contextmanager
@@ -78,15 +110,14 @@ def in_turn(name: str, rank: int, size: int) -> Iterator[bool]:
     if not are_told(rank, size):
         yield False
         return
-    store: Any = torch.distributed.distributed_c10d._get_default_store()
-    number = _turns[name] = _turns.get(name, 0) + 1
-    key = f"frugal/{name}/{number}"
+    store, key = _key(name)
     if rank != 0:
         try:
             made = store.get(key) == b"made"  # waits for it
         except RuntimeError as error:
             raise RuntimeError(
-                f"table {name!r}: rank 0 has not made it: make the same modules in the same order on all ranks ({error})"
+                f"table {name!r}: rank 0 has not made it within the time-out of init_process_group(): make the same modules in the"
+                f" same order on all ranks ({error})"
             ) from None
         if not made:
             raise RuntimeError(f"table {name!r}: rank 0 could not make it, and says why")

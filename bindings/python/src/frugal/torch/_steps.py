@@ -25,7 +25,7 @@ import frugal
 from frugal import _wait
 from frugal.errors import FORKED
 
-from . import _native
+from . import _native, _ranks
 from ._anchor import Anchor, Gradient, Part, get_grad
 
 T = TypeVar("T")
@@ -360,8 +360,8 @@ class Steps:
             return
         if device.type != "cuda" or not self.can_move():
             raise ValueError(
-                f"{who} cannot be on {device}: the trainer is on {self.device}, and one of several ranks or of a controller stays"
-                " there. Make it with a trainer that is on that GPU, or the first module with the device"
+                f"{who} cannot be on {device}: keys and rows are on the CPU or where the trainer is, which is on {self.device}. One"
+                " of several ranks, or of a controller, stays there: make it, or the first module, on that GPU"
             )
 
     def move(self, tables: Sequence[Table], device: torch.device) -> None:
@@ -663,6 +663,10 @@ class Steps:
             self.outside()
             if self.open:
                 self.end(False)
+
+    def follows(self) -> bool:
+        """Whether rows begin as rank 0 writes them, as DistributedDataParallel gives all ranks those of rank 0."""
+        return self.rank != 0 and self.next == 0 and _ranks.are_told(self.rank, self.world_size)
 
     def patiently(self, call: Callable[[], T]) -> T:
         """Makes a call outside steps. Where other ranks are inside one, waits for them to end it."""

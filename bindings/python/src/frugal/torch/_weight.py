@@ -186,10 +186,11 @@ class Weight(torch.Tensor):
                 keys = places if keys is None else keys[places]
         return None if keys is None else keys.reshape(-1).contiguous()
 
-    def change(self, function: Callable[[torch.Tensor, slice], Any]) -> None:
-        """Rows are what the function makes of them, some at a time."""
+    def change(self, function: Callable[[torch.Tensor, slice], Any], begins: bool = False) -> None:
+        """Rows are what the function makes of them, some at a time. `begins`: where ranks make what they begin with, rank 0 makes
+        it for all, and the others draw what it draws."""
         with self._table.steps.still():
-            _change(self._table, self._keys(), function)
+            _change(self._table, self._keys(), function, not (begins and self._table.steps.follows()))
 
     # What a tensor has that must not be looked for in memory that is not there.
 
@@ -510,15 +511,15 @@ class Weight(torch.Tensor):
         with torch.no_grad():
             if self.device.type == "cpu" and func in _INIT_OF_ELEMENTS:
                 if self.dtype == torch.float32:
-                    self.change(lambda rows, part: func(rows, **kwargs))
+                    self.change(lambda rows, part: func(rows, **kwargs), True)
                 else:
-                    self.change(lambda rows, part: rows.copy_(func(rows.to(self.dtype), **kwargs)))
+                    self.change(lambda rows, part: rows.copy_(func(rows.to(self.dtype), **kwargs)), True)
                 return self
             try:
                 all_rows = func(torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device), **kwargs)
-            except torch.OutOfMemoryError:  # a GPU's
+            except torch.cuda.OutOfMemoryError:  # a GPU's
                 all_rows = func(torch.empty(tuple(self.shape), dtype=self.dtype, device="cpu"), **kwargs)
-            self.change(lambda some, part: some.copy_(all_rows[part]))
+            self.change(lambda some, part: some.copy_(all_rows[part]), True)
         return self
 
     def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
@@ -529,7 +530,7 @@ class Weight(torch.Tensor):
         if name not in _ELEMENTWISE or any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in (*args, *kwargs.values())):
             _change_whole(func, name, (self, *args), kwargs)
         else:
-            self.change(lambda rows, part: func(rows, *args, **kwargs))
+            self.change(lambda rows, part: func(rows, *args, **kwargs), True)
         return self
 
     @classmethod
@@ -705,14 +706,16 @@ def _rows_of(table: Table, keys: Optional[torch.Tensor]) -> torch.Tensor:
     return rows
 
 
-def _change(table: Table, keys: Optional[torch.Tensor], function: Callable[[torch.Tensor, slice], Any]) -> None:
+def _change(
+    table: Table, keys: Optional[torch.Tensor], function: Callable[[torch.Tensor, slice], Any], writes: bool
+) -> None:
     """Rows of these keys, None: of all, are what the function makes of them, some at a time. Their optimizer state
     stays."""
     count = table.capacity if keys is None else keys.numel()
     for part in _parts(count):
         some = torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu") if keys is None else keys[part]
         with table.steps.still():
-            _change_rows(table, some, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
+            _change_rows(table, some, lambda rows, part=part: function(rows, part), writes)  # type: ignore[misc]
 
 
 def _parts(count: int) -> Iterator[slice]:
@@ -732,17 +735,19 @@ def draw_nothing(table: Table) -> None:
         for part in _parts(table.capacity):
             torch.empty((part.stop - part.start, table.dim), dtype=dtype, device=device).normal_()
     else:
-        with contextlib.suppress(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
             torch.empty(shape, dtype=dtype, device=device).normal_()
 
 
-def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
+def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any], writes: bool = True) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
     table.written = True
     both = torch.empty(keys.numel(), table.dim + table.state_floats, dtype=torch.float32, device="cpu")
     table.get(keys, both, with_state=True)
     rows = both[:, : table.dim].contiguous()
     function(rows)
+    if not writes:
+        return
     if table.state_floats:
         both[:, : table.dim] = rows
         rows = both
@@ -849,7 +854,7 @@ class _Source:
         if self._weight is None and self.table.is_gone():
             return
         rows = self.rows.detach().to(device="cpu", dtype=torch.float32).view(-1, self.table.dim)
-        _change(self.table, self.keys, lambda some, where: some.copy_(rows[where]))
+        _change(self.table, self.keys, lambda some, where: some.copy_(rows[where]), True)
         self._read_at = self._now()
 
 
