@@ -92,7 +92,8 @@ class _Module(torch.nn.Module):
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
 
-    def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
+    def _begin(self, trainer: Optional[frugal.Trainer], device: object) -> torch.device:
+        """Comes first when a module is made. Returns where its keys and outputs are."""
         torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
         if _default.in_fake_mode():
             raise NotImplementedError(
@@ -100,13 +101,16 @@ class _Module(torch.nn.Module):
                 " before"
             )
         # A trainer that is given says where rows are, unless there is a device, too.
-        if (trainer is None or device is not None) and _default.place_of(device).type == "meta":
+        place = _default.place_of(device) if trainer is None or device is not None else None
+        if place is not None and place.type == "meta":
             _default.refuse_meta(f"{type(self).__name__} with device meta")
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
-        if trainer is None or device is not None:
-            self._steps.check_device(_default.place_of(device), type(self).__name__)
-            self._steps.move([], _default.place_of(device))
+        if place is None:
+            return self._steps.device
+        self._steps.check_device(place, type(self).__name__)
+        self._steps.move([], place)
+        return place
 
     @property
     def trainer(self) -> frugal.Trainer:
@@ -118,9 +122,8 @@ class _Module(torch.nn.Module):
         """Whether forwards read only: no parameter requires a gradient."""
         return not any(anchor.requires_grad for anchor in self._anchors)
 
-    def _hold_anchors(self, dtype: torch.dtype, freeze: bool, trainer: Optional[frugal.Trainer], device: object) -> None:
-        """Makes the tables' anchors parameters of the module. `trainer` and `device`: those that were given."""
-        place = self._steps.device if trainer is not None and device is None else _default.place_of(device)
+    def _hold_anchors(self, dtype: torch.dtype, freeze: bool, place: torch.device) -> None:
+        """Makes the tables' anchors parameters of the module."""
         anchors = tuple(table.make_anchor(dtype, not freeze, place) for table in self._lookup.tables)
         for i, anchor in enumerate(anchors):
             self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
@@ -393,7 +396,7 @@ class _Single(_Module):
         _inputs.size(num_embeddings, embedding_dim, empty=not table.hashed)
         _inputs.weight(weight, num_embeddings, embedding_dim)
         dtype = _dtype(dtype, weight, freeze, self._pools)
-        super().__init__(table.trainer, device)
+        place = self._begin(table.trainer, device)
         if max_norm is not None:
             _renorm.check(self._steps)
         self.num_embeddings = num_embeddings
@@ -413,7 +416,7 @@ class _Single(_Module):
             self._make_lookup(pooling)
             self._parameters = _Parameters()
             self._parameters.table = self._table.name
-            self._hold_anchors(dtype, freeze, table.trainer, device)
+            self._hold_anchors(dtype, freeze, place)
             # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
             draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
             self._give_rows(weight, draws and (alone or in_turn))
@@ -834,7 +837,7 @@ class EmbeddingBagCollection(_Module):
         device: object = None,
         nan_policy: NanPolicy = "reject",
     ) -> None:
-        super().__init__(trainer, device)
+        place = self._begin(trainer, device)
         self.embedding_bag_configs = tuple(tables)
         features: List[Feature] = []
         names: List[str] = []
@@ -864,7 +867,7 @@ class EmbeddingBagCollection(_Module):
             )
         self.feature_names = tuple(names)
         self._lookup = Lookup(self._steps, features, width)
-        self._hold_anchors(torch.get_default_dtype(), freeze, trainer, device)
+        self._hold_anchors(torch.get_default_dtype(), freeze, place)
         self._arange = _inputs.Arange()
 
     @property
