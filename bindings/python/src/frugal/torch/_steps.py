@@ -654,15 +654,10 @@ class Steps:
         """Makes a call between steps that all ranks make: a rank inside a step ends it, empty, and waits for the others
         to do so."""
         with self.lock:
-            self.leave()
-            self.patiently(call)
-
-    def leave(self) -> None:
-        """Ends a step that this rank is inside of, empty."""
-        with self.lock:
             self.outside()
             if self.open:
                 self.end(False)
+            self.patiently(call)
 
     def follows(self) -> bool:
         """Whether rows begin as rank 0 writes them, as DistributedDataParallel gives all ranks those of rank 0."""
