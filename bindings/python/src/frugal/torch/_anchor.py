@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import REDUCED, Computed
+from ._computed import REDUCED, SHAPE, Computed
 
 if TYPE_CHECKING:
     from ._lookup import Lookup
@@ -98,7 +98,6 @@ class Held:
             )
 
 
-SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses parameters by their dimensions
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _grad: Any = torch.Tensor.grad
 get_grad: Callable[["Anchor"], Optional[torch.Tensor]] = _grad.__get__

@@ -8,6 +8,8 @@ import torch
 
 _aten = torch.ops.aten
 
+SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses parameters by their dimensions
+
 
 class Computed(torch.Tensor):
     """Something of each element of a gradient, as a tensor of one element in its place. Sums, means and the like of it are
@@ -19,7 +21,7 @@ class Computed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, zeros: Optional[int], table: str) -> "Computed":
-        return torch.Tensor._make_wrapper_subclass(cls, (1, 1), dtype=values.dtype, device=values.device)
+        return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=values.dtype, device=values.device)
 
     def __init__(self, values: torch.Tensor, zeros: Optional[int], table: str) -> None:
         self.some, self.zeros, self.table = values, zeros, table

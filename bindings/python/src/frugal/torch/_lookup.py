@@ -14,7 +14,8 @@ from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional
 import torch
 
 from . import _inputs, _native
-from ._anchor import ACCUMULATED, NOT_ASKED, SHAPE, Held, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, Held, use_of
+from ._computed import SHAPE
 from ._steps import Moment, Steps, Table
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

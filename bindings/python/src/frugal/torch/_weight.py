@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn,
 import torch
 
 from . import _default, _native, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, SHAPE, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
+from ._computed import SHAPE
 from ._steps import Table
 
 if TYPE_CHECKING:
