@@ -407,7 +407,8 @@ class _Single(_Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         self._has_sparse = sparse
         name, alone = table.name or self._steps.name(self._kind), self._steps.world_size == 1
-        with _ranks.in_turn(name, self._trainer.rank, 1 if table.trainer else self._steps.world_size) as in_turn:
+        size = 1 if table.trainer else self._steps.world_size
+        with _ranks.in_turn(f"table {name!r}", self._trainer.rank, size) as in_turn:
             self._table = self._open(
                 name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed, table.mean_ranks,
                 table.nan_policy, table.lazy,

@@ -104,23 +104,24 @@ def meet(name: str, size: int, tell: Callable[[], None]) -> None:
 
 
 @contextmanager
-def in_turn(name: str, rank: int, size: int) -> Iterator[bool]:
-    """The others come when rank 0 has left the block, in which it makes the table of this name and gives it its rows, as
-    DistributedDataParallel takes those of rank 0. False: the ranks are none of torch.distributed's, and nobody waits."""
+def in_turn(what: str, rank: int, size: int) -> Iterator[bool]:
+    """The others come when rank 0 has left the block, in which it makes this: a table with its rows, or the state of
+    one. They take what rank 0 has, as with DistributedDataParallel. False: the ranks are none of torch.distributed's,
+    and nobody waits."""
     if not are_told(rank, size):
         yield False
         return
-    store, key = _key(name)
+    store, key = _key(what)
     if rank != 0:
         try:
             made = store.get(key) == b"made"  # waits for it
         except RuntimeError as error:
             raise RuntimeError(
-                f"table {name!r}: rank 0 has not made it within the time-out of init_process_group(): make the same modules in the"
-                f" same order on all ranks ({error})"
+                f"{what}: rank 0 has not made it within the time-out of init_process_group(): make the same modules,"
+                f" and load the same states, in the same order on all ranks ({error})"
             ) from None
         if not made:
-            raise RuntimeError(f"table {name!r}: rank 0 could not make it, and says why")
+            raise RuntimeError(f"{what}: rank 0 could not make it, and says why")
         yield True
         return
     try:
