@@ -510,17 +510,7 @@ class Weight(torch.Tensor):
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
         """Functions of torch.nn.init. What they draw are the numbers that a tensor of this dtype would get, on this device."""
         with torch.no_grad():
-            if self.device.type == "cpu" and func in _INIT_OF_ELEMENTS:
-                if self.dtype == torch.float32:
-                    self.change(lambda rows, part: func(rows, **kwargs), True)
-                else:
-                    self.change(lambda rows, part: rows.copy_(func(rows.to(self.dtype), **kwargs)), True)
-                return self
-            try:
-                all_rows = func(torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device), **kwargs)
-            except torch.cuda.OutOfMemoryError:  # a GPU's
-                all_rows = func(torch.empty(tuple(self.shape), dtype=self.dtype, device="cpu"), **kwargs)
-            self.change(lambda some, part: some.copy_(all_rows[part]), True)
+            self.change(_drawn(func, kwargs, tuple(self.shape), self.dtype, self.device), True)
         return self
 
     def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
@@ -731,13 +721,23 @@ def _parts(count: int) -> Iterator[slice]:
 
 def draw_nothing(table: Table) -> None:
     """Draws what the rows of a new table would be from torch's generator, as on the rank that gives them to the table."""
-    shape, dtype, device = (table.capacity, table.dim), table.anchor.dtype, table.device
-    if device.type == "cpu":
-        for part in _parts(table.capacity):
-            torch.empty((part.stop - part.start, table.dim), dtype=dtype, device=device).normal_()
-    else:
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            torch.empty(shape, dtype=dtype, device=device).normal_()
+    draw = _drawn(torch.nn.init.normal_, {}, (table.capacity, table.dim), table.anchor.dtype, table.device)
+    for part in _parts(table.capacity):
+        draw(torch.empty((part.stop - part.start, table.dim), dtype=torch.float32, device="cpu"), part)
+
+
+def _drawn(
+    func: Callable[..., Any], kwargs: Dict[str, Any], shape: Tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor, slice], Any]:
+    """What a function of torch.nn.init makes of a tensor, for some rows at a time: on the CPU it draws them when they
+    are asked for, if it may, and on a GPU all at once."""
+    if device.type == "cpu" and func in _INIT_OF_ELEMENTS:
+        return lambda rows, part: rows.copy_(func(rows.to(dtype), **kwargs))  # which may be the same rows
+    try:
+        all_rows = func(torch.empty(shape, dtype=dtype, device=device), **kwargs)
+    except torch.cuda.OutOfMemoryError:  # a GPU's
+        all_rows = func(torch.empty(shape, dtype=dtype, device="cpu"), **kwargs)
+    return lambda rows, part: rows.copy_(all_rows[part])
 
 
 def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any], writes: bool = True) -> None:
