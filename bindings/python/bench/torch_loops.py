@@ -53,26 +53,37 @@ SHAPES = {
 }
 
 
+class Kind(NamedTuple):
+    bags: Any  # the class of modules
+    ahead: bool = False  # batches come from a Lookahead
+    cached: bool = False  # on a GPU, which has a fifth of the rows
+
+
+SIDES = {
+    "torch": Kind(torch.nn.EmbeddingBag),
+    "frugal": Kind(ft.EmbeddingBag),
+    "lookahead": Kind(ft.EmbeddingBag, ahead=True),
+    "cached": Kind(ft.EmbeddingBag, ahead=True, cached=True),
+}
+
+
 class Side:
-    def __init__(self, name: str, shape: Shape, device: torch.device) -> None:
+    def __init__(self, kind: Kind, shape: Shape, device: torch.device) -> None:
         torch.manual_seed(1)
         self.shape = shape
         self.device = device
-        self.ahead = name in ("lookahead", "cached")
+        self.ahead = kind.ahead
         self.engine: Any = None
         more: Dict[str, Any] = {}
-        if name == "cached":
+        if kind.cached:
             self.engine = frugal.Engine(lookahead=10)
             more["trainer"] = self.engine.create_trainer(device=str(device), cache_ratio=0.2)
-        elif name != "torch":
+        elif kind.bags is ft.EmbeddingBag:
             self.engine = ft.default_trainer(device).engine
         bags: List[Any] = []
         for _ in range(shape.tables):
             weight = torch.full((shape.rows, shape.dim), 0.01)
-            if name == "torch":
-                bags.append(torch.nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight))
-            else:
-                bags.append(ft.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight, **more))
+            bags.append(kind.bags(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight, **more))
         self.bags = [module.to(device) for module in bags]
         self.top = torch.nn.Linear(shape.tables * shape.dim, 1).to(device)
         parameters = [p for module in (*bags, self.top) for p in module.parameters()]
@@ -117,8 +128,8 @@ def batches_of(shape: Shape, count: int, generator: torch.Generator, device: tor
 
 def measure(name: str, shape: Shape, turns: int, device: torch.device) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
-    names = ["torch", "frugal", "lookahead"] + (["cached"] if device.type == "cuda" else [])
-    sides = {side: Side(side, shape, device) for side in names}
+    names = [side for side, kind in SIDES.items() if device.type == "cuda" or not kind.cached]
+    sides = {side: Side(SIDES[side], shape, device) for side in names}
     batches = batches_of(shape, shape.steps, generator, device)
     for side in names:
         for _ in range(4):  # a Lookahead looks at what it is worth for some batches
