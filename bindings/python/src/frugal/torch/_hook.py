@@ -471,9 +471,8 @@ def _update(
         _begin_anew(optimizer, table, made)
     if not counted:
         state[_STEP] = _Count(count)
-    if _STATE in state and not (type(made) is frugal.SGD and state[_STATE].shape[-1]):
-        table.choose(made)
-        _load(table, state)
+    if _STATE in state:
+        _load(table, state, made)
     if gradient is not None and factor != 1.0:
         gradient.rescale(factor)
     return Update(table, gradient, group.with_scale(made, gradient))
@@ -578,7 +577,11 @@ def _saved(table: Table, steps: int) -> Dict[str, Any]:
     return entry
 
 
-def _load(table: Table, state: Dict[str, Any]) -> None:
+def _load(table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:
+    """The table takes in what an optimizer has loaded, or has had aside."""
+    if type(made) is frugal.SGD and state[_STATE].shape[-1]:
+        return  # momentum's: as PyTorch's buffers, it stays as it is while a group's momentum is 0
+    table.choose(made)
     saved = {"state": state.pop(_STATE)}
     keys = state.pop(_KEYS, None)
     if keys is not None:
