@@ -307,24 +307,25 @@ inline bool is_none_of(PyObject* object, PyObject* name) {
 }
 
 // Does what Steps.begin does, if nothing waits to be done before. False: an error is set.
-inline bool begin(Forward& self) {
-  if (is_none_of(self.steps, names._cancelled) && is_none_of(self.steps, names._dropped) &&
-      is_none_of(self.steps, names._interrupted)) {
-    const int64_t next = integer(get(self.steps, names.next));
+inline bool begin(PyObject* steps, PyObject* turns, decltype(&frugal_step_begin) step_begin,
+                  frugal_trainer* trainer, int64_t slice) {
+  if (is_none_of(steps, names._cancelled) && is_none_of(steps, names._dropped) &&
+      is_none_of(steps, names._interrupted)) {
+    const int64_t next = integer(get(steps, names.next));
     int32_t status = FRUGAL_ERR_TIMEOUT;
-    if (const Turn turn(self.turn); next >= 0 && turn.mine()) {
+    if (const Turn turn(turns); next >= 0 && turn.mine()) {
       const pybind11::gil_scoped_release others;
-      status = self.begin_call(self.trainer, static_cast<uint64_t>(next), self.slice);
+      status = step_begin(trainer, static_cast<uint64_t>(next), slice);
     }
-    if (status == FRUGAL_OK) return PyObject_SetAttr(self.steps, names.open, Py_True) == 0;
+    if (status == FRUGAL_OK) return PyObject_SetAttr(steps, names.open, Py_True) == 0;
     if (status != FRUGAL_ERR_TIMEOUT) {
       const Ref number(PyLong_FromLong(status));
-      call(self.steps, names.refused, number.get());  // which raises
+      call(steps, names.refused, number.get());  // which raises
       return false;
     }
   }
   // Which has words for who waits long.
-  return !PyErr_Occurred() && static_cast<bool>(call(self.steps, names.begin));
+  return !PyErr_Occurred() && static_cast<bool>(call(steps, names.begin));
 }
 
 // Begins the step, if it has not begun, and looks rows up. Nothing, if that is not usual; an error
@@ -334,7 +335,9 @@ inline at::Tensor look_up(Forward& self, frugal_op& op, at::IntArrayRef shape) {
   if (!locked.mine() || !look(self)) return {};
   const Ref untold = get(self.steps, names._untold), open = get(self.steps, names.open);
   if (!open || untold.get() != Py_None) return {};
-  if (open.get() != Py_True && !begin(self)) return {};
+  if (open.get() != Py_True &&
+      !begin(self.steps, self.turn, self.begin_call, self.trainer, self.slice))
+    return {};
   at::Tensor out = at::detail::empty_cpu(shape, at::kFloat);
   op.rows_out = out.mutable_data_ptr<float>();
   int32_t status;

@@ -10,7 +10,7 @@ namespace frugal_torch {
 namespace {
 
 // Changes with what Python and this say to each other: _usual.py takes no file of another number.
-constexpr long kRevision = 6;
+constexpr long kRevision = 7;
 
 // tell(lock, Held, Part, Gradient, Lookup, _Count, DeviceContext): the classes that are looked for.
 PyObject* tell(PyObject*, PyObject* arguments) {
@@ -25,14 +25,15 @@ PyObject* tell(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// step(push, end, optimizer, known): addresses of the library's calls; see step_tables.
+// step(begin, push, end, optimizer, known): addresses of the library's calls; see step_tables.
 PyObject* step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (count != 4) return not_usual();
+  if (count != 5) return not_usual();
   const StepCalls calls{
-      reinterpret_cast<decltype(&frugal_push_grad)>(PyLong_AsVoidPtr(arguments[0])),
-      reinterpret_cast<decltype(&frugal_step_end)>(PyLong_AsVoidPtr(arguments[1]))};
-  return step_tables(calls, arguments[2], arguments[3]);
+      reinterpret_cast<decltype(&frugal_step_begin)>(PyLong_AsVoidPtr(arguments[0])),
+      reinterpret_cast<decltype(&frugal_push_grad)>(PyLong_AsVoidPtr(arguments[1])),
+      reinterpret_cast<decltype(&frugal_step_end)>(PyLong_AsVoidPtr(arguments[2]))};
+  return step_tables(calls, arguments[3], arguments[4]);
   END_HANDLE_TH_ERRORS
 }
 

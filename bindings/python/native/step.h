@@ -10,6 +10,7 @@
 namespace frugal_torch {
 
 struct StepCalls {
+  decltype(&frugal_step_begin) begin;
   decltype(&frugal_push_grad) push;
   decltype(&frugal_step_end) end;
 };
@@ -198,13 +199,17 @@ inline bool take(Step& step, PyObject* optimizer, PyObject* entry, PyObject* gro
 // Makes the engine's step (Steps.apply), under the lock. False: not made, and an error may be set.
 inline bool apply(const StepCalls& calls, Step& step) {
   PyObject* steps = step.steps.get();
-  const Ref open = get(steps, names.open);
-  if (!open || (open.get() != Py_True && !call(steps, names.begin))) return false;
-  const Ref native = get(steps, names.native), untold = get(steps, names._untold),
-            on_gpu = get(native, names.on_gpu), list = get(native, names._turn),
-            handle = get(native, names._handle), next = get(steps, names.next);
-  if (!next || !list || !handle || untold.get() != Py_None || on_gpu.get() != Py_False)
+  const Ref open = get(steps, names.open), native = get(steps, names.native),
+            untold = get(steps, names._untold), on_gpu = get(native, names.on_gpu),
+            list = get(native, names._turn), handle = get(native, names._handle),
+            slice = get(native, names._slice);
+  if (!open || !list || !handle || !slice || untold.get() != Py_None || on_gpu.get() != Py_False)
     return false;
+  auto* trainer = handle_of<frugal_trainer>(handle);
+  if (open.get() != Py_True && !begin(steps, list.get(), calls.begin, trainer, integer(slice)))
+    return false;
+  const Ref next = get(steps, names.next);
+  if (!next) return false;
   for (const Stepped& one : step.tables)
     if (one.changed && !call(one.table.get(), names.change, one.optimizer.get(), next.get()))
       return false;
@@ -214,7 +219,6 @@ inline bool apply(const StepCalls& calls, Step& step) {
   std::vector<frugal_op> ops;
   ops.reserve(step.pushes.size());
   for (const Push& push : step.pushes) ops.push_back(push.op);
-  auto* trainer = handle_of<frugal_trainer>(handle);
   const int64_t number = integer(next);
   int32_t status;
   {

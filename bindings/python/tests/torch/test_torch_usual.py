@@ -24,7 +24,7 @@ import frugal
 import frugal.torch as ft
 from frugal import _abi
 from frugal._lib import lib
-from frugal.torch import _usual
+from frugal.torch import _steps, _usual
 from frugal.torch._anchor import Gradient
 
 NODE = "FrugalBackward"
@@ -467,6 +467,43 @@ def test_a_call_that_fails(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPa
     optimizer.zero_grad()
     train()
     expected = torch.zeros(ROWS, DIM).index_add_(0, keys, torch.full((len(keys), DIM), 0.5))
+    for module, rows in zip(modules, before):
+        assert torch.equal(rows - expected, snapshot(module))
+
+
+def test_an_optimizer_begins_the_step_after_another_s(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For no forward has begun it; also if the library refuses that once."""
+    modules = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in modules]
+    keys, offsets = bag_inputs()
+    expected = torch.zeros(ROWS, DIM).index_add_(0, keys, torch.full((len(keys), DIM), 0.5))
+
+    def backward() -> None:
+        for module, optimizer in zip(modules, optimizers):
+            optimizer.zero_grad()
+            module(keys, offsets).sum().backward()
+
+    for _ in range(2):
+        backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    before = [snapshot(m) for m in modules]
+    backward()
+
+    def begin(steps: Any) -> None:
+        raise AssertionError("in Python")
+
+    status = _abi.STATUS["FRUGAL_ERR_OUT_OF_MEMORY"]
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64)
+    failing = kind(lambda *args: status)
+    monkeypatch.setattr(_steps.Steps, "begin", begin)
+    optimizers[0].step()
+    with monkeypatch.context() as patch:
+        patch.setattr(lib, "frugal_step_begin", failing)
+        with pytest.raises(frugal.OutOfMemory):
+            optimizers[1].step()
+    assert torch.equal(snapshot(modules[1]), before[1])
+    optimizers[1].step()
     for module, rows in zip(modules, before):
         assert torch.equal(rows - expected, snapshot(module))
 

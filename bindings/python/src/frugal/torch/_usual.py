@@ -13,7 +13,7 @@ import os
 import sysconfig
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple
 
 import torch
 from torch.utils._device import DeviceContext
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
-_REVISION = 6  # of what is said to each other here and there
+_REVISION = 7  # of what is said to each other here and there
 
 
 def _load() -> Any:
@@ -85,13 +85,18 @@ def forward(lookup: "Lookup", anchor: "Anchor", first: str, bags: bool) -> Calla
 class _Calls:
     """The library's calls of a step, and where they are."""
 
+    begin: Any = None
     push: Any = None
     end: Any = None
-    at_push = at_end = 0
+    at: Tuple[int, int, int] = (0, 0, 0)
 
     def look(self) -> None:
-        self.push, self.end = lib.frugal_push_grad, lib.frugal_step_end
-        self.at_push, self.at_end = _address(self.push), _address(self.end)
+        self.begin, self.push, self.end = lib.frugal_step_begin, lib.frugal_push_grad, lib.frugal_step_end
+        self.at = _address(self.begin), _address(self.push), _address(self.end)
+
+    def are_as_now(self) -> bool:
+        begin, push, end = lib.frugal_step_begin, lib.frugal_push_grad, lib.frugal_step_end
+        return begin is self.begin and push is self.push and end is self.end
 
 
 _calls = _Calls()
@@ -101,6 +106,6 @@ def step(optimizer: torch.optim.Optimizer, known: Any) -> bool:
     """Makes the step of the tables that an optimizer has, and hides their gradients; or does nothing and is false."""
     if native is None:
         return False
-    if lib.frugal_push_grad is not _calls.push or lib.frugal_step_end is not _calls.end:
+    if not _calls.are_as_now():
         _calls.look()
-    return native.step(_calls.at_push, _calls.at_end, optimizer, known) is True
+    return native.step(*_calls.at, optimizer, known) is True
