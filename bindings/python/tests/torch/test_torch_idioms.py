@@ -836,6 +836,38 @@ def test_a_state_of_before_the_first_step_begins_anew(pair: Pair, kind: str, of_
     assert_same(pair)
 
 
+@pytest.mark.filterwarnings("ignore:.*a frugal table's row changes")
+@pytest.mark.parametrize("whose", ["none", "ours", "theirs"])
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam", "SGD"])
+def test_a_table_of_one_element(trainer: frugal.Trainer, kind: str, whose: str) -> None:
+    """Its optimizer state has the anchor's shape, also where it is loaded before the fourth step."""
+    arguments = {"Adagrad": {"initial_accumulator_value": 0.1}, "SGD": {"momentum": 0.9}}.get(kind, {})
+    weight = torch.full((1, 1), 2.0)
+    pair = ft.Embedding(1, 1, _weight=weight, trainer=trainer), torch.nn.Embedding(1, 1, _weight=weight.clone())
+    optimizers = [getattr(torch.optim, kind)(m.parameters(), lr=0.1, **arguments) for m in pair]
+    for step in range(6):
+        if step == 3 and whose != "none":
+            saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+            optimizers = [getattr(torch.optim, kind)(m.parameters(), lr=0.1, **arguments) for m in pair]
+            optimizers[0].load_state_dict(saved[whose == "theirs"])
+            optimizers[1].load_state_dict(saved[1])
+        for module, optimizer in zip(pair, optimizers):
+            optimizer.zero_grad()
+            (module(torch.zeros(3, dtype=torch.int64)) * (step + 1)).sum().backward()
+            optimizer.step()
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_adagrad_s_state_of_an_anchor_is_none_of_a_table_of_one_element(trainer: frugal.Trainer, hashed: bool) -> None:
+    module: Any = ft.Embedding(1, 1, dtype=torch.bfloat16, hashed=hashed, trainer=trainer)
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    module(torch.zeros(1, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    expected = torch.full((1, 1), 0.1) + 1.0  # 0.1 in float32, and not in the anchor's dtype
+    assert torch.equal(optimizer.state[module.anchor]["sum"], expected)
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (), (100, 30, 2)])
 def test_an_output_may_be_detached_in_place(trainer: frugal.Trainer, shape: Tuple[int, ...]) -> None:
     """As one of torch.nn's, it is no view, whatever its shape."""

@@ -515,12 +515,10 @@ def _translate(
     theirs = {}
     shape = (table.capacity, table.dim)
     for name in [name for name in state if name not in (_STEP, _STATE, _KEYS)]:
-        value = state[name]
-        # Adagrad makes state of the anchor itself, of its shape, when it is made; SGD without momentum saves None.
-        if value is None or (isinstance(value, torch.Tensor) and value.numel() == 1 and tuple(value.shape) != shape):
+        if _says_nothing(state[name], state, shape, made):
             del state[name]
         else:
-            theirs[name] = value
+            theirs[name] = state[name]
     if not theirs:
         return
     names = _THEIR_STATE.get(type(made), ())
@@ -538,6 +536,18 @@ def _translate(
     for name in names:
         state.pop(name, None)
     state[_STATE] = torch.cat([theirs[name].to(device="cpu", dtype=torch.float32) for name in names], dim=1)
+
+
+def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], made: frugal.Optimizer) -> bool:
+    """Whether it is no state of rows: SGD without momentum saves None, and Adagrad makes state of the anchor itself, of
+    its shape, when it is made."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return value is None
+    if tuple(value.shape) != shape:
+        return True
+    # The table has the anchor's shape, too. What Adagrad made of the anchor is a new row's state until the first step.
+    new = getattr(made, "initial_accumulator", None)
+    return new is not None and not state.get(_STEP, 1) and torch.equal(value, torch.full_like(value, new))
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
