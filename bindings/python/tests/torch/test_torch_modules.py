@@ -1059,6 +1059,30 @@ def test_a_trainer_goes_where_modules_go(trainer: frugal.Trainer, monkeypatch: p
     assert names == ["cuda:0", "cuda:1", "cpu"] and places() == ["cpu", "cpu"]
 
 
+def test_a_table_is_on_one_device(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of several modules. Here are no GPUs: nothing is moved there."""
+    collection: Callable[..., Any] = lambda rows, dim, name, **keywords: ft.EmbeddingBagCollection(  # noqa: E731
+        [ft.TableConfig(name, rows, dim, ["x"])], **keywords
+    )
+    module = ft.Embedding(ROWS, DIM, name="e", trainer=trainer)
+    monkeypatch.setattr(module._steps, "move_to", lambda name: pytest.fail("the trainer is moved"))
+    for cls in (ft.Embedding, ft.EmbeddingBag, collection):
+        with pytest.raises(ValueError, match="table 'e' exists, on cpu, and .* cannot have it on cuda:0"):
+            cls(ROWS, DIM, name="e", device="cuda:0", trainer=trainer)
+        cls(ROWS, DIM, name="e", device="cpu", trainer=trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr(module._table, "device", torch.device("cuda:1"))
+        with pytest.raises(ValueError, match="table 'e' exists, on cuda:1, and Embedding cannot have it on cpu"):
+            ft.Embedding(ROWS, DIM, name="e", device="cpu", trainer=trainer)
+        ft.Embedding(ROWS, DIM, name="e", trainer=trainer)  # where the table is
+    table = module._table
+    del module
+    gc.collect()
+    table.device = torch.device("cuda:1")  # of modules that are gone
+    module = ft.Embedding(ROWS, DIM, name="e", device="cpu", trainer=trainer)
+    assert module._table is table and table.device.type == "cpu"
+
+
 def test_hashed_tables_take_any_key(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
     module = ft.EmbeddingBag(100, DIM, mode="sum", hashed=True, padding_idx=-7, trainer=trainer, optimizer=sgd())
     keys = torch.tensor([[-1, 2**62, -7], [-7, -7, 5]])

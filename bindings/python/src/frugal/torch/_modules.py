@@ -92,8 +92,10 @@ class _Module(torch.nn.Module):
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
 
-    def _begin(self, trainer: Optional[frugal.Trainer], device: object) -> torch.device:
-        """Comes first when a module is made. Returns where its keys and outputs are."""
+    def _begin(
+        self, trainer: Optional[frugal.Trainer], device: object, names: Sequence[Optional[str]]
+    ) -> torch.device:
+        """Comes first when a module is made, of tables with these names. Returns where its keys and outputs are."""
         torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
         if _default.in_fake_mode():
             raise NotImplementedError(
@@ -109,6 +111,13 @@ class _Module(torch.nn.Module):
         if place is None:
             return self._steps.device
         self._steps.check_device(place, type(self).__name__)
+        for table in [self._steps.tables.get(name) for name in names if name and device is not None]:
+            # (Those of another GPU go along.)
+            if table is not None and table.held_anchor() is not None and table.device.type != place.type:
+                raise ValueError(
+                    f"table {table.name!r} exists, on {table.device}, and {type(self).__name__} cannot have it on"
+                    f" {place}: leave device out, or move the module that has the table there before"
+                )
         self._steps.move([], place)
         return place
 
@@ -396,7 +405,7 @@ class _Single(_Module):
         _inputs.size(num_embeddings, embedding_dim, empty=not table.hashed)
         _inputs.weight(weight, num_embeddings, embedding_dim)
         dtype = _dtype(dtype, weight, freeze, self._pools)
-        place = self._begin(table.trainer, device)
+        place = self._begin(table.trainer, device, [table.name])
         if max_norm is not None:
             _renorm.check(self._steps)
         self.num_embeddings = num_embeddings
@@ -838,8 +847,9 @@ class EmbeddingBagCollection(_Module):
         device: object = None,
         nan_policy: NanPolicy = "reject",
     ) -> None:
-        place = self._begin(trainer, device)
-        self.embedding_bag_configs = tuple(tables)
+        tables = tuple(tables)
+        place = self._begin(trainer, device, [config.name for config in tables])
+        self.embedding_bag_configs = tables
         features: List[Feature] = []
         names: List[str] = []
         self._by_name: Dict[str, _steps.Table] = {}
