@@ -450,8 +450,8 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
  * values, and all get the state of new ones. Every step that is not committed has what is given,
  * whatever was set before for some. state_floats changes with the kind. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, STRUCT_SIZE, STEP_RANGE (first_step is committed); with another kind or
- * initial_accumulator, or the flag, BUSY, TIMEOUT, OUT_OF_MEMORY (the old ones hold) and
- * UNSUPPORTED (the engine is served: give the optimizer when the table is created).
+ * initial_accumulator, or the flag, BUSY, TIMEOUT and OUT_OF_MEMORY (the old ones hold). A process
+ * that has attached maps the new state in its next call, or step, that needs it.
  * Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);

@@ -54,7 +54,7 @@ Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed,
                     std::shared_ptr<Ledger>* out) {
   std::shared_ptr<Ledger> l(new Ledger(pool, arena));
   FRUGAL_TRY(pool.get(sizeof(LedgerRoot), &l->memory_));
-  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}};
+  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}, {0}};
   *out = std::move(l);
   return FRUGAL_OK;
 }
@@ -64,10 +64,10 @@ uint64_t Ledger::find(const void* p) const {
   return place == kNoPlace ? arena_.teller()->place_of(p) : place;
 }
 
-Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out) {
+Status Ledger::add_table(uint64_t handle, const RowLayout& layout, const arith::InitSpec& init,
+                         std::shared_ptr<TableLedger>* out) {
   std::shared_ptr<TableLedger> t(new TableLedger);
   t->ledger_ = shared_from_this();
-  const RowLayout& layout = rows.layout();
   const size_t row = layout.bytes();
   t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, LedgerImage::kMost));
   // One for each thread that may be writing: flush threads, and callers that help.
@@ -84,14 +84,18 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
   t->table_->image_bytes = bytes;
   t->table_->image_count = t->count_;
   t->table_->image_rows = t->rows_;
-  t->table_->init = rows.init();
+  t->table_->init = init;
   for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) LedgerImage{{kNoPlace}, 0};
-  if (!rows.keys_are_slots()) rows.tell_slots(&t->table_->slots);
   *out = std::move(t);
   return FRUGAL_OK;
 }
 
 // --- A table -------------------------------------------------------------------------------------
+
+void TableLedger::watch(Rows& rows, TableLedger* former) {
+  if (!rows.keys_are_slots()) rows.tell_slots(&table_->slots);
+  rows.watch(this, former);
+}
 
 void TableLedger::forget() noexcept {
   table_->handle.store(0);

@@ -34,10 +34,11 @@ namespace frugal {
 // --- As it lies in memory ------------------------------------------------------------------------
 
 struct LedgerRoot {
-  static constexpr uint64_t kMagic = 0x3167646c67757246;  // "Frugldg1"
+  static constexpr uint64_t kMagic = 0x3267646c67757246;  // "Frugldg2"
   uint64_t magic;
   std::atomic<uint64_t> committed;  // step; kNoStep: none
   std::atomic<uint64_t> ended;      // 1: nobody writes any more, although the process may live
+  std::atomic<uint64_t> kinds;      // how often a table was given another kind of optimizer
 };
 
 struct LedgerTerms {  // of one rank in an update
@@ -78,7 +79,9 @@ struct LedgerImage {
 };
 
 struct LedgerTable {
-  std::atomic<uint64_t> handle;  // 0: the table was dropped
+  // 0: the table was dropped, or it was given another kind of optimizer, for which there is another
+  // record.
+  std::atomic<uint64_t> handle;
   std::atomic<uint64_t>
       lost;  // the first step of which a committed update was given up unwritten; kNoStep: none
   std::atomic<uint64_t> first;  // update that is not wholly written
@@ -108,7 +111,9 @@ class TableLedger final : public HeapObject,
                           public std::enable_shared_from_this<TableLedger> {
  public:
   uint64_t place() const;
-  // The table is about to be dropped, when all is written.
+  // From now on it hears of each write of the rows; `former`, of the same rows, hears of none.
+  void watch(Rows& rows, TableLedger* former = nullptr);
+  // The table is about to be dropped, or is another's to watch, when all is written.
   void forget() noexcept;
 
   // A committed update: until the last reference to *record is gone it is in the list. If it is not
@@ -119,7 +124,8 @@ class TableLedger final : public HeapObject,
 
   uint32_t before(const RowWrite& write, device::Undo* undo) noexcept override;
   void after(const RowWrite& write, uint32_t image) noexcept override;
-  void new_state() noexcept override { FRUGAL_ASSERT(!"a served table keeps its kind of optimizer"); }
+  // Its record is of the former state. Who gives the table another kind has another record ready.
+  void new_state() noexcept override {}
   size_t most_outside() const override { return rows_; }
 
  private:
@@ -169,9 +175,13 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // no row is written before
     ledger_point();
   }
+  // A table has another record, of another kind of optimizer: who has mapped its state maps it anew.
+  void another_kind() noexcept { root_->kinds.fetch_add(1, std::memory_order_release); }
   // The engine was shut down.
   void end() noexcept { root_->ended.store(1, std::memory_order_release); }
-  Status add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out);
+  // A table's record, of rows with this layout.
+  Status add_table(uint64_t handle, const RowLayout& layout, const arith::InitSpec& init,
+                   std::shared_ptr<TableLedger>* out);
   // Where others see it, in the arena or in staging memory; or kNoPlace.
   uint64_t find(const void* p) const;
 

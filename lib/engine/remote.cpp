@@ -18,20 +18,13 @@ Status Engine::keep_ledger() {
   if (ledger_) return FRUGAL_OK;
   FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, ranks_.committed(), &ledger));
   Vector<std::shared_ptr<TableLedger>> of(tables_.size());
-  // A table does not go on telling a ledger that has come to nothing.
-  struct Untell {
-    const Tables* tables;
-    ~Untell() {
-      if (!tables) return;
-      for (const TableRef& t : *tables) t->rows.tell_slots(nullptr);
-    }
-  } untell{&tables_};
-  for (size_t i = 0; i < of.size(); ++i)
-    FRUGAL_TRY(ledger->add_table(tables_[i]->handle, tables_[i]->rows, &of[i]));
-  untell.tables = nullptr;
+  for (size_t i = 0; i < of.size(); ++i) {
+    const Rows& rows = tables_[i]->rows;
+    FRUGAL_TRY(ledger->add_table(tables_[i]->handle, rows.layout(), rows.init(), &of[i]));
+  }
   for (size_t i = 0; i < of.size(); ++i) {
     tables_[i]->ledger = std::move(of[i]);
-    tables_[i]->rows.watch(tables_[i]->ledger.get());
+    tables_[i]->ledger->watch(tables_[i]->rows);
   }
   ledger_ = std::move(ledger);
   return FRUGAL_OK;

@@ -31,6 +31,9 @@ struct Table : AnyTable {
   }
   uint32_t predict_pause = 0;           // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;  // or null
+  // Held while it gets another kind of optimizer, and by who tells another process of the table.
+  Mutex kind_mu;
+  uint64_t kinds = 0;  // how often that was; with kind_mu
   Arriving arriving;                    // where rows may be far
 };
 using TableRef = std::shared_ptr<Table>;

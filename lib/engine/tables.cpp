@@ -316,8 +316,9 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   } unmade{table->handle};
   if (stale()) table->rows.read_beside(memory_.versions(), table->handle);
   if (ledger_) {
-    FRUGAL_TRY(ledger_->add_table(table->handle, table->rows, &table->ledger));
-    table->rows.watch(table->ledger.get());
+    const Rows& rows = table->rows;
+    FRUGAL_TRY(ledger_->add_table(table->handle, rows.layout(), rows.init(), &table->ledger));
+    table->ledger->watch(table->rows);
   }
   tables_.add(table);
   unmade.handle = 0;
@@ -425,11 +426,6 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                     "gives up that state",
                     o.kind, double{accumulator}, was.kind,
                     double{was.initial_accumulator});
-      if (ledger_)
-        return fail(FRUGAL_ERR_UNSUPPORTED,
-                    "optimizer.kind is %d, and the table's %d: other processes may have mapped its "
-                    "state; give the optimizer when the table is created",
-                    o.kind, was.kind);
     }
     const bool pending =
         workers_.applying() || (table.window.opened() && table.window.any_pending());
@@ -441,7 +437,9 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   }
 }
 
-// Outside of steps. Rows keep their values; their state becomes that of new ones.
+// Outside of steps. Rows keep their values; their state becomes that of new ones. A process that has
+// mapped the former state reads the tables out of it, as they were, until the former record of the
+// ledger is forgotten.
 Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   const frugal_table_config& c = table.config;
   Rows& rows = table.rows;
@@ -465,11 +463,20 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                   "exhausted (%s are left of host_bytes); its optimizer is what it was",
                   o.kind, memory_.budget.left_text().c_str());
   }
+  std::shared_ptr<TableLedger> ledger;
+  if (ledger_) FRUGAL_TRY(ledger_->add_table(table.handle, state.layout, state.init, &ledger));
   each_trainer([&](Trainer& t) { drop_cache(t, table); });
+  Lock told(table.kind_mu);
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
   Lock lock(mu_);
   table.schedule.swap(schedule);
+  if (!ledger) return FRUGAL_OK;
+  ledger->watch(rows, table.ledger.get());
+  table.ledger.swap(ledger);
+  ledger->forget();
+  ++table.kinds;
+  ledger_->another_kind();
   return FRUGAL_OK;
 }
 

@@ -164,22 +164,11 @@ Status Client::stop_trace(const char* path) {
 
 // --- Tables --------------------------------------------------------------------------------------
 
-Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out) {
+// A table as the controller tells of it, mapped and not yet known here.
+Status Client::map_table(TableReply& reply, const char* name, RemoteTableRef* out) {
   Descriptors d{reply.descriptors};
-  if (reply.numbers.size() != 4)
+  if (reply.numbers.size() != 5)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
-  // A table has one handle in an engine, though two threads take it at once. With mu_ held.
-  auto taken = [&] {
-    *out = nullptr;
-    std::erase_if(tables_, [](auto& w) { return w.expired(); });
-    for (auto& weak : tables_)
-      if (auto t = weak.lock(); t && t->id == reply.id) *out = std::move(t);
-    return *out != nullptr;
-  };
-  {
-    Lock lock(mu_);
-    if (taken()) return FRUGAL_OK;
-  }
   auto t = std::allocate_shared<RemoteTable>(HeapAllocator<RemoteTable>(), pins_);
   t->session = shared_from_this();
   t->id = reply.id;
@@ -200,18 +189,62 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent too little memory for table '%s'", name);
   t->ledger = reply.numbers[2];
   t->lazy = reply.numbers[3] != 0;
+  t->kinds = reply.numbers[4];
   const Mapping &values = t->arrays[Rows::kValues], &state = t->arrays[Rows::kState];
-  t->rows = t->layout.at(values.base, state.base);
+  t->rows = t->layout.at(values.base, nullptr);
   t->pinned.over_rows(values, reply.info.capacity, t->layout.value_pitch);
-  if (state.base) t->pinned_state.over_rows(state, reply.info.capacity, t->layout.state_pitch);
+  if (state.base) {
+    t->pinned_state = std::make_unique<PinnedSlabs>(pins_);
+    t->pinned_state->over_rows(state, reply.info.capacity, t->layout.state_pitch);
+  }
+  *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out) {
+  RemoteTableRef t;
+  FRUGAL_TRY(map_table(reply, name, &t));
   Lock lock(mu_);
   if (controller_.closed()) return controller_.check();
-  if (taken()) return FRUGAL_OK;
+  // A table has one handle in an engine, though two threads take it at once.
+  std::erase_if(tables_, [](auto& w) { return w.expired(); });
+  for (auto& weak : tables_)
+    if (auto known = weak.lock(); known && known->id == reply.id) {
+      known->take_kind(*t);
+      *out = std::move(known);
+      return FRUGAL_OK;
+    }
   tables_.reserve(tables_.size() + 1);
   t->handle = handle_of<AnyTable>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   tables_.push_back(t);
   *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+// Tables that another process has given another kind of optimizer: their state is mapped anew.
+Status Client::see_kinds() {
+  const uint64_t kinds = controller_.remains().root->kinds.load(std::memory_order_acquire);
+  if (kinds_seen_.load(std::memory_order_acquire) == kinds) return FRUGAL_OK;
+  Vector<RemoteTableRef> tables;
+  {
+    Lock lock(mu_);
+    for (auto& weak : tables_)
+      if (auto table = weak.lock(); table && !table->dropped.load())
+        tables.push_back(std::move(table));
+  }
+  for (const RemoteTableRef& table : tables) {
+    TableReply reply;
+    const char* name = table->name.c_str();
+    const Status s =
+        controller_.answered(controller_.control().find_table(name, config_.timeout_ms, &reply));
+    if (s == FRUGAL_ERR_NOT_FOUND) continue;  // another process has dropped it
+    FRUGAL_TRY(s);
+    RemoteTableRef now;
+    FRUGAL_TRY(map_table(reply, name, &now));
+    if (now->id == table->id) table->take_kind(*now);
+  }
+  kinds_seen_.store(kinds, std::memory_order_release);
   return FRUGAL_OK;
 }
 
@@ -263,7 +296,7 @@ Status Client::describe(AnyTable& any, frugal_table_info* out) {
   return controller_.outlive([&]() -> Status {
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
-      FRUGAL_TRY(table.remains(controller_.remains(), pool_, &t));
+      FRUGAL_TRY(left_of(table, &t));
       *out = table.info;
       out->rows = t->count();
       return FRUGAL_OK;
@@ -278,7 +311,8 @@ Status Client::set_optimizer(AnyTable& table, uint64_t first_step,
                              const frugal_optimizer& optimizer) {
   Exchange e{Call::kSetOptimizer, {own(table).id, first_step}, {}};
   e.add(&optimizer, sizeof optimizer);
-  return ask(e);
+  FRUGAL_TRY(ask(e));
+  return see_kinds();
 }
 
 // --- Rows outside steps --------------------------------------------------------------------------
@@ -288,7 +322,7 @@ Status Client::count(AnyTable& any, uint64_t* out) {
   return controller_.outlive([&]() -> Status {
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
-      FRUGAL_TRY(table.remains(controller_.remains(), pool_, &t));
+      FRUGAL_TRY(left_of(table, &t));
       *out = t->count();
       return FRUGAL_OK;
     }
@@ -304,7 +338,7 @@ Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capac
   return controller_.outlive([&]() -> Status {
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
-      FRUGAL_TRY(table.remains(controller_.remains(), pool_, &t));
+      FRUGAL_TRY(left_of(table, &t));
       *n = t->keys(cursor, out, capacity);
       return FRUGAL_OK;
     }
@@ -321,20 +355,24 @@ Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capac
 }
 
 // Bytes of a row as it travels.
-static size_t row_bytes(const RemoteTable& t, uint32_t flags) {
-  return (t.info.dim + (flags & FRUGAL_WITH_STATE ? t.info.state_floats : 0)) * sizeof(float);
+Status Client::row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes) {
+  const bool with_state = flags & FRUGAL_WITH_STATE;
+  if (with_state && controller_.check() == FRUGAL_OK) FRUGAL_TRY(see_kinds());
+  *bytes = (t.info.dim + (with_state ? t.state_floats() : 0)) * sizeof(float);
+  return FRUGAL_OK;
 }
 
 Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, float* out,
                    size_t stride, uint8_t* found) {
   RemoteTable& table = own(any);
-  const size_t bytes = row_bytes(table, flags);
+  size_t bytes = 0;
+  FRUGAL_TRY(row_bytes(table, flags, &bytes));
   FRUGAL_TRY(check_stride(stride, bytes, n));
   if (stride == 0) stride = bytes;
   return controller_.outlive([&]() -> Status {
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
-      FRUGAL_TRY(table.remains(controller_.remains(), pool_, &t));
+      FRUGAL_TRY(left_of(table, &t));
       if (table.info.key_space != FRUGAL_HASHED)
         FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
       Vector<uint32_t> slots(n);
@@ -346,16 +384,20 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
         if (!there) continue;
         const TableReadout::Row row = t->row(slots[i], scratch.data());
         float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride);
-        std::memcpy(to, row.values, table.layout.value_bytes());
-        if (flags & FRUGAL_WITH_STATE) table.layout.export_state(row.state, to + table.info.dim);
+        std::memcpy(to, row.values, t->layout().value_bytes());
+        if (flags & FRUGAL_WITH_STATE) t->layout().export_state(row.state, to + table.info.dim);
       }
       return FRUGAL_OK;
     }
     Exchange e{Call::kGet, {table.id, n, flags}, {}};
     e.add(keys, n * sizeof(uint64_t));
-    return ask(e, [&](Channel& c, uint64_t, uint64_t until) -> Status {
+    return ask(e, [&](Channel& c, uint64_t answer, uint64_t until) -> Status {
       Vector<uint8_t> there(n);
       FRUGAL_TRY(c.read(there.data(), n, until));
+      if (answer != n + std::count(there.begin(), there.end(), 1) * bytes)
+        return fail(FRUGAL_ERR_BUSY,
+                    "another process has just given the table another kind of optimizer, so that a "
+                    "row's state is of another size: call again");
       // The answer has the rows that are there, and the places of the others stay as they are.
       for (size_t i = 0; i < n;) {
         size_t end = i + 1;
@@ -372,8 +414,9 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
 
 Status Client::put(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
-  const RemoteTable& table = own(any);
-  const size_t bytes = row_bytes(table, flags);
+  RemoteTable& table = own(any);
+  size_t bytes = 0;
+  FRUGAL_TRY(row_bytes(table, flags, &bytes));
   FRUGAL_TRY(check_stride(stride, bytes, n));
   if (stride == 0) stride = bytes;
   Exchange e{Call::kPut, {table.id, n, flags}, {}};

@@ -93,7 +93,13 @@ class Client final : public Session, private DataPath, private Controller::Owner
   }
   Status ask(Exchange& e) { return ask(e, nothing_more); }
 
+  Status map_table(TableReply& reply, const char* name, RemoteTableRef* out);
   Status take_table(TableReply& reply, const char* name, AnyTableRef* out);
+  Status see_kinds();
+  Status left_of(RemoteTable& t, TableReadout** out) {
+    return t.remains(controller_.remains(), kinds_seen_.load(), pool_, out);
+  }
+  Status row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes);
   bool let_go_of_lost();
   bool has_rank(uint32_t rank);
   Status enter(RemoteTrainer& t);
@@ -134,6 +140,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Mutex talk_mu_;
   Talk talk_{controller_};            // for calls outside steps
   Joins joins_{controller_};
+  std::atomic<uint64_t> kinds_seen_{0};  // of the ledger's
   mutable Mutex mu_;             // what follows
   Vector<std::weak_ptr<RemoteTrainer>> trainers_;
   Vector<std::weak_ptr<RemoteTable>> tables_;

@@ -89,6 +89,10 @@ class Client::Told {
 Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::OfTable** out,
                         uint64_t* without) {
   auto known = t.lines.find(of.table);
+  if (known != t.lines.end() && known->second.kinds != known->second.table->kinds) {
+    t.lines.erase(known);  // of rows with other state
+    known = t.lines.end();
+  }
   if (known == t.lines.end()) {
     RemoteTrainer::OfTable made;
     {
@@ -98,11 +102,12 @@ Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::O
     }
     if (!made.table)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
-    if (DeviceLines::open(*t.gpu, made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
+    if (DeviceLines::open(*t.gpu, made.table->with_state(), of.lines, &made.lines) != FRUGAL_OK) {
       *without = of.table;
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows",
                   t.gpu->runtime().name());
     }
+    made.kinds = made.table->kinds;
     known = t.lines.emplace(of.table, std::move(made)).first;
   }
   *out = &known->second;
@@ -156,7 +161,8 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
     Vector<uint32_t> ascending = plan.admitted;
     std::sort(ascending.begin(), ascending.end());
     FRUGAL_TRY(table.pinned.pin(ascending.data(), ascending.size()));
-    if (table.rows.state) FRUGAL_TRY(table.pinned_state.pin(ascending.data(), ascending.size()));
+    if (table.pinned_state)
+      FRUGAL_TRY(table.pinned_state->pin(ascending.data(), ascending.size()));
     for (uint64_t u = 0; u < of.updates; ++u)
       FRUGAL_TRY(take_due(told, flight, &due.emplace_back()));
     flight.kept.push_back(known->table);

@@ -222,6 +222,10 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       return c.read(told.data(), told.size(), until);
     }));
     traced = e.args[0] != 0;
+    if (Status s = see_kinds()) {
+      t.parts.clear();
+      return s;
+    }
     if (e.args[2] == 0) break;
     if (!t.gpu) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of a cache");
     without = 0;
@@ -337,7 +341,7 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
     FRUGAL_TRY(in_op(check_op(op, table->info.dim, op.count, Use::kRead), i, n, table));
     FRUGAL_TRY(in_op(check_keys(*table, op), i, n, table));
     TableReadout* from;
-    FRUGAL_TRY(table->remains(controller_.remains(), pool_, &from));
+    FRUGAL_TRY(left_of(*table, &from));
     Vector<uint32_t> slots(op.count);
     from->find(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
                slots.data());

@@ -37,6 +37,7 @@ class TableReadout : public HeapObject {
     int32_t optimizer = FRUGAL_SGD;  // which the layout is of
     Mapping arrays[Rows::kArrays];
     uint64_t capacity = 0;
+    uint64_t kinds_seen = 0;  // of the ledger's, when this was told
     bool hashed = false, lazy = false;
   };
   static Status open(const Remains& remains, const Source& source, BufferPool& pool,

@@ -14,21 +14,41 @@
 namespace frugal {
 
 struct RemoteTable : AnyTable {
-  explicit RemoteTable(const std::shared_ptr<Pins>& pins) : pinned(pins), pinned_state(pins) {}
+  explicit RemoteTable(const std::shared_ptr<Pins>& pins) : pinned(pins) {}
   ~RemoteTable();
-  // What the controller has left of it. The first who asks works it out.
-  Status remains(const Remains& of, BufferPool& pool, TableReadout** out);
+  // What the controller has left of it. The first who asks works it out. `kinds_seen`: of the
+  // ledger's, by this process.
+  Status remains(const Remains& of, uint64_t kinds_seen, BufferPool& pool, TableReadout** out);
 
   uint64_t id = 0;             // its handle in the controller
+  // What depends on the kind of optimizer (of `info`, `layout` and `arrays` what tells of state;
+  // `ledger`, `kinds`) changes outside of steps, with kind_mu. Trainers see it when they begin a
+  // step, others with the lock.
   frugal_table_info info{};
   RowLayout layout;
-  device::RowsView rows{};
+  device::RowsView rows{};     // values
   Mapping arrays[Rows::kArrays];
-  PinnedSlabs pinned, pinned_state;  // `rows`, as far as devices see them
+  PinnedSlabs pinned;                       // values, as far as devices see them
+  std::unique_ptr<PinnedSlabs> pinned_state;  // or null: no state
   uint64_t ledger = kNoPlace;  // its record in the controller's ledger
+  uint64_t kinds = 0;          // how often it got another kind of optimizer
   bool lazy = false;
+  Mutex kind_mu;
+  // Takes what depends on the kind from one that was told later.
+  void take_kind(RemoteTable& later);
+  device::RowsView with_state();
+  uint32_t state_floats() {
+    Lock lock(kind_mu);
+    return static_cast<uint32_t>(info.state_floats);
+  }
 
  private:
+  // State that it had: kernels of an earlier step may be reading it.
+  struct Former {
+    Mapping mapping;
+    std::unique_ptr<PinnedSlabs> pinned;
+  };
+  Vector<Former> former_;  // with kind_mu
   Mutex readout_mu_;
   std::unique_ptr<TableReadout> readout_;  // when the controller is dead and somebody has asked
 };

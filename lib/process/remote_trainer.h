@@ -105,6 +105,7 @@ struct RemoteTrainer : AnyTrainer {
   struct OfTable {
     RemoteTableRef table;
     std::unique_ptr<Lines> lines;
+    uint64_t kinds = 0;  // of the table, when they were made
   };
   Map<uint64_t, OfTable> lines;
   uint64_t boundary = 0;       // the last that was carried out

@@ -214,15 +214,38 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     return s;
   }
 
-  void describe(const TableRef& t, TableReply* reply) {
-    reply->keep = t;
+  // The descriptors of a table as it is: its state may be another's before they are sent.
+  struct Described {
+    TableRef table;
+    Vector<int> descriptors;
+    ~Described() {
+      for (int fd : descriptors) close(fd);
+    }
+  };
+
+  Status describe(const TableRef& t, TableReply* reply) {
+    auto described = std::allocate_shared<Described>(HeapAllocator<Described>());
+    described->table = t;
     reply->id = t->handle;
-    (void)engine_->describe(*t, &reply->info);
-    reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
-    reply->numbers.push_back(t->rows.mappings(&reply->descriptors));
+    Lock lock(t->kind_mu);
+    FRUGAL_TRY(engine_->describe(*t, &reply->info));
+    Vector<int> own;
+    const uint32_t arrays = t->rows.mappings(&own);
+    described->descriptors.reserve(own.size());
+    for (int fd : own) {
+      const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+      if (copy < 0) return os_no_descriptor(errno, "the memory of a table");
+      described->descriptors.push_back(copy);
+    }
+    reply->descriptors = described->descriptors;
     reply->read_only = reply->descriptors;
+    reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
+    reply->numbers.push_back(arrays);
     reply->numbers.push_back(t->ledger->place());
     reply->numbers.push_back(t->rows.lazy());
+    reply->numbers.push_back(t->kinds);
+    reply->keep = std::move(described);
+    return FRUGAL_OK;
   }
 
   Status create_table(Peer& peer, const frugal_table_config& config, TableReply* reply) override {
@@ -235,8 +258,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     // Each rank of a job creates its tables: those of the others are meant, if they are the same,
     // and its own where it has not had the answer. A process that has had it knows.
     if (s != FRUGAL_ERR_EXISTS || !table) FRUGAL_TRY(s);
-    describe(table, reply);
-    return FRUGAL_OK;
+    return describe(table, reply);
   }
 
   Status find_table(Peer& peer, const char* name, TableReply* reply) override {
@@ -245,8 +267,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     AnyTableRef found;
     FRUGAL_TRY(engine_->find_table(name, &found));
     const TableRef table = std::static_pointer_cast<Table>(found);
-    describe(table, reply);
-    return FRUGAL_OK;
+    return describe(table, reply);
   }
 
   Status drop_table(Peer& peer, uint64_t id) override {

@@ -83,7 +83,12 @@ Status RowMemory::take_state(State* s) {
   return FRUGAL_OK;
 }
 
-void RowMemory::watch(RowWatcher* watcher) {
+void RowMemory::watch(RowWatcher* watcher, RowWatcher* former) {
+  for (uint32_t i = 0; former && i < watcher_count_; ++i)
+    if (watchers_[i] == former) {
+      watchers_[i] = watcher;
+      return;
+    }
   FRUGAL_ASSERT(watcher_count_ < RowWrite::kMostWatchers);
   watchers_[watcher_count_++] = watcher;
 }

@@ -103,7 +103,7 @@ class RowMemory : public HeapObject {
 
  protected:
   Status open(const Config& config, MemoryBudget* budget);
-  void watch(RowWatcher* watcher);
+  void watch(RowWatcher* watcher, RowWatcher* former);
   Status pin_next(bool* any);
   void unpin();
   Status take_state(State* state);

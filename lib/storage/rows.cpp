@@ -43,9 +43,9 @@ Status Rows::take_state(State* s) {
   return RowMemory::take_state(s);
 }
 
-void Rows::watch(RowWatcher* watcher) {
+void Rows::watch(RowWatcher* watcher, RowWatcher* former) {
   Lock lock(places_.mu);  // rows may be begun just now: the same hear of them before and after
-  RowMemory::watch(watcher);
+  RowMemory::watch(watcher, former);
 }
 
 Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const {

@@ -120,7 +120,8 @@ class Rows : public RowMemory {
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
   // Who hears of each write from now on; while nobody writes. There may be kMostWatchers.
-  void watch(RowWatcher* watcher);
+  // `former` (or null) hears of none any more.
+  void watch(RowWatcher* watcher, RowWatcher* former = nullptr);
   uint64_t capacity() const { return places_.capacity(); }  // places in memory
   // Which slot has a key: its own number; else resolve() finds it, and the place may become another
   // row's.

@@ -23,7 +23,7 @@ struct TableWithLedger : testing::Test {
     config.shared = true;
     ASSERT_OK(rows.open(config, nullptr));
     ASSERT_OK(rows.initialize_range(0, n));
-    ASSERT_OK(ledger->add_table(1, rows, &table));
+    ASSERT_OK(ledger->add_table(1, rows.layout(), rows.init(), &table));
     for (const Slots& rank : ranks)
       parts.push_back(resolved_part(pool, kStep, static_cast<uint32_t>(parts.size()), rank));
     update = make_update(pool, kStep, parts, dim);
