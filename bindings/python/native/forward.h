@@ -159,6 +159,7 @@ inline bool Backward::is_usual(const at::Tensor& grad) const {
 inline bool Backward::hold(const at::Tensor& grad, bool shared) const {
   const Ref hooks = get(of->anchor, names.hooks), owner = get(of->table, names.owner),
             adding = get(of->anchor, names.adding);
+  if (integer(get(of->steps, names.world_size)) != 1) return false;
   if (!hooks || !owner || !adding || PyObject_Size(hooks.get()) != 0 || owner.get() == Py_None)
     return false;
   const at::Tensor kept = at::detail::empty_cpu(keys.sizes(), at::kLong);

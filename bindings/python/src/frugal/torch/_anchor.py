@@ -303,6 +303,22 @@ class Anchor(torch.nn.Parameter):
                 grad = self.begin(left)
                 set_grad(self, grad)
             grad.hold(held, features)
+        if self.table.steps.world_size > 1:
+            self._await_reducer()
+
+    def _await_reducer(self) -> None:
+        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place at the end of the backward, before
+        anybody can scale it. What it says of ranks without a gradient is taken out there."""
+
+        def answered() -> None:
+            grad = get_grad(self)
+            if grad is not None and type(grad) is not Gradient:
+                with torch.no_grad():
+                    grad.fill_(_of_a_reducer(self.table, float(grad)))
+
+        # What is queued by a call that is queued comes behind the reducer's.
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue(lambda: queue(answered))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
         """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
@@ -860,6 +876,15 @@ def _for_a_reducer(grad: Gradient) -> float:
     return 1.0 if grad.finite() else math.inf
 
 
+def _of_a_reducer(table: "Table", answer: float) -> float:
+    """The factor that a reducer's answer is: an infinity of some rank, or what a communication hook has multiplied by. Ranks
+    whose graph does not use the table have given 0 for the 1 of others: the engine's mean is over all ranks already."""
+    ranks = answer * table.steps.world_size
+    if 0.5 < ranks < table.steps.world_size + 0.5 and abs(ranks - round(ranks)) < 0.01:
+        return 1.0
+    return answer
+
+
 def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
     if isinstance(grad, Gradient) and isinstance(by, Gradient):
         if grad is not by or func.overloadpacket is not _aten.mul or out is not None:
@@ -890,7 +915,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
                 raise NotImplementedError("the gradient of a table cannot be copied into that of another")
             to.become(source)
             return to
-        to.rescale(float(source))  # the reducer's answer: 1, or an infinity of some rank
+        to.rescale(_of_a_reducer(to.table, float(source)))
         return to
     return to.fill_(_for_a_reducer(cast(Gradient, source)))
 
