@@ -66,17 +66,31 @@ struct Ranks {
 
 class Kind : public testing::TestWithParam<Way> {
  protected:
+  static std::vector<uint64_t> KeysOf(uint64_t step, uint32_t rank) {
+    std::mt19937 random(static_cast<uint32_t>(2 * step + rank));
+    std::vector<uint64_t> keys(kKeys);
+    for (uint64_t& k : keys) k = random() % kRows * (random() % kRows) % kRows;
+    return keys;
+  }
   // A step of both, with the same random keys and gradients; the rows that are looked up are the
-  // same.
+  // same. Keys are declared two steps ahead, so that there is something to cache.
   void Step() {
     std::vector<std::vector<float>> seen;
     for (Ranks* ranks : {&threads_, &processes_}) {
+      for (uint64_t s = step_ == 0 ? 0 : step_ + 2; s <= step_ + 2; ++s)
+        for (uint32_t rank = 0; rank < 2; ++rank) {
+          const std::vector<uint64_t> keys = KeysOf(s, rank);
+          frugal_op op = FRUGAL_OP_INIT;
+          op.table = ranks->table(rank);
+          op.keys = keys.data();
+          op.count = kKeys;
+          ASSERT_OK(frugal_prefetch(ranks->trainers[rank], s, &op, 1, nullptr));
+        }
       std::mt19937 random(static_cast<uint32_t>(step_) + 1);
       for (uint32_t rank = 0; rank < 2; ++rank)
         ASSERT_OK(frugal_step_begin(ranks->trainers[rank], step_, kNeverMs));
       for (uint32_t rank = 0; rank < 2; ++rank) {
-        std::vector<uint64_t> keys(kKeys);
-        for (uint64_t& k : keys) k = random() % kRows * random() % kRows;
+        const std::vector<uint64_t> keys = KeysOf(step_, rank);
         std::vector<float> rows(kKeys * kDim), grads(kKeys * kDim);
         for (float& g : grads) g = static_cast<float>(random() % 2001) / 1000 - 1;
         frugal_op op = FRUGAL_OP_INIT;
