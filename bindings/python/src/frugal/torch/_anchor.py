@@ -317,7 +317,7 @@ class Anchor(torch.nn.Parameter):
                     grad.fill_(_of_a_reducer(self.table, float(grad)))
 
         # What is queued by a call that is queued comes behind the reducer's.
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(answered))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
