@@ -224,7 +224,8 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
 
 // Tables that another process has given another kind of optimizer: their state is mapped anew.
 Status Client::see_kinds() {
-  const uint64_t kinds = controller_.remains().root->kinds.load(std::memory_order_acquire);
+  uint64_t kinds = 0;
+  FRUGAL_TRY(controller_.kinds(&kinds));
   if (kinds_seen_.load(std::memory_order_acquire) == kinds) return FRUGAL_OK;
   Vector<RemoteTableRef> tables;
   {

@@ -69,6 +69,13 @@ class Controller {
     const bool there_;
   };
   const Remains& remains() const { return remains_; }
+  // How often a table got another kind of optimizer.
+  Status kinds(uint64_t* out) {
+    std::shared_lock stay(remains_mu_);
+    if (closed()) return check();
+    *out = remains_.root->kinds.load(std::memory_order_acquire);
+    return FRUGAL_OK;
+  }
   // A call that reads, during which it may end: then that reads what it has left.
   template <class Call>
   Status outlive(Call call) {
