@@ -63,7 +63,8 @@ def test_processes_train_the_bits_of_threads(controller_program: Path, controlle
 
 
 # Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed. In the
-# middle of the training all ranks load what rank 0 has saved. In the last steps a rank does not use a table.
+# middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last steps a rank
+# does not use a table.
 DRAWS = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -100,6 +101,8 @@ found = [*(m.weight.detach().clone() for m in model), drawn]
 optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
 generator = torch.Generator().manual_seed(10 + rank)
 for step in range(6):
+    if step == 2:
+        optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.2)
     if step == 3:
         file = f"{sys.argv[3]}/saved by {sys.argv[2]}"
         if rank == 0:

@@ -500,12 +500,16 @@ def _take_over(
 
 
 def _begin_anew(optimizer: torch.optim.Optimizer, table: Table, made: frugal.Optimizer) -> None:
-    if table.steps.world_size > 1:
+    steps = table.steps
+    if steps.world_size > 1 and not _ranks.are_told(steps.rank, steps.world_size):
         raise NotImplementedError(
-            f"table {table.name!r}: this {type(optimizer).__name__} has no state of it and would begin with new state, which"
-            " ranks cannot do together: keep one optimizer and its state, or load a state_dict into it"
+            f"table {table.name!r}: this {type(optimizer).__name__} has no state of it and would begin with new state,"
+            " which ranks that torch.distributed does not know cannot do together: keep one optimizer and its state, or"
+            " load a state_dict into it"
         )
-    table.renew(made)
+    has = f"has a {type(optimizer).__name__} that begins with new"
+    _by_rank_0(table, lambda: table.renew(made), has, "make the same optimizers on all ranks")
+    table.has(made)
 
 
 def _translate(
@@ -597,26 +601,32 @@ def _load(table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:
     if keys is not None:
         saved["keys"] = keys.view(torch.int64)
     steps = table.steps
+    load = functools.partial(_state.load_optimizer_state, steps, table, saved)
+    _by_rank_0(table, load, "has loaded the", "load an optimizer's state_dict on all ranks")
+
+
+def _by_rank_0(table: Table, call: Callable[[], None], has: str, advice: str) -> None:
+    """Gives the table other state. All ranks of torch.distributed come here, and rank 0 does it for them. What they
+    push comes in the step after this one, which all of them end empty."""
+    steps = table.steps
     if not _ranks.are_told(steps.rank, steps.world_size):
-        _state.load_optimizer_state(steps, table, saved)
+        call()
         return
     what = f"state of table {table.name!r}"
 
     def tell() -> None:
         warnings.warn(
-            f"rank {steps.rank} has loaded the {what} and waits for the other ranks to do so: load an optimizer's state_dict on"
-            " all ranks",
+            f"rank {steps.rank} {has} {what} and waits for the other ranks to do so: {advice}",
             stacklevel=2,
         )
 
-    # All have loaded the same. What they push comes in the step after this one, which all of them end empty.
     with steps.lock:
         _ranks.meet(what, steps.world_size, tell)
         steps.begin()
         steps.end(False)
         with _ranks.in_turn(what, steps.rank, steps.world_size):
             if steps.rank == 0:
-                steps.patiently(lambda: _state.load_optimizer_state(steps, table, saved))
+                steps.patiently(call)
 
 
 # Hyper-parameters

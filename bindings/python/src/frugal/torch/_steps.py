@@ -195,7 +195,6 @@ class Table:
     def renew(self, optimizer: frugal.Optimizer) -> None:
         """Gives the table an optimizer, and the state of new rows to all of its rows."""
         self.steps.between(lambda: self.table.set_optimizer(self.steps.next, optimizer, new_state=True))
-        self._has(optimizer)
 
     def change(self, optimizer: frugal.Optimizer, step: int) -> None:
         """Sets the optimizer from this step on."""
@@ -222,9 +221,10 @@ class Table:
                 set_it()
             except frugal.Busy:  # no other rank has given it this kind yet
                 self.steps.between(set_it)
-        self._has(optimizer)
+        self.has(optimizer)
 
-    def _has(self, optimizer: frugal.Optimizer) -> None:
+    def has(self, optimizer: frugal.Optimizer) -> None:
+        """It has this kind of optimizer by now."""
         self.optimizer = optimizer
         self.state_floats = 0 if self.empty else self.table.describe().state_floats
 
