@@ -1070,6 +1070,9 @@ def test_a_table_is_on_one_device(trainer: frugal.Trainer, monkeypatch: pytest.M
         with pytest.raises(ValueError, match="table 'e' exists, on cpu, and .* cannot have it on cuda:0"):
             cls(ROWS, DIM, name="e", device="cuda:0", trainer=trainer)
         cls(ROWS, DIM, name="e", device="cpu", trainer=trainer)
+    with pytest.raises(ValueError, match="table 'e' exists, with outputs in torch.float32, and .* in torch.float16"):
+        ft.Embedding(ROWS, DIM, name="e", dtype=torch.float16, trainer=trainer)
+    ft.Embedding(ROWS, DIM, name="e", dtype=torch.float32, trainer=trainer)
     with monkeypatch.context() as patch:
         patch.setattr(module._table, "device", torch.device("cuda:1"))
         with pytest.raises(ValueError, match="table 'e' exists, on cuda:1, and Embedding cannot have it on cpu"):

@@ -63,8 +63,8 @@ def test_processes_train_the_bits_of_threads(controller_program: Path, controlle
 
 
 # Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed. In the
-# middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last steps a rank
-# does not use a table.
+# middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last steps a
+# rank does not use a table.
 DRAWS = """
 import os, sys, time
 import torch, torch.distributed as dist

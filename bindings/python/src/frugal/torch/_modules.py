@@ -93,7 +93,11 @@ class _Module(torch.nn.Module):
     scale_grad_by_freq: bool = False
 
     def _begin(
-        self, trainer: Optional[frugal.Trainer], device: object, names: Sequence[Optional[str]]
+        self,
+        trainer: Optional[frugal.Trainer],
+        device: object,
+        names: Sequence[Optional[str]],
+        dtype: Optional[torch.dtype] = None,
     ) -> torch.device:
         """Comes first when a module is made, of tables with these names. Returns where its keys and outputs are."""
         torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
@@ -108,16 +112,25 @@ class _Module(torch.nn.Module):
             _default.refuse_meta(f"{type(self).__name__} with device meta")
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
-        if place is None:
-            return self._steps.device
-        self._steps.check_device(place, type(self).__name__)
-        for table in [self._steps.tables.get(name) for name in names if name and device is not None]:
+        if place is not None:
+            self._steps.check_device(place, type(self).__name__)
+        for table in [self._steps.tables.get(name) for name in names if name]:
+            anchor = None if table is None else table.held_anchor()
+            if table is None or anchor is None:
+                continue
             # (Those of another GPU go along.)
-            if table is not None and table.held_anchor() is not None and table.device.type != place.type:
+            if place is not None and device is not None and table.device.type != place.type:
                 raise ValueError(
                     f"table {table.name!r} exists, on {table.device}, and {type(self).__name__} cannot have it on"
                     f" {place}: leave device out, or move the module that has the table there before"
                 )
+            if dtype is not None and dtype != anchor.dtype:
+                raise ValueError(
+                    f"table {table.name!r} exists, with outputs in {anchor.dtype}, and {type(self).__name__} cannot"
+                    f" have them in {dtype}: leave dtype out, or give the module that has the table this dtype before"
+                )
+        if place is None:
+            return self._steps.device
         self._steps.move([], place)
         return place
 
@@ -404,8 +417,8 @@ class _Single(_Module):
     ) -> None:
         _inputs.size(num_embeddings, embedding_dim, empty=not table.hashed)
         _inputs.weight(weight, num_embeddings, embedding_dim)
-        dtype = _dtype(dtype, weight, freeze, self._pools)
-        place = self._begin(table.trainer, device, [table.name])
+        said, dtype = dtype, _dtype(dtype, weight, freeze, self._pools)
+        place = self._begin(table.trainer, device, [table.name], said)
         if max_norm is not None:
             _renorm.check(self._steps)
         self.num_embeddings = num_embeddings
