@@ -175,7 +175,8 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // no row is written before
     ledger_point();
   }
-  // A table has another record, of another kind of optimizer: who has mapped its state maps it anew.
+  // A table has another record, of another kind of optimizer: who has mapped its state is to map it
+  // anew.
   void another_kind() noexcept { root_->kinds.fetch_add(1, std::memory_order_release); }
   // The engine was shut down.
   void end() noexcept { root_->ended.store(1, std::memory_order_release); }

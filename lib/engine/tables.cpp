@@ -437,9 +437,9 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   }
 }
 
-// Outside of steps. Rows keep their values; their state becomes that of new ones. A process that has
-// mapped the former state reads the tables out of it, as they were, until the former record of the
-// ledger is forgotten.
+// Outside of steps. Rows keep their values; their state becomes that of new ones. A process that
+// has mapped the former state reads the tables out of it, as they were, until the former record of
+// the ledger is forgotten.
 Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   const frugal_table_config& c = table.config;
   Rows& rows = table.rows;

@@ -222,29 +222,35 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   return FRUGAL_OK;
 }
 
-// Tables that another process has given another kind of optimizer: their state is mapped anew.
+// Those that this process has, and has not dropped.
+Vector<RemoteTableRef> Client::tables() {
+  Vector<RemoteTableRef> out;
+  Lock lock(mu_);
+  for (auto& weak : tables_)
+    if (auto table = weak.lock(); table && !table->dropped.load()) out.push_back(std::move(table));
+  return out;
+}
+
+// The state of a table is mapped anew, if it is another's by now.
+Status Client::see_kind(RemoteTable& table) {
+  TableReply reply;
+  const char* name = table.name.c_str();
+  const Status s =
+      controller_.answered(controller_.control().find_table(name, config_.timeout_ms, &reply));
+  if (s == FRUGAL_ERR_NOT_FOUND) return FRUGAL_OK;  // another process has dropped it
+  FRUGAL_TRY(s);
+  RemoteTableRef now;
+  FRUGAL_TRY(map_table(reply, name, &now));
+  if (now->id == table.id) table.take_kind(*now);
+  return FRUGAL_OK;
+}
+
+// Another process has given tables another kind of optimizer.
 Status Client::see_kinds() {
   uint64_t kinds = 0;
   FRUGAL_TRY(controller_.kinds(&kinds));
   if (kinds_seen_.load(std::memory_order_acquire) == kinds) return FRUGAL_OK;
-  Vector<RemoteTableRef> tables;
-  {
-    Lock lock(mu_);
-    for (auto& weak : tables_)
-      if (auto table = weak.lock(); table && !table->dropped.load())
-        tables.push_back(std::move(table));
-  }
-  for (const RemoteTableRef& table : tables) {
-    TableReply reply;
-    const char* name = table->name.c_str();
-    const Status s =
-        controller_.answered(controller_.control().find_table(name, config_.timeout_ms, &reply));
-    if (s == FRUGAL_ERR_NOT_FOUND) continue;  // another process has dropped it
-    FRUGAL_TRY(s);
-    RemoteTableRef now;
-    FRUGAL_TRY(map_table(reply, name, &now));
-    if (now->id == table->id) table->take_kind(*now);
-  }
+  for (const RemoteTableRef& table : tables()) FRUGAL_TRY(see_kind(*table));
   kinds_seen_.store(kinds, std::memory_order_release);
   return FRUGAL_OK;
 }
@@ -298,6 +304,7 @@ Status Client::describe(AnyTable& any, frugal_table_info* out) {
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
+      Lock lock(table.kind_mu);
       *out = table.info;
       out->rows = t->count();
       return FRUGAL_OK;
@@ -313,7 +320,10 @@ Status Client::set_optimizer(AnyTable& table, uint64_t first_step,
   Exchange e{Call::kSetOptimizer, {own(table).id, first_step}, {}};
   e.add(&optimizer, sizeof optimizer);
   FRUGAL_TRY(ask(e));
-  return see_kinds();
+  // Who gives many tables another kind looks at each once, and at all when the next step begins.
+  uint64_t kinds = 0;
+  FRUGAL_TRY(controller_.kinds(&kinds));
+  return kinds_seen_.load() == kinds ? FRUGAL_OK : see_kind(own(table));
 }
 
 // --- Rows outside steps --------------------------------------------------------------------------
@@ -355,25 +365,28 @@ Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capac
   });
 }
 
-// Bytes of a row as it travels.
+// Bytes of a row as it travels, for which the controller is asked.
 Status Client::row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes) {
   const bool with_state = flags & FRUGAL_WITH_STATE;
-  if (with_state && controller_.check() == FRUGAL_OK) FRUGAL_TRY(see_kinds());
-  *bytes = (t.info.dim + (with_state ? t.state_floats() : 0)) * sizeof(float);
+  if (with_state) FRUGAL_TRY(see_kinds());
+  *bytes = t.exported_bytes(with_state);
   return FRUGAL_OK;
 }
 
 Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, float* out,
                    size_t stride, uint8_t* found) {
   RemoteTable& table = own(any);
-  size_t bytes = 0;
-  FRUGAL_TRY(row_bytes(table, flags, &bytes));
-  FRUGAL_TRY(check_stride(stride, bytes, n));
-  if (stride == 0) stride = bytes;
   return controller_.outlive([&]() -> Status {
+    size_t bytes = 0, pitch = stride;
+    auto check = [&] {
+      if (stride == 0) pitch = bytes;
+      return check_stride(stride, bytes, n);
+    };
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
+      bytes = t->layout().exported_bytes(flags & FRUGAL_WITH_STATE);
+      FRUGAL_TRY(check());
       if (table.info.key_space != FRUGAL_HASHED)
         FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
       Vector<uint32_t> slots(n);
@@ -384,12 +397,14 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
         if (found) found[i] = there;
         if (!there) continue;
         const TableReadout::Row row = t->row(slots[i], scratch.data());
-        float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride);
+        float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * pitch);
         std::memcpy(to, row.values, t->layout().value_bytes());
         if (flags & FRUGAL_WITH_STATE) t->layout().export_state(row.state, to + table.info.dim);
       }
       return FRUGAL_OK;
     }
+    FRUGAL_TRY(row_bytes(table, flags, &bytes));
+    FRUGAL_TRY(check());
     Exchange e{Call::kGet, {table.id, n, flags}, {}};
     e.add(keys, n * sizeof(uint64_t));
     return ask(e, [&](Channel& c, uint64_t answer, uint64_t until) -> Status {
@@ -402,9 +417,9 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
       // The answer has the rows that are there, and the places of the others stay as they are.
       for (size_t i = 0; i < n;) {
         size_t end = i + 1;
-        while (stride == bytes && end < n && there[end] == there[i]) ++end;
+        while (pitch == bytes && end < n && there[end] == there[i]) ++end;
         if (there[i])
-          FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
+          FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * pitch, (end - i) * bytes, until));
         i = end;
       }
       if (found) std::copy(there.begin(), there.end(), found);

@@ -95,6 +95,8 @@ class Client final : public Session, private DataPath, private Controller::Owner
 
   Status map_table(TableReply& reply, const char* name, RemoteTableRef* out);
   Status take_table(TableReply& reply, const char* name, AnyTableRef* out);
+  Vector<RemoteTableRef> tables();
+  Status see_kind(RemoteTable& table);
   Status see_kinds();
   Status left_of(RemoteTable& t, TableReadout** out) {
     return t.remains(controller_.remains(), kinds_seen_.load(), pool_, out);

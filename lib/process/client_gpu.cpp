@@ -26,14 +26,8 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
 // Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in
 // them are used.
 Status Client::pin_tables() {
-  Vector<RemoteTableRef> tables;
-  {
-    Lock lock(mu_);
-    for (auto& weak : tables_)
-      if (auto table = weak.lock(); table && !table->lazy && !table->dropped.load())
-        tables.push_back(std::move(table));
-  }
-  for (const RemoteTableRef& table : tables) FRUGAL_TRY(table->pinned.pin_all());
+  for (const RemoteTableRef& table : tables())
+    if (!table->lazy) FRUGAL_TRY(table->pinned.pin_all());
   return FRUGAL_OK;
 }
 

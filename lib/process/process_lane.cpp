@@ -62,8 +62,7 @@ Status ProcessLane::rows_call(Call call, const Header& request) {
   FRUGAL_TRY(engine_->table_of(request.args[0], &table));
   const uint64_t n = request.args[1];
   const uint32_t flags = static_cast<uint32_t>(request.args[2]);
-  const uint32_t state = flags & FRUGAL_WITH_STATE ? table->rows.state_floats() : 0;
-  const size_t row_bytes = (table->rows.layout().dim + state) * sizeof(float);
+  const size_t row_bytes = table->rows.exported_bytes(flags & FRUGAL_WITH_STATE);
   kept_.reserve(3);
   auto keys = [&](const uint64_t** out) -> Status {
     Buffer b;

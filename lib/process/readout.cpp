@@ -65,13 +65,14 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   Reach reach(remains);
   const LedgerTable* record = reach.at<LedgerTable>(source.record);
   if (!record) return reach.missing("a table's record");
-  if (record->handle.load() != source.handle && remains.root->kinds.load() != source.kinds_seen)
-    return fail(FRUGAL_ERR_PEER_LOST,
-                "it cannot be read out here: another process has given it another kind of optimizer "
-                "since this one has begun a step; read it in one that has");
-  if (record->handle.load() != source.handle)
+  if (record->handle.load() != source.handle) {
+    if (remains.root->kinds.load() != source.kinds_seen)
+      return fail(FRUGAL_ERR_PEER_LOST,
+                  "it cannot be read out here: another process has given it another kind of "
+                  "optimizer since this one has begun a step; read it in one that has");
     return fail(FRUGAL_ERR_NOT_FOUND,
                 "it had been dropped when the controller died: drop its handle");
+  }
   if (const uint64_t lost = record->lost.load(); lost != kNoStep)
     return fail(
         FRUGAL_ERR_PEER_LOST,

@@ -22,9 +22,7 @@ void RemoteTable::take_kind(RemoteTable& later) {
   }
   info.optimizer = later.info.optimizer;
   info.state_floats = later.info.state_floats;
-  layout.state_columns = later.layout.state_columns;
-  layout.state_floats = later.layout.state_floats;
-  layout.state_pitch = later.layout.state_pitch;
+  layout.take_state(later.layout);
   state = std::exchange(later.arrays[Rows::kState], Mapping{});
   pinned_state = std::move(later.pinned_state);
   ledger = later.ledger;

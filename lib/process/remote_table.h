@@ -37,9 +37,9 @@ struct RemoteTable : AnyTable {
   // Takes what depends on the kind from one that was told later.
   void take_kind(RemoteTable& later);
   device::RowsView with_state();
-  uint32_t state_floats() {
+  size_t exported_bytes(bool state) {
     Lock lock(kind_mu);
-    return static_cast<uint32_t>(info.state_floats);
+    return layout.exported_bytes(state);
   }
 
  private:

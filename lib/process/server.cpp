@@ -11,6 +11,7 @@
 #include "base/insist.h"
 #include "engine/config_check.h"
 #include "process/attached.h"
+#include "process/descriptors.h"
 #include "process/reaper.h"
 #include "process/watch.h"
 
@@ -217,10 +218,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   // The descriptors of a table as it is: its state may be another's before they are sent.
   struct Described {
     TableRef table;
-    Vector<int> descriptors;
-    ~Described() {
-      for (int fd : descriptors) close(fd);
-    }
+    Vector<int> copies;
+    Descriptors closes{copies};
   };
 
   Status describe(const TableRef& t, TableReply* reply) {
@@ -231,13 +230,13 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     FRUGAL_TRY(engine_->describe(*t, &reply->info));
     Vector<int> own;
     const uint32_t arrays = t->rows.mappings(&own);
-    described->descriptors.reserve(own.size());
+    described->copies.reserve(own.size());
     for (int fd : own) {
       const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
       if (copy < 0) return os_no_descriptor(errno, "the memory of a table");
-      described->descriptors.push_back(copy);
+      described->copies.push_back(copy);
     }
-    reply->descriptors = described->descriptors;
+    reply->descriptors = described->copies;
     reply->read_only = reply->descriptors;
     reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
     reply->numbers.push_back(arrays);

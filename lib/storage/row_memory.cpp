@@ -72,9 +72,7 @@ Status RowMemory::take_state(State* s) {
   for (bool any = true; any;) FRUGAL_TRY(s->array.pin_next(&any));
   state_.swap(s->array);
   init_ = s->init;
-  layout_.state_columns = s->layout.state_columns;
-  layout_.state_floats = s->layout.state_floats;
-  layout_.state_pitch = s->layout.state_pitch;
+  layout_.take_state(s->layout);
   const device::RowsRef to = layout_.at(values_.base(), state_.base());
   ref_.state = to.state;
   ref_.state_pitch = to.state_pitch;

@@ -30,6 +30,12 @@ struct RowLayout {
   size_t state_pitch = 0;
   size_t sums_stride = 0;      // floats from row to row: of sums, which are padded as values are
   static RowLayout of(uint32_t dim, int32_t optimizer);
+  // What depends on the optimizer becomes as in `of`, of the same dim. Nothing else is written.
+  void take_state(const RowLayout& of) {
+    state_columns = of.state_columns;
+    state_floats = of.state_floats;
+    state_pitch = of.state_pitch;
+  }
   // Rows that lie so at `values` and `state`.
   device::RowsRef at(void* values, void* state) const;
   // Of one row: as it lies here, and as it is exported.

@@ -52,6 +52,10 @@ class Rows : public RowMemory {
     Lock lock(places_.mu);
     return layout().state_floats;
   }
+  size_t exported_bytes(bool with_state) {
+    Lock lock(places_.mu);
+    return layout().exported_bytes(with_state);
+  }
 
   // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then
   // begin_rows. Hashed, kLeave: kMissingSlot where missing. kReserve: missing rows are reserved,

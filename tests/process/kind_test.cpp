@@ -184,8 +184,10 @@ TEST_P(Kind, IsNotHeardOf) {
 
 INSTANTIATE_TEST_SUITE_P(
     Ways, Kind,
-    testing::Values(Way{"Dense", nullptr, 0, FRUGAL_DENSE}, Way{"Hashed", nullptr, 0, FRUGAL_HASHED},
-                    Way{"Cache", nullptr, 0.5, FRUGAL_DENSE}, Way{"Sim", "sim:0", 0, FRUGAL_DENSE},
+    testing::Values(Way{"Dense", nullptr, 0, FRUGAL_DENSE},
+                    Way{"Hashed", nullptr, 0, FRUGAL_HASHED},
+                    Way{"Cache", nullptr, 0.5, FRUGAL_DENSE},
+                    Way{"Sim", "sim:0", 0, FRUGAL_DENSE},
                     Way{"SimCache", "sim:0", 0.5, FRUGAL_DENSE},
                     Way{"SimCacheHashed", "sim:0", 0.5, FRUGAL_HASHED}),
     [](const auto& way) { return std::string(way.param.name); });

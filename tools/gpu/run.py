@@ -389,7 +389,7 @@ def bench(run):
 
 def check_torch(run):
   own_lines(run, [run.args.python, str(HERE / 'torch_check.py'), '--device', run.args.device,
-                  '--library', str(run.build_folder / 'libfrugal.so'),
+                  '--engine', str(run.build_folder / 'libfrugal.so'),
                   *(['--quick'] if run.args.quick else [])], LIMIT, 5)
 
 

@@ -1,6 +1,6 @@
 """frugal.torch with a trainer on a device beside one on the CPU: outputs and rows, bit for bit.
 
-    torch_check.py --device cuda:0 --library build/.../libfrugal.so --results FILE
+    torch_check.py --device cuda:0 --engine build/.../libfrugal.so --results FILE
 
 A line of JSON for each case. Gradients are new in every step; a row that is more frequent than a run of 32 positions is in
 every third batch. With `--device sim:N` both sides are on the CPU, which shows that this program works.
@@ -122,11 +122,11 @@ class Sides:
 def main():
   parser = argparse.ArgumentParser()
   parser.add_argument('--device', required=True)
-  parser.add_argument('--library', required=True)
+  parser.add_argument('--engine', required=True)
   parser.add_argument('--results', required=True)
   parser.add_argument('--quick', action='store_true')
   args = parser.parse_args()
-  os.environ['FRUGAL_LIBRARY'] = args.library
+  os.environ['FRUGAL_LIBRARY'] = args.engine
   sys.path.insert(0, str(SOURCES))
   failed = 0
 

@@ -303,7 +303,7 @@ class Anchor(torch.nn.Parameter):
                 grad = self.begin(left)
                 set_grad(self, grad)
             grad.hold(held, features)
-        if self.table.steps.world_size > 1:
+        if self.table.steps.world_size > 1 and _is_distributed():
             self._await_reducer()
 
     def _await_reducer(self) -> None:
