@@ -588,6 +588,7 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
       EXPECT_TRUE(fresh.pending_until(105));
       Claim c, all;
       ASSERT_TRUE(fresh.claim(105, 1, &c));
+      EXPECT_TRUE(fresh.in_flight_until(105));
       EXPECT_TRUE(fresh.in_flight_until(UINT64_MAX));
       Slots got = slots_of(c);
       while (fresh.pending_until(105) && fresh.claim(105, 2, &all)) {
