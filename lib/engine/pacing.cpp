@@ -16,6 +16,28 @@ Pacing::Pacing(const frugal_config& config, uint32_t cpus)
       cpus_(cpus),
       deferred_(always_ || mode_ == FRUGAL_FLUSH_DEFERRED || mode_ == FRUGAL_FLUSH_TREE_HEAP) {}
 
+// Idle time does not say what deferring costs the calls themselves: a lookup waits for a row that
+// is queued, and queueing is work. So it is tried, and goes on while a byte costs trainers less time
+// in calls than it did before. After a failure it is tried again, more and more rarely.
+bool Pacing::gains(double cost) {
+  if (always_) return true;
+  if (!deferred()) {
+    tried_ = 0;
+    cost_at_once_ = std::min(cost, std::exchange(last_cost_, cost));
+    if (paused_ == 0) return true;
+    --paused_;
+    return false;
+  }
+  // The first steps that are queued make the queue's memory: that much is allowed them.
+  if (cost < (++tried_ == 1 ? 2 : 1) * cost_at_once_) {
+    if (tried_ == kMaxPause) pause_ = 0;
+    return true;
+  }
+  pause_ = std::clamp(2 * pause_, kMinPause, kMaxPause);
+  paused_ = pause_;
+  return false;
+}
+
 // Deferring pays if there is idle time of processors to write in; else it is only more work.
 bool Pacing::decide(bool may_rest, const Measured& now) {
   const Measured last = std::exchange(last_, now);
@@ -24,7 +46,7 @@ bool Pacing::decide(bool may_rest, const Measured& now) {
   const uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
   uint64_t busy = now.cpu - last.cpu;
   busy -= std::min(busy, warm - std::exchange(warm_, warm));
-  const uint64_t most = std::exchange(most_, 0);
+  const uint64_t most = std::exchange(most_, 0), bytes = std::exchange(bytes_, 0);
   if (last.wall == 0 || flush_threads_ == 0) return false;
   // Only time that trainers spend outside the engine can be hidden behind.
   const uint64_t inside = (now.calls - last.calls) / world_size_;
@@ -33,7 +55,8 @@ bool Pacing::decide(bool may_rest, const Measured& now) {
   // Hysteresis: to defer, the idle time must hold the work with room to spare.
   // And queueing a small step is more work than writing it.
   const bool was = deferred();
-  const bool pays = !small(most) && (was ? idle > work / 2 : idle > work * 3 / 2 + span / 10);
+  const bool fits = !small(most) && (was ? idle > work / 2 : idle > work * 3 / 2 + span / 10);
+  const bool pays = gains(double(inside) / double(std::max<uint64_t>(bytes, 1))) && fits;
   // One pause of the program says nothing: it has to pay twice in a row.
   const bool deferred = was ? pays : pays && paid_;
   paid_ = pays;

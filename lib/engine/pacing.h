@@ -38,7 +38,10 @@ class Pacing {
     elsewhere_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
   }
   // A step begins to be committed: what its rows have of bytes. One at a time.
-  void step(uint64_t bytes) { most_ = std::max(most_, bytes); }
+  void step(uint64_t bytes) {
+    most_ = std::max(most_, bytes);
+    bytes_ += bytes;
+  }
   // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether
   // these rest no more. One at a time.
   template <class Measure>
@@ -51,16 +54,23 @@ class Pacing {
 
  private:
   static constexpr uint64_t kSteps = 16;
+  static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
   bool decide(bool may_rest, const Measured& now);
+  bool gains(double cost);
 
   const int32_t mode_;
   const bool always_;  // defers
   const uint32_t flush_threads_, world_size_, cpus_;
   std::atomic<bool> deferred_, resting_{false};
   std::atomic<uint64_t> warm_ns_{0}, elsewhere_ns_{0};
-  uint64_t steps_ = 1, most_ = 0, warm_ = 0;
+  uint64_t steps_ = 1, most_ = 0, bytes_ = 0, warm_ = 0;
   Measured last_;
   bool paid_ = false;
+  // What a byte of a step's rows costs trainers in calls while nothing is deferred: of late, and
+  // the least of the last two.
+  double last_cost_ = 0, cost_at_once_ = 0;
+  uint32_t tried_ = 0;              // decisions since deferring began
+  uint32_t pause_ = 0, paused_ = 0;  // after the last failure, and what is left of it
 };
 
 }  // namespace frugal

@@ -65,9 +65,50 @@ TEST_F(PacingTest, DefersWhereThereIsTimeToHideBehindTwiceInARow) {
   EXPECT_FALSE(pacing->deferred()) << "not in a row";
   steps(20, 100, 30);
   EXPECT_TRUE(pacing->deferred());
-  steps(20, 380, 30);
+  steps(10, 380, 30);
   EXPECT_TRUE(pacing->deferred()) << "more than half of the work fits";
-  steps(20, 390, 30);
+  steps(10, 390, 30);
+  EXPECT_FALSE(pacing->deferred());
+}
+
+TEST_F(PacingTest, DeferringIsGivenUpWhereCallsTakeLongerAndTriedAgainMoreAndMoreRarely) {
+  open(FRUGAL_FLUSH_AUTO);
+  const auto tried = [&] {  // how many decisions until it is
+    int n = 0;
+    for (; !pacing->deferred() && n < 500; ++n) steps(20, 100, 30);
+    return n;
+  };
+  EXPECT_EQ(tried(), 2);
+  steps(39, 100, 30);
+  EXPECT_TRUE(pacing->deferred()) << "the first steps may cost up to twice as much";
+  steps(20, 100, 30);
+  EXPECT_FALSE(pacing->deferred()) << "nothing is gained";
+  int pauses[4];
+  for (int& pause : pauses) {
+    pause = tried();
+    steps(40, 100, 30);
+    EXPECT_FALSE(pacing->deferred());
+  }
+  EXPECT_EQ(pauses[0], 10);
+  EXPECT_EQ(pauses[1], 18);
+  EXPECT_EQ(pauses[2], 34);
+  EXPECT_EQ(pauses[3], 66);
+  EXPECT_EQ(tried(), 66) << "the longest";
+  for (int i = 0; i < 64; ++i) steps(19, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  steps(20, 100, 30);
+  EXPECT_EQ(tried(), 10) << "it had been worth it for long";
+}
+
+TEST_F(PacingTest, WhatCallsCostIsToldOfAByte) {
+  open(FRUGAL_FLUSH_AUTO);
+  steps(20, 100, 30, 16, kLarge);
+  steps(10, 100, 30, 16, kLarge);  // the least of the last two counts
+  EXPECT_TRUE(pacing->deferred());
+  steps(10, 100, 30, 16, kLarge);
+  steps(19, 100, 30, 16, 2 * kLarge);
+  EXPECT_TRUE(pacing->deferred());
+  steps(6, 100, 30, 16, kLarge / 2);
   EXPECT_FALSE(pacing->deferred());
 }
 
