@@ -8,9 +8,11 @@
 namespace frugal {
 
 size_t SlabArray::slab_bytes(uint64_t count, size_t stride) {
-  // A small array needs no 8 MiB; a page is the least.
+  // A small array needs no 8 MiB; a page is the least. What fills half of a huge page has all of
+  // it: rows of many tables are read at random, and small pages would cost more than the row does.
   uint64_t bytes = count * stride;
   if (bytes >= kSlab) return kSlab;
+  if (bytes >= kHugePage / 2) return in_huge_pages(bytes);
   return std::max<uint64_t>(4096, (bytes + 4095) / 4096 * 4096);
 }
 

@@ -195,9 +195,8 @@ TEST_F(RowsTest, LazyRowsBeginWhenTheyAreUsed) {
   EXPECT_EQ(slots_of({5, 6}, Missing::kCreate), (Slots{5, 6}));
   EXPECT_FALSE(is_new(rows, 5, 5)) << "it has begun before";
   EXPECT_TRUE(is_new(rows, 6, 6));
-  // Values of 32 bytes and state of 64: two slabs, and four; the flags are fewer than a slab's
-  // bytes.
-  EXPECT_EQ(rows.memory_bytes(), 4 * SlabArray::kSlab + (capacity + 4095) / 4096 * 4096);
+  // Values of 32 bytes and state of 64: two slabs, and four; the flags are one smaller slab.
+  EXPECT_EQ(rows.memory_bytes(), 4 * SlabArray::kSlab + SlabArray::slab_bytes(capacity, 1));
   // Memory that fails: the row has not begun.
   SystemFails fails(-1);
   const uint32_t far = 1u << 20;

@@ -35,6 +35,9 @@ TEST(Slabs, SizesOfArrays) {
   EXPECT_EQ(SlabArray::slab_bytes(1, 1), 4096u);
   EXPECT_EQ(SlabArray::slab_bytes(4096, 1), 4096u);
   EXPECT_EQ(SlabArray::slab_bytes(4097, 1), 8192u);
+  EXPECT_EQ(SlabArray::slab_bytes(kHugePage / 2 - 4096, 1), kHugePage / 2 - 4096);
+  EXPECT_EQ(SlabArray::slab_bytes(kHugePage / 16, 8), kHugePage) << "whole huge pages";
+  EXPECT_EQ(SlabArray::slab_bytes(kHugePage + 1, 1), 2 * kHugePage);
   EXPECT_EQ(SlabArray::slab_bytes(kSlab / 8, 8), kSlab);
   EXPECT_EQ(SlabArray::slab_bytes(1000 * kSlab, 128), kSlab);
 }
