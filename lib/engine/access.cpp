@@ -179,12 +179,10 @@ Status Engine::row_awaited(Deadline* until) const {
   return fail(FRUGAL_ERR_TIMEOUT, "waited for rows to be written; nothing was taken: call again");
 }
 
-RowSource Engine::host_rows(const Table& table) const {
-  RowSource from;
-  from.rows = table.rows.ref();
-  from.versions = memory_.versions();
-  from.id = table.handle;
-  return from;
+void Engine::host_rows(const Table& table, RowSource* from) const {
+  from->rows = table.rows.ref();
+  from->versions = memory_.versions();
+  from->id = table.handle;
 }
 
 // --- A step's calls ------------------------------------------------------------------------------
@@ -242,7 +240,7 @@ Status Engine::LocalStep::create() {
 Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
   FRUGAL_TRY(engine_.fresh_access(t_, a));
   Table& table = own(*a.table);
-  *out = engine_.host_rows(table);
+  engine_.host_rows(table, out);
   if (!t_.has_cache.load() && !stale()) return FRUGAL_OK;
   out->cached = cache_in(t_, table) != nullptr;
   if (const TableCache* of = engine_.lines_for(t_, a)) out->lines = of->at();
@@ -301,7 +299,8 @@ Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
 
 Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
                          const AwayRows& away) {
-  const RowSource from = host_rows(table);
+  RowSource from;
+  host_rows(table, &from);
   Buffer pointers, copies;
   Deadline until;
   FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));

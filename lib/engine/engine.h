@@ -327,7 +327,7 @@ class Engine final : public Session, private DataPath {
   // While a row is written by others, until the deadline, which begins with the first look.
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.
-  RowSource host_rows(const Table& table) const;
+  void host_rows(const Table& table, RowSource* from) const;
   TableCache* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
