@@ -69,7 +69,7 @@ class Pacing {
   // What a byte of a step's rows costs trainers in calls while nothing is deferred: of late, and
   // the least of the last two.
   double last_cost_ = 0, cost_at_once_ = 0;
-  uint32_t tried_ = 0;              // decisions since deferring began
+  uint32_t tried_ = 0;               // decisions since deferring began
   uint32_t pause_ = 0, paused_ = 0;  // after the last failure, and what is left of it
 };
 
