@@ -17,8 +17,8 @@ Pacing::Pacing(const frugal_config& config, uint32_t cpus)
       deferred_(always_ || mode_ == FRUGAL_FLUSH_DEFERRED || mode_ == FRUGAL_FLUSH_TREE_HEAP) {}
 
 // Idle time does not say what deferring costs the calls themselves: a lookup waits for a row that
-// is queued, and queueing is work. So it is tried, and goes on while a byte costs trainers less time
-// in calls than it did before. After a failure it is tried again, more and more rarely.
+// is queued, and queueing is work. So it is tried, and goes on while a byte costs trainers less
+// time in calls than it did before. After a failure it is tried again, more and more rarely.
 bool Pacing::gains(double cost) {
   if (always_) return true;
   if (!deferred()) {
