@@ -1179,14 +1179,21 @@ TEST_F(Service, AnUndoBesideADeclaration) {
   frugal_trainer *t0 = nullptr, *t1 = nullptr;
   OK(Join(a, 0, &t0));
   OK(Join(b, 1, &t1));
-  for (uint64_t s = 0; s < 20; ++s) {
+  frugal_stats stats{};
+  stats.struct_size = sizeof stats;
+  for (uint64_t s = 0; s < 60; ++s) {
     OK(frugal_step_begin(t0, s, -1));
     OK(frugal_step_begin(t1, s, -1));
     frugal_batch *before = nullptr, *beside = nullptr;
     OK(frugal_prefetch(t0, s + 2, &op, 1, &before));
+    // As a rule both are asked of a controller that stands still: which comes first, it decides.
+    const bool both = s % 10 != 0;
+    OK(frugal_get_stats(a, &stats));  // behind the declaration
+    if (both) controller.stop();
     std::thread aborts([&] { EXPECT_EQ(FRUGAL_OK, frugal_step_abort(t1)) << Error(); });
-    if (s % 3 == 0) usleep(static_cast<useconds_t>(s * 50));
+    usleep(both ? 1000 : static_cast<useconds_t>(s * 20));
     int status = frugal_prefetch(t0, s + 1, &op, 1, &beside);
+    if (both) kill(controller.pid(), SIGCONT);
     const bool declared = status == FRUGAL_OK;
     aborts.join();
     if (declared) status = frugal_step_end(t0, s, 0);
