@@ -9,6 +9,7 @@ import collections
 import copy
 import gc
 import io
+import math
 import pickle
 import warnings
 import weakref
@@ -690,6 +691,72 @@ def test_clip_grad_value(trainer: frugal.Trainer, foreach: Optional[bool], maxim
         assert_same(*models)
 
 
+BOUNDS: Dict[str, Callable[[List[torch.Tensor]], Any]] = {
+    "nothing is left": lambda grads: [g.clamp_(0.0, 0.0) for g in grads],
+    "all is left": lambda grads: [g.clamp_(-math.inf, math.inf) for g in grads],
+    "the least of each": lambda grads: torch._foreach_clamp_min_(grads, -1.0),
+    "the most of each": lambda grads: torch._foreach_clamp_max_(grads, 1.0),
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_gradients_are_clamped(trainer: frugal.Trainer, bounds: str) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for _ in range(3):
+        backward(models, keys(), integers(6, 2))
+        for model in models:
+            BOUNDS[bounds]([p.grad for p in model.parameters() if p.grad is not None])
+        steps(optimizers)
+        assert_same(*models)
+
+
+def test_bounds_that_rows_without_a_gradient_would_leave(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    model(keys()).sum().backward()
+    for low, high in ((0.5, -0.5), (0.5, 1.0), (-1.0, -0.5), (math.nan, math.nan)):
+        for parameter in [p for p in model.parameters() if isinstance(p, _anchor.Anchor)]:
+            assert parameter.grad is not None
+            with pytest.raises(NotImplementedError, match="without 0"):
+                parameter.grad.clamp_(low, high)
+
+
+def test_a_gradient_in_one_dimension_is_refused(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    model(keys()).sum().backward()
+    for parameter in [p for p in model.parameters() if isinstance(p, _anchor.Anchor)]:
+        grad = parameter.grad
+        assert grad is not None
+        for compute in (
+            lambda g: g.norm(2, dim=1),
+            lambda g: g.norm(dim=1, keepdim=True),
+            lambda g: torch.norm(g, 2, dim=0),
+            lambda g: torch.linalg.vector_norm(g, ord=2, dim=1),
+            lambda g: g.sum(dim=0),
+            lambda g: g.mean(0),
+        ):
+            with pytest.raises(NotImplementedError, match=r"embedding_bag_.*dimension.*module\.weight\.grad"):
+                compute(grad)
+
+
+@pytest.mark.parametrize("factors", [(math.nan,), (math.inf,), (1e38, 1e5), (1e-30,)])
+def test_whether_a_scaled_gradient_is_finite(trainer: frugal.Trainer, factors: Tuple[float, ...]) -> None:
+    models = pair(trainer)
+    backward(models, keys(), integers(6, 2))
+    for ask in (torch.isfinite, torch.isnan, torch.isinf):
+        found = []
+        for model in models:
+            for parameter in [p for name, p in model.named_parameters() if not name.startswith("head")]:
+                assert parameter.grad is not None
+                grad = parameter.grad.clone()
+                for factor in factors:
+                    grad = grad.mul_(factor)
+                answers = ask(grad if not grad.is_sparse else grad.to_dense())
+                found.append(bool(answers.all() if ask is torch.isfinite else answers.any()))
+        half = len(found) // 2
+        assert found[:half] == found[half:]
+
+
 @pytest.mark.parametrize("form", ["mul_", "div_", "imul", "data", "foreach", "set mul", "set rmul", "set div"])
 def test_a_gradient_is_multiplied(trainer: frugal.Trainer, form: str) -> None:
     models = pair(trainer)
@@ -724,7 +791,7 @@ def test_a_penalty_of_parameters_is_refused(trainer: frugal.Trainer, first: bool
     """Never left out silently."""
     model, _ = pair(trainer)
     before = rows_of(model)
-    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+    penalty = sum(torch.square(parameter).sum() for parameter in model.parameters())
     assert isinstance(penalty, torch.Tensor)
     if first:
         penalty.backward()
@@ -745,7 +812,7 @@ def test_what_is_added_to_a_gradient_by_hand_says_what_to_do(trainer: frugal.Tra
     for add in (
         lambda: gradient.add_(anchor, alpha=0.1),
         lambda: gradient.data.add_(anchor.data, alpha=0.1),
-        lambda: gradient.add(0.1 * anchor.data),
+        lambda: gradient.add(anchor.data, alpha=0.1),
     ):
         with pytest.raises(NotImplementedError, match=r"embedding_bag_0.*weight_decay.*module\.weight\.grad"):
             add()
@@ -756,7 +823,37 @@ def test_what_is_added_to_a_gradient_by_hand_says_what_to_do(trainer: frugal.Tra
     assert torch.equal(rows, expected)
 
 
-@pytest.mark.parametrize("norm", [lambda p: p.norm() ** 2, lambda p: p.pow(2).sum(), lambda p: (p * p).sum()])
+READS: Dict[str, Callable[[Any], Any]] = {
+    "norm": lambda p: p.norm(),
+    "power": lambda p: p.pow(2).sum(),
+    "operator": lambda p: p**2,
+    "product": lambda p: p * p.grad,
+    "absolute": lambda p: p.abs().mean(),
+    "mask": lambda p: p.grad.mul_((p.data != 0).float()),
+    "element": lambda p: p.grad.mul_(p),
+    "element's data": lambda p: p.grad.mul_(p.data),
+    "data": lambda p: p.data.norm(),
+    "data's view": lambda p: p.data.view(-1).square(),
+    "data's product": lambda p: p.grad * p.data,
+    "data, a function": lambda p: torch.linalg.vector_norm(p.data),
+    "detached data": lambda p: p.data.detach().std(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_is_computed_of_the_element(trainer: frugal.Trainer, read: str, grad: bool) -> None:
+    """It would be 0, and a norm that scales a gradient, as of LAMB, would undo it."""
+    model, _ = pair(trainer)
+    model(keys()).sum().backward()
+    for parameter in [p for p in model.parameters() if isinstance(p, _anchor.Anchor)]:
+        with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=r"embedding_bag_.*module\.weight"):
+            READS[read](parameter)
+
+
+@pytest.mark.parametrize(
+    "norm", [lambda p: torch.norm(p) ** 2, lambda p: torch.square(p).sum(), lambda p: torch.mul(p, p).sum()]
+)
 def test_a_penalty_alone_is_refused_by_the_step(trainer: frugal.Trainer, norm: Callable[[Any], Any]) -> None:
     """Where no forward had its part in the batch."""
     model, _ = pair(trainer)

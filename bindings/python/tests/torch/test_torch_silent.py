@@ -199,6 +199,46 @@ def test_derivatives_that_torch_has_not_are_refused(trainer: frugal.Trainer, how
 # --- convert ---
 
 
+def test_convert_leaves_no_copy_behind() -> None:
+    """Where a model has a module elsewhere too, it is the module that is trained."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = torch.nn.ModuleList([torch.nn.Embedding(8, 4), torch.nn.EmbeddingBag(8, 4, mode="sum")])
+            self.by_name = {"rows": self.tables[0], "bags": self.tables[1]}
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.by_name["rows"](ids).sum(1) + self.by_name["bags"](ids)
+
+    torch.manual_seed(1)
+    theirs = Net()
+    ours = Net()
+    ours.load_state_dict(theirs.state_dict())
+    inside = list(ours.tables)
+    assert ft.convert(ours) is ours
+    assert [type(module) for module in inside] == [ft.Embedding, ft.EmbeddingBag]
+    assert all(a is b for a, b in zip(inside, ours.tables))
+    optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    for _ in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers):
+            optimizer.zero_grad()
+            model(torch.tensor([[1, 2], [3, 3]])).square().sum().backward()
+            optimizer.step()
+    for name, rows in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], rows)
+
+
+def test_convert_restores_all_where_one_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Embedding(8, 4))
+    setattr(model[1], "table", 1)  # what replaces it has another thing of that name
+    before = [dict(vars(module)) for module in model]
+    with pytest.raises(NotImplementedError, match="1: its attribute table"):
+        ft.convert(model)
+    assert all(type(module) is torch.nn.Embedding for module in model)
+    assert [dict(vars(module)) for module in model] == before
+
+
 def test_convert_keeps_what_stands_beside_weight(trainer: frugal.Trainer) -> None:
     called: List[str] = []
     theirs: Any = torch.nn.Embedding(ROWS, DIM)

@@ -13,13 +13,13 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, Type, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import REDUCED, SHAPE, Computed
+from ._computed import REDUCED, SHAPE, Computed, check_whole
 
 if TYPE_CHECKING:
     from ._lookup import Lookup
@@ -98,6 +98,7 @@ class Held:
             )
 
 
+_LARGEST = torch.finfo(torch.float32).max
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _grad: Any = torch.Tensor.grad
 get_grad: Callable[["Anchor"], Optional[torch.Tensor]] = _grad.__get__
@@ -156,11 +157,16 @@ class Anchor(torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         """The element, for who reads it."""
         name = self.table.name
-        return read_only(self.value, lambda what: _not_written(name, what))
+        value = read_only(self.value, lambda what: _not_written(name, what), _Element)
+        cast(_Element, value).no_value = lambda what: _not_read(name, what)
+        return value
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise _not_written(self.table.name, "an assignment to data")
+
+    def no_value(self, what: str) -> NotImplementedError:
+        return _not_read(self.table.name, what)
 
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
@@ -373,6 +379,33 @@ for _name in dir(torch.Tensor):
         setattr(Anchor, _name, _refused(_name))
 
 
+def _not_read(table: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"table {table!r}: {what} of the parameter that stands for it, whose one element says nothing of rows: compute it of"
+        " module.weight; for a penalty give the optimizer a weight_decay"
+    )
+
+
+def _no_value(name: str) -> Callable[..., NoReturn]:
+    def method(self: Anchor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _not_read(self.table.name, name)
+
+    return method
+
+
+# What scripts compute of a weight's values, of which the element would give 0 without a word.
+_READS = {
+    "abs", "amax", "amin", "dot", "max", "mean", "min", "mul", "multiply", "norm", "pow", "square", "std", "sum", "var",
+    "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "__abs__", "__mul__", "__rmul__", "__pow__",
+}  # fmt: skip
+
+# Of `data` alone: who looks for a parameter in a list compares it.
+_COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "where"}
+
+for _name in sorted(_READS & set(dir(torch.Tensor))):
+    setattr(Anchor, _name, _no_value(_name))
+
+
 class _Value(torch.Tensor):
     """What can be read alone, as an anchor's `data`, and views of it."""
 
@@ -394,14 +427,38 @@ class _Value(torch.Tensor):
             out = func(*args, **(kwargs or {}))
             if parts and isinstance(out, torch.Tensor) and out.layout == torch.strided:
                 if out.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr():
-                    return read_only(out, parts[0]._refuse)
+                    out = read_only(out, parts[0]._refuse, type(parts[0]))
+                    if isinstance(out, _Element):
+                        out.no_value = cast(_Element, parts[0]).no_value
+                    return out
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Value) else out
         return without_writes(out) if name in ("numpy", "__array__") else out
 
 
-def read_only(tensor: torch.Tensor, refuse: Callable[[str], Exception]) -> torch.Tensor:
+class _Element(_Value):
+    """An anchor's, of which nothing is computed either."""
+
+    no_value: Callable[[str], Exception]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS or name in _COMPARES:
+            raise next(a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Element)).no_value(name)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def read_only(
+    tensor: torch.Tensor, refuse: Callable[[str], Exception], kind: Type[_Value] = _Value
+) -> torch.Tensor:
     """The tensor, and an error from whoever writes to it, of the function's name."""
-    value = tensor.as_subclass(_Value)
+    value = tensor.as_subclass(kind)
     value._refuse = refuse
     return value
 
@@ -546,7 +603,7 @@ class Gradient(torch.Tensor):
 
     def finite(self) -> bool:
         """Whether there is no infinity and no NaN."""
-        return all(_finite(part.held.grad) and math.isfinite(part.factor) for part in self.parts)
+        return all(_finite(part.held.grad, part.factor) for part in self.parts)
 
     def per_key(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """All keys, and the gradient of each, not summed: a sparse gradient's indices and values."""
@@ -692,12 +749,12 @@ def _sum(keys: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Te
     return distinct, out.index_add_(0, at, rows)
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    # One pass without a copy; a NaN comes through.
+def _finite(tensor: torch.Tensor, factor: float) -> bool:
+    """Whether all products with the factor are, as float32."""
     if not tensor.numel():
-        return True
-    least, most = torch.aminmax(tensor)
-    return math.isfinite(least.item()) and math.isfinite(most.item())
+        return math.isfinite(factor)
+    # One pass without a copy; a NaN comes through.
+    return all(abs(bound.item() * factor) <= _LARGEST for bound in torch.aminmax(tensor))
 
 
 # Answers to PyTorch's calls, by operator.
@@ -736,14 +793,16 @@ def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
     return total
 
 
-def _total(func: Any, grad: Gradient, *, dtype: Any = None) -> torch.Tensor:
-    return grad.sums("the sum").sum().to(dtype or grad.dtype)
+def _total(func: Any, grad: Gradient, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    check_whole(func, grad.table.name, dim)
+    total = grad.sums("the sum").sum().to(dtype or grad.dtype)
+    return total.reshape(SHAPE) if keepdim else total
 
 
-def _mean(func: Any, grad: Gradient, *, dtype: Any = None) -> torch.Tensor:
+def _mean(func: Any, grad: Gradient, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     if grad.table.hashed:
         raise _no_answer(func, grad)
-    return _total(func, grad, dtype=dtype) / (grad.table.capacity * grad.table.dim)
+    return _total(func, grad, dim, keepdim, dtype=dtype) / (grad.table.capacity * grad.table.dim)
 
 
 def _zero(func: Any, grad: Gradient) -> Gradient:
@@ -764,6 +823,8 @@ def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
 
 
 def _factor_of(func: Any, by: Any) -> float:
+    if isinstance(by, (Anchor, _Element)):
+        raise by.no_value(str(func))
     value = float(by)
     return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value
 
@@ -799,8 +860,12 @@ def _unscale_all(func: Any, grads: List[torch.Tensor], found: torch.Tensor, inve
             grad.rescale(float(inverse))
 
 
-def _norm(func: Any, grad: Gradient, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return grad.norm_of(2.0 if order is None else float(order)).to(grad.dtype)
+def _norm(
+    func: Any, grad: Gradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    check_whole(func, grad.table.name, dim)
+    norm = grad.norm_of(2.0 if order is None else float(order)).to(dtype or grad.dtype)
+    return norm.reshape(SHAPE) if keepdim else norm
 
 
 def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = None) -> List[torch.Tensor]:
@@ -815,14 +880,14 @@ def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = No
 def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs: Any) -> Gradient:
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
-    if least == -most:
-        return _clip_to(grad, most)
+    if least == -most and most > 0.0:
+        return grad if math.isinf(most) else _clip_to(grad, most)
     if not least <= 0.0 <= most:
         raise NotImplementedError(
             f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0, which rows that have none"
             " would leave: clip module.weight.grad"
         )
-    grad.check_alone("the values")
+    _check_clip(grad)
     grad.fold(lambda rows: rows.clamp_(least, most))
     return grad
 
@@ -831,31 +896,30 @@ def _clipped(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
     return _clip(func, _copy_of(func, grad), *args, **kwargs)
 
 
-def _clip_to(grad: Gradient, limit: float) -> Gradient:
+def _check_clip(grad: Gradient) -> None:
     if grad.table.steps.world_size > 1:
         raise NotImplementedError(
             f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known before"
             " the step ends; tables are clipped by clip_value of a frugal optimizer"
         )
+
+
+def _clip_to(grad: Gradient, limit: float) -> Gradient:
+    _check_clip(grad)
     grad.clip_limit = min(limit, grad.clip_limit) if grad.clip_limit else limit
     return grad
 
 
 def _clip_all(func: Any, grads: List[torch.Tensor], limit: Any) -> None:
-    # clip_grad_value_ calls this twice, with -c for the least and c for the most.
-    for grad in grads:
-        if isinstance(grad, Gradient):
-            _clip_to(grad, abs(float(limit)))
-        elif func.overloadpacket is _aten._foreach_clamp_min_:
-            grad.clamp_(min=limit)
-        else:
-            grad.clamp_(max=limit)
+    side = "min" if func.overloadpacket is _aten._foreach_clamp_min_ else "max"
+    for grad, bound in zip(grads, limit if isinstance(limit, (list, tuple)) else [limit] * len(grads)):
+        grad.clamp_(**{side: bound})
 
 
 def _is(func: Any, grad: Gradient) -> torch.Tensor:
     if func.overloadpacket is _aten.isfinite:
         return torch.full(SHAPE, grad.finite(), dtype=torch.bool, device=grad.device)
-    found = any(bool(func(part.held.grad).any()) for part in grad.parts)
+    found = any(bool(func((part.held.grad.double() * part.factor).float()).any()) for part in grad.parts)
     return torch.full(SHAPE, found, dtype=torch.bool, device=grad.device)
 
 

@@ -66,10 +66,10 @@ class Computed(torch.Tensor):
         return answer(func, computed, *args[1:], **(kwargs or {}))
 
 
-def _whole(func: Any, computed: Computed, dim: Any) -> None:
+def check_whole(func: Any, table: str, dim: Any) -> None:
     if dim not in (None, [], ()):
         raise NotImplementedError(
-            f"table {computed.table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad"
+            f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad"
         )
 
 
@@ -103,7 +103,7 @@ def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Compute
 
 
 def _sum(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    _whole(func, computed, dim)
+    check_whole(func, computed.table, dim)
     return computed.some.sum(dtype=dtype)
 
 
@@ -112,7 +112,7 @@ def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False,
 
 
 def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
-    _whole(func, computed, dim)
+    check_whole(func, computed.table, dim)
     some = computed.some.reshape(-1)
     if computed.zeros != 0:
         some = torch.cat([some, some.new_zeros(1)])
@@ -125,7 +125,7 @@ def _variance(
 ) -> torch.Tensor:
     if isinstance(dim, bool):  # the form without a dimension
         dim, unbiased = None, dim
-    _whole(func, computed, dim)
+    check_whole(func, computed.table, dim)
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     count, values = computed.count("the variance"), computed.some.to(torch.float64)
@@ -136,12 +136,12 @@ def _variance(
 
 
 def _nonzero(func: Any, computed: Computed, dim: Any = None) -> torch.Tensor:
-    _whole(func, computed, dim)
+    check_whole(func, computed.table, dim)
     return torch.count_nonzero(computed.some)
 
 
 def _norm(func: Any, computed: Computed, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    _whole(func, computed, dim)
+    check_whole(func, computed.table, dim)
     if not float(order) > 0.0:
         raise NotImplementedError(f"table {computed.table!r}: a norm of order {order} of a gradient")
     values = computed.some

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Dict, Optional, TypeVar
 
 import torch
@@ -15,14 +14,14 @@ T = TypeVar("T", bound=torch.nn.Module)
 
 
 def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int = 0) -> T:
-    """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place.
+    """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place: the object
+    stays, and its class is another.
 
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
     buffers, other parameters, attributes. A module that stands in several places stays one. Make optimizers afterwards,
     since parameters are others, and convert before DistributedDataParallel. Modules that share a weight share a table, and a
     dense layer that has the weight too, as a decoder that is tied to the embedding, has the table's. A subclass, a hook of
-    a weight, and a forward that was assigned raise NotImplementedError, and nothing is replaced. Returns the model, or, if
-    it is such a module itself, what replaces it.
+    a weight, and a forward that was assigned raise NotImplementedError, and nothing is replaced. Returns the model.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -41,20 +40,36 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
         for own, parameter in module.named_parameters(recurse=False)
         if id(parameter) in weights
     ]
-    made: "dict[int, torch.nn.Module]" = {}
-    for name, module in found.items():  # all, before one is replaced: any of them may be refused
-        if id(module) not in made:
-            made[id(module)] = _made(name, module, trainer, made.get(id(found[weights[id(module.weight)]])))
+    # Each module becomes another and stays the same object, wherever else the model has it. What it was is its stand-in.
+    before: "dict[int, Any]" = {}
+    try:
+        for name, module in found.items():
+            if id(module) not in before:
+                before[id(module)] = _copy_of(module)
+                first = found[weights[id(before[id(module)].weight)]]
+                _become(name, module, before[id(module)], trainer, None if first is module else first)
+    except BaseException:
+        for module in found.values():
+            if id(module) in before:
+                _set(module, type(before[id(module)]), vars(before[id(module)]))
+        raise
     for module in {id(module): module for module in found.values()}.values():
-        _carry(module, made[id(module)])
+        _carry(before[id(module)], module)
     for layer, own, name in tied:
-        setattr(layer, own, made[id(found[name])].weight)
-    for name, module in found.items():
-        if not name:
-            return made[id(module)]  # type: ignore[return-value]
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, made[id(module)])
+        setattr(layer, own, found[name].weight)
     return model
+
+
+def _copy_of(module: Any) -> Any:
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    return copy
+
+
+def _set(module: Any, kind: type, attributes: Dict[str, Any]) -> None:
+    module.__class__ = kind
+    vars(module).clear()
+    vars(module).update(attributes)
 
 
 def _check(name: str, module: torch.nn.Module) -> None:
@@ -96,34 +111,32 @@ def _carry(old: Any, new: Any) -> None:
     for attribute in (*_HOOKS, *_PARTS):
         if attribute in vars(old):
             object.__setattr__(new, attribute, vars(old)[attribute])
-    for hook in old._load_state_dict_pre_hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(new)
     for own, parameter in old._parameters.items():
         if own != "weight":
             new.register_parameter(own, parameter)
 
 
-def _made(name: str, module: Any, trainer: Optional[frugal.Trainer], first: Optional[Any]) -> torch.nn.Module:
-    """`first`: has the table already, as their weight is one."""
-    weight: torch.Tensor = module.weight
+def _become(name: str, module: Any, old: Any, trainer: Optional[frugal.Trainer], first: Optional[Any]) -> None:
+    """`old`: what the module was. `first`: has the table already, as their weight is one."""
+    weight: torch.Tensor = old.weight
     rows, table = (weight.detach(), None) if first is None else (None, first.table.name)
     device = weight.device if trainer is None and weight.device.type in ("cpu", "cuda") else None
-    new: torch.nn.Module
-    if isinstance(module, torch.nn.Embedding):
-        new = Embedding(
-            module.num_embeddings, module.embedding_dim, module.padding_idx, module.max_norm, module.norm_type,
-            module.scale_grad_by_freq, module.sparse, rows, _freeze=not weight.requires_grad,
+    if isinstance(old, torch.nn.Embedding):
+        _set(module, Embedding, {})
+        Embedding.__init__(
+            module, old.num_embeddings, old.embedding_dim, old.padding_idx, old.max_norm, old.norm_type,
+            old.scale_grad_by_freq, old.sparse, rows, _freeze=not weight.requires_grad,
             dtype=weight.dtype, trainer=trainer, device=device, name=table,
         )  # fmt: skip
     else:
-        new = EmbeddingBag(
-            module.num_embeddings, module.embedding_dim, module.max_norm, module.norm_type, module.scale_grad_by_freq,
-            module.mode, module.sparse, rows, module.include_last_offset, module.padding_idx,
+        _set(module, EmbeddingBag, {})
+        EmbeddingBag.__init__(
+            module, old.num_embeddings, old.embedding_dim, old.max_norm, old.norm_type, old.scale_grad_by_freq,
+            old.mode, old.sparse, rows, old.include_last_offset, old.padding_idx,
             freeze=not weight.requires_grad, dtype=weight.dtype, trainer=trainer, device=device, name=table,
         )  # fmt: skip
-    for attribute in [attribute for attribute in _added(module) if hasattr(new, attribute)]:
+    for attribute in [attribute for attribute in _added(old) if hasattr(module, attribute)]:
         raise NotImplementedError(f"{name}: its attribute {attribute} is another thing in what replaces it: rename it")
     if weight.grad is not None and first is None:
-        new.weight.grad = weight.grad
-    return new.train(module.training)
+        module.weight.grad = weight.grad
+    module.train(old.training)
