@@ -13,7 +13,9 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, Type, cast
+from typing import (
+    TYPE_CHECKING, AbstractSet, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, Type, cast,
+)  # fmt: skip
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -157,16 +159,13 @@ class Anchor(torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         """The element, for who reads it."""
         name = self.table.name
-        value = read_only(self.value, lambda what: _not_written(name, what), _Element)
-        cast(_Element, value).no_value = lambda what: _not_read(name, what)
-        return value
+        return read_only(
+            self.value, lambda what: (_not_read if what in _Element.unread else _not_written)(name, what), _Element
+        )
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise _not_written(self.table.name, "an assignment to data")
-
-    def no_value(self, what: str) -> NotImplementedError:
-        return _not_read(self.table.name, what)
 
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
@@ -409,6 +408,7 @@ for _name in sorted(_READS & set(dir(torch.Tensor))):
 class _Value(torch.Tensor):
     """What can be read alone, as an anchor's `data`, and views of it."""
 
+    unread: AbstractSet[str] = frozenset()  # functions of which it is no argument
     _refuse: Callable[[str], Exception]
 
     @classmethod
@@ -423,14 +423,14 @@ class _Value(torch.Tensor):
         parts = [a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Value)]
         if in_place(name) and any(isinstance(a, _Value) for a in flat(args[:1])):
             raise parts[0]._refuse(name)
+        for part in parts:
+            if name in part.unread:
+                raise part._refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             if parts and isinstance(out, torch.Tensor) and out.layout == torch.strided:
                 if out.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr():
-                    out = read_only(out, parts[0]._refuse, type(parts[0]))
-                    if isinstance(out, _Element):
-                        out.no_value = cast(_Element, parts[0]).no_value
-                    return out
+                    return read_only(out, parts[0]._refuse, type(parts[0]))
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Value) else out
         return without_writes(out) if name in ("numpy", "__array__") else out
 
@@ -438,20 +438,7 @@ class _Value(torch.Tensor):
 class _Element(_Value):
     """An anchor's, of which nothing is computed either."""
 
-    no_value: Callable[[str], Exception]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _READS or name in _COMPARES:
-            raise next(a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Element)).no_value(name)
-        return super().__torch_function__(func, types, args, kwargs)
+    unread = _READS | _COMPARES
 
 
 def read_only(
@@ -823,8 +810,10 @@ def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
 
 
 def _factor_of(func: Any, by: Any) -> float:
-    if isinstance(by, (Anchor, _Element)):
-        raise by.no_value(str(func))
+    if isinstance(by, Anchor):
+        by = by.data
+    if isinstance(by, _Element):
+        raise by._refuse("mul")
     value = float(by)
     return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value
 
