@@ -364,6 +364,7 @@ def test_the_first_step_gives_a_table_of_several_ranks_its_kind_of_optimizer(kin
 
     with frugal.Engine(world_size=2, timeout=60) as engine:
         rows: List[torch.Tensor] = []
+        states: List[Any] = []
 
         def work(rank: int) -> None:
             bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=engine.create_trainer(rank))
@@ -374,6 +375,7 @@ def test_the_first_step_gives_a_table_of_several_ranks_its_kind_of_optimizer(kin
                 bags(keys).square().sum().backward()
                 optimizer.step()
             rows.append(snapshot(bags))
+            states.append(optimizer.state_dict()["state"])
             made.wait(60)
 
         run_ranks(2, work)
@@ -384,8 +386,9 @@ def test_the_first_step_gives_a_table_of_several_ranks_its_kind_of_optimizer(kin
         for some in keys:
             (bags(some).square().sum() / 2).backward()
         optimizer.step()
-    for mine in rows:
+    for mine, state in zip(rows, states):
         torch.testing.assert_close(mine, bags.weight.detach())
+        torch.testing.assert_close(state, optimizer.state_dict()["state"])
 
 
 def test_a_rank_that_waits_between_steps_says_for_what(impatient: None) -> None:

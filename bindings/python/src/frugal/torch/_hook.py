@@ -27,18 +27,28 @@ import frugal
 
 from . import _ranks, _state, _usual
 from ._anchor import Anchor, Gradient, get_grad, read_only, set_grad
+from ._computed import SHAPE
 from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
 
-# What torch's optimizers call the state of a row, in the order in which a table has it.
-_THEIR_STATE: Dict[type, Tuple[str, ...]] = {
-    frugal.Momentum: ("momentum_buffer",),
-    frugal.Adagrad: ("sum",),
-    frugal.Adam: ("exp_avg", "exp_avg_sq"),
-    frugal.RMSProp: ("square_avg",),
+# The engine's optimizer whose rows have the state of one of torch's, and what that one calls it, in the order in which
+# a table has it.
+_Theirs = Tuple[type, Tuple[str, ...]]
+_ADAM: _Theirs = frugal.Adam, ("exp_avg", "exp_avg_sq")
+_THEIR_STATE: Dict[Type[torch.optim.Optimizer], _Theirs] = {
+    torch.optim.SGD: (frugal.Momentum, ("momentum_buffer",)),
+    torch.optim.Adagrad: (frugal.Adagrad, ("sum",)),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.SparseAdam: _ADAM,
+    torch.optim.RMSprop: (frugal.RMSProp, ("square_avg",)),
 }
+
+
+def _theirs(optimizer: torch.optim.Optimizer) -> _Theirs:
+    return next((theirs for kind, theirs in _THEIR_STATE.items() if isinstance(optimizer, kind)), (type(None), ()))
 
 
 class _Count(int):
@@ -51,32 +61,28 @@ class _Own(Dict[str, Any]):
     """What an optimizer has of a table in its `state`: the count of steps. What it has of each row is in the table, and is
     read there by the names of torch's optimizers. While another optimizer steps the table, it is here."""
 
-    names: Tuple[str, ...] = ()  # of what is here in the place of `_STATE`
-
-    def __init__(self, anchor: Anchor, has: Dict[str, Any]) -> None:
+    def __init__(self, anchor: Anchor, theirs: _Theirs, has: Dict[str, Any]) -> None:
         super().__init__(has)
         self.anchor = anchor
+        self.kind, self.names = theirs
 
-    def _moments(self) -> Tuple[str, ...]:
-        if _STATE in self.keys():
-            return self.names
+    def is_in_table(self) -> bool:
+        """Whether the table's state is this optimizer's."""
         table = self.anchor.table
         owner = None if table.owner is None else table.owner()
-        if owner is None or owner.state.get(self.anchor) is not self:
-            return ()
-        names = _THEIR_STATE.get(type(table.optimizer), ())
-        return names if table.state_floats == len(names) * table.dim else ()
+        return type(table.optimizer) is self.kind and (owner is None or owner.state.get(self.anchor) is self)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.keys() or name in self._moments()
+        return name in self.keys() or (name in self.names and (_STATE in self.keys() or self.is_in_table()))
 
     def __missing__(self, name: str) -> torch.Tensor:
-        names = self._moments()
-        if name not in names:
+        if name not in self:
             raise KeyError(name)
-        table = self.anchor.table
-        rows = self[_STATE] if _STATE in self.keys() else _state.optimizer_state(table.steps, table)["state"]
-        begin = names.index(name) * table.dim
+        table, names = self.anchor.table, self.names
+        if _STATE in self.keys():
+            parts = self[_STATE].tensor_split(len(names), dim=1)
+        else:
+            parts = _state.moments(table, [table.dim] * len(names))[0]
 
         def refuse(what: str) -> Exception:
             return NotImplementedError(
@@ -84,18 +90,29 @@ class _Own(Dict[str, Any]):
                 f" optimizer.state[parameter][{name!r}], or load a state_dict into the optimizer"
             )
 
-        return read_only(rows[:, begin : begin + table.dim].to(table.device), refuse)
+        return read_only(parts[names.index(name)].to(table.device), refuse)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
+    def of_rows(self) -> Dict[str, Any]:
+        """What state_dict() has of the rows: of a dense table what torch's optimizer would have."""
+        if not self.is_in_table():
+            return {name: value for name, value in self.items() if name != _STEP}
+        table = self.anchor.table
+        if table.hashed:
+            (state,), keys = _state.moments(table, [table.state_floats])
+            found = {_STATE: state, _KEYS: keys.view(torch.float32)}
+        else:
+            found = dict(zip(self.names, _state.moments(table, [table.dim] * len(self.names))[0]))
+        found.update(self)  # of several, somebody has set some
+        found.pop(_STEP, None)
+        return found
+
     def put_aside(self) -> None:
         """Before another optimizer steps the table, which has one state of each row."""
-        table = self.anchor.table
-        names = self._moments()
-        if names and _STATE not in self.keys() and table.steps.world_size == 1:
-            self.update(_saved(table, self[_STEP]))
-            self.names = names
+        if self.anchor.table.steps.world_size == 1:
+            self.update(self.of_rows())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
@@ -203,7 +220,6 @@ class _Known:
         self.groups: List[_Group] = []
         self.rounds: List[List[_Entry]] = []  # the same, none twice in one; as a rule there is one
         self.hidden: List[Tuple[Anchor, torch.Tensor]] = []
-        self.saves = False
         self.inside = False  # a step that a subclass has called
         self.kind: Optional[type] = None
         self.delegates = False  # as _delegates says of the kind
@@ -220,10 +236,6 @@ class _Known:
             self.parameters = [list(group["params"]) for group in groups]
             self.groups = [_Group() for _ in groups]
             self.entries = entries
-            if self.entries and not self.saves:
-                self.saves = True
-                optimizer.register_state_dict_pre_hook(lambda optimizer: _without_weights(optimizer.state))
-                optimizer.register_state_dict_post_hook(_save)
         return self.entries
 
 
@@ -288,12 +300,15 @@ def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dic
         return  # ours is the next to come
     if not _known_of(optimizer).look(optimizer) or getattr(optimizer, "_frugal", False):
         return
-    if next(reversed(before), None) != _OURS:
-        before[_OURS] = _step_tables
-        before.move_to_end(_OURS)
-    if next(iter(after), None) != _OURS:
-        after[_OURS] = _give_back
-        after.move_to_end(_OURS, last=False)
+    _put(before, _step_tables, last=True)
+    _put(after, _give_back, last=False)
+
+
+def _put(hooks: "OrderedDict[int, Any]", hook: Callable[..., Any], last: bool) -> None:
+    """Ours among an optimizer's hooks, as the last or the first of them."""
+    if next(reversed(hooks) if last else iter(hooks), None) != _OURS:
+        hooks[_OURS] = hook
+        hooks.move_to_end(_OURS, last=last)
 
 
 def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
@@ -401,7 +416,7 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             continue  # as PyTorch leaves a parameter without a gradient alone
         state = states[anchor]
         if type(state) is not _Own:
-            state = states[anchor] = _Own(anchor, state)
+            state = states[anchor] = _Own(anchor, _theirs(optimizer), state)
         by_steps.setdefault(steps, []).append((entry, gradient, state))
     if by_steps:
         factor, skip = scaling(optimizer)
@@ -462,7 +477,7 @@ def _update(
         _translate(optimizer, table, state, made)
     if not owned:
         _take_over(table, optimizer, count > 0, state, made)
-    elif not counted and _STATE not in state and table.state_floats:
+    elif not counted and not _has_moments(state) and table.state_floats:
         _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
     elif table.owner is not None and {type(made), type(table.optimizer)} == {frugal.SGD, frugal.Momentum}:
         # A group's momentum is 0 from now on, or is no more. PyTorch's buffers stay as they are meanwhile.
@@ -471,11 +486,16 @@ def _update(
         _begin_anew(optimizer, table, made)
     if not counted:
         state[_STEP] = _Count(count)
-    if _STATE in state:
-        _load(table, state, made)
+    if _has_moments(state):
+        _load(optimizer, table, state, made)
     if gradient is not None and factor != 1.0:
         gradient.rescale(factor)
     return Update(table, gradient, group.with_scale(made, gradient))
+
+
+def _has_moments(state: Dict[str, Any]) -> bool:
+    """Whether there is a state of rows that the table has not: it is loaded, set by somebody, or aside."""
+    return any(name != _STEP for name in state)
 
 
 def _take_over(
@@ -488,9 +508,9 @@ def _take_over(
         left = before.state.get(table.anchor)
         if type(left) is _Own:
             left.put_aside()
-    loaded, alike = _STATE in state, table.is_of(made)
+    loaded, alike = _has_moments(state), table.is_of(made)
     if table.owner is not None and (not alike or (table.state_floats and not loaded)):
-        if goes_on and not loaded and type(made) in _THEIR_STATE:
+        if goes_on and not loaded and type(made) is not frugal.SGD:
             raise RuntimeError(
                 f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
                 " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
@@ -515,7 +535,7 @@ def _begin_anew(optimizer: torch.optim.Optimizer, table: Table, made: frugal.Opt
 def _translate(
     optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer
 ) -> None:
-    """The state that torch's optimizer of a dense weight has saved, as the table's."""
+    """Completes the state of rows that was loaded or set, in the form of torch's optimizer of a dense weight."""
     theirs = {}
     shape = (table.capacity, table.dim)
     for name in [name for name in state if name not in (_STEP, _STATE, _KEYS)]:
@@ -525,11 +545,10 @@ def _translate(
             theirs[name] = state[name]
     if not theirs:
         return
-    names = _THEIR_STATE.get(type(made), ())
+    _, names = _theirs(optimizer)
     for name in names:
         if name not in theirs and type(state) is _Own and name in state:
             theirs[name] = state[name]  # of several, somebody has set some
-    state.pop(_STATE, None)
     if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
         raise ValueError(
@@ -537,21 +556,20 @@ def _translate(
             f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a dense"
             " table's shape: load a state_dict of the same optimizer and table"
         )
-    for name in names:
-        state.pop(name, None)
-    state[_STATE] = torch.cat([theirs[name].to(device="cpu", dtype=torch.float32) for name in names], dim=1)
+    state.pop(_STATE, None)
+    state.update(theirs)
 
 
 def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], made: frugal.Optimizer) -> bool:
     """Whether it is no state of rows: SGD without momentum saves None, and Adagrad makes state of the anchor itself, of
     its shape, when it is made."""
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+    if not isinstance(value, torch.Tensor):
         return value is None
     if tuple(value.shape) != shape:
-        return True
-    # The table has the anchor's shape, too. What Adagrad made of the anchor is a new row's state until the first step.
+        return value.numel() == 1
+    # What Adagrad makes of a weight is a new row's state until the first step.
     new = getattr(made, "initial_accumulator", None)
-    return new is not None and not state.get(_STEP, 1) and torch.equal(value, torch.full_like(value, new))
+    return new is not None and not state.get(_STEP, 1) and bool((value == new).all())
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
@@ -562,7 +580,47 @@ def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
     return (1.0 if scale is None else 1.0 / float(scale)), False
 
 
-# Optimizer state in state_dict(), by the anchor's number; as floats, for load_state_dict() makes what it finds floats.
+# Optimizer state in state_dict(), by the anchor's number. A dense table's is what torch's optimizer would have saved of
+# a weight. A hashed table's has keys, as floats: what loads an optimizer's state may make what it finds floats.
+
+
+class _Kept:
+    """A tensor that an optimizer loads for a table. PyTorch would make it one of the parameter's dtype and device, and
+    leaves alone what is no tensor: moments are float32 in host memory, whatever a table's outputs are."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _keep(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """Comes last before an optimizer loads."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = dict(state_dict["state"])
+    for number, parameter in zip(numbers, parameters):
+        if isinstance(parameter, Anchor) and number in states:
+            states[number] = {
+                name: _Kept(value) if isinstance(value, torch.Tensor) and name != _STEP else value
+                for name, value in states[number].items()
+            }
+    return {**state_dict, "state": states}
+
+
+def _take(optimizer: torch.optim.Optimizer) -> None:
+    """Comes first after it."""
+    _, names = _theirs(optimizer)
+    for entry in _known_of(optimizer).look(optimizer):
+        table, state = entry.table, optimizer.state.get(entry.anchor, {})
+        for name, value in state.items():
+            if type(value) is _Kept:
+                state[name] = value.tensor
+        # Once the state of a dense table was saved as that of a hashed one is.
+        shape = (table.capacity, len(names) * table.dim)
+        if not table.hashed and names and tuple(getattr(state.get(_STATE), "shape", ())) == shape:
+            parts = state.pop(_STATE).tensor_split(len(names), dim=1)
+            state.update(zip(names, [part.clone() for part in parts]))
 
 
 def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optional[Dict[str, Any]]:
@@ -570,39 +628,78 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             numbers.setdefault(id(parameter), len(numbers))
-    known = _known.get(optimizer)
-    for anchor in [entry.anchor for entry in known.look(optimizer)] if known is not None else []:
-        own = optimizer.state.get(anchor)
-        if not own or _STEP not in own.keys():
-            continue  # never stepped
-        if own.keys() == {_STEP}:
-            state_dict["state"][numbers[id(anchor)]] = _saved(anchor.table, own[_STEP])
-        else:  # loaded and not taken in yet, or aside
-            state_dict["state"][numbers[id(anchor)]] = dict(own)
+    for entry in _known_of(optimizer).look(optimizer):
+        number = numbers[id(entry.anchor)]
+        saved = _saved(optimizer, entry, optimizer.state.get(entry.anchor) or {})
+        if saved:
+            state_dict["state"][number] = saved
+        else:
+            state_dict["state"].pop(number, None)
     return None
 
 
-def _saved(table: Table, steps: int) -> Dict[str, Any]:
-    """What an optimizer's state_dict has of a table that it steps."""
-    saved = _state.optimizer_state(table.steps, table)
-    entry = {_STEP: int(steps), _STATE: saved["state"]}
-    if "keys" in saved:
-        entry[_KEYS] = saved["keys"].view(torch.float32)
-    return entry
+def _saved(optimizer: torch.optim.Optimizer, entry: _Entry, own: Dict[str, Any]) -> Dict[str, Any]:
+    """What an optimizer's state_dict has of a table: nothing, if it has never stepped it. Adagrad makes the state of a
+    weight before."""
+    table = entry.table
+    shape = (table.capacity, table.dim)
+    steps = own.get(_STEP, 0)
+    if type(own) is _Own:
+        found = own.of_rows()
+    else:
+        found = {name: value for name, value in own.items() if name != _STEP}
+    if shape != SHAPE:
+        found = {name: value for name, value in found.items() if getattr(value, "shape", None) != SHAPE}
+    if not found and isinstance(optimizer, torch.optim.Adagrad) and not table.hashed and table.kept_by() is None:
+        new = float(optimizer.param_groups[entry.group]["initial_accumulator_value"])
+        steps, found = 0, {"sum": torch.full(shape, new, dtype=torch.float32, device="cpu")}
+    if not found or isinstance(optimizer, torch.optim.SGD):
+        return found
+    return {_STEP: _steps_as_theirs(optimizer, steps), **found}
 
 
-def _load(table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:
+def _steps_as_theirs(optimizer: torch.optim.Optimizer, steps: Any) -> Any:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return int(steps)
+    if isinstance(steps, torch.Tensor):
+        return steps  # as it was loaded
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return torch.tensor(float(steps), dtype=dtype, device="cpu")
+
+
+def _with_tables(name: str) -> None:
+    """Lets this method of torch's Optimizer see to tables: also of an optimizer that has made no step."""
+    function = getattr(torch.optim.Optimizer, name)
+
+    @functools.wraps(function)
+    def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _known_of(optimizer).look(optimizer):
+            _without_weights(optimizer.state)
+            hooks: Any = optimizer
+            _put(hooks._optimizer_state_dict_post_hooks, _save, last=False)
+            _put(hooks._optimizer_load_state_dict_pre_hooks, _keep, last=True)
+            _put(hooks._optimizer_load_state_dict_post_hooks, _take, last=False)
+        return function(optimizer, *args, **kwargs)
+
+    setattr(torch.optim.Optimizer, name, call)
+
+
+_with_tables("state_dict")
+_with_tables("load_state_dict")
+
+
+def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:
     """The table takes in what an optimizer has loaded, or has had aside."""
-    if type(made) is frugal.SGD and state[_STATE].shape[-1]:
+    whole = dict.get(state, _STATE)
+    if type(made) is frugal.SGD and (whole is None or whole.shape[-1]):
         return  # momentum's: as PyTorch's buffers, it stays as it is while a group's momentum is 0
     table.choose(made)
-    saved = {"state": state.pop(_STATE)}
-    keys = state.pop(_KEYS, None)
-    if keys is not None:
-        saved["keys"] = keys.view(torch.int64)
-    steps = table.steps
-    load = functools.partial(_state.load_optimizer_state, steps, table, saved)
+    parts = [state[name] for name in _theirs(optimizer)[1]] if whole is None else [whole]
+    keys = dict.get(state, _KEYS)
+    load = functools.partial(_state.load_moments, table, parts, None if keys is None else keys.view(torch.int64))
     _by_rank_0(table, load, "has loaded the", "load an optimizer's state_dict on all ranks")
+    for name in [name for name in state if name != _STEP]:
+        del state[name]
 
 
 def _by_rank_0(table: Table, call: Callable[[], None], has: str, advice: str) -> None:

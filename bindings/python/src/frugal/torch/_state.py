@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -86,32 +86,49 @@ def _are_there(table: Table, at: torch.Tensor, weight: torch.Tensor) -> bool:
     return torch.equal(rows.view(torch.int32), weight.contiguous().view(torch.int32))
 
 
-def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
-    """`state` of each row, (rows, state floats), and of a hashed table the `keys`."""
-    with steps.still():
+def moments(table: Table, widths: Sequence[int]) -> Tuple[List[torch.Tensor], torch.Tensor]:
+    """The optimizer state of each row, in tensors of so many of its floats each, and all keys."""
+    with table.steps.still():
         all_keys = keys(table)
-        state = _empty(all_keys.numel(), table.state_floats)
+        parts = [_empty(all_keys.numel(), width) for width in widths]
         if table.state_floats:
-            room = _empty(min(all_keys.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
+            # Once: fresh memory is slow.
+            room = _empty(min(all_keys.numel(), _CHUNK), table.dim + table.state_floats)
             for begin, some in _chunks(all_keys):
                 both = room[: some.numel()]
                 table.get(some, both, with_state=True)
-                state[begin : begin + some.numel()] = both[:, table.dim :]
+                for part, columns in zip(parts, torch.split(both[:, table.dim :], list(widths), dim=1)):
+                    part[begin : begin + some.numel()] = columns
+    return parts, all_keys
+
+
+def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
+    """`state` of each row, (rows, state floats), and of a hashed table the `keys`."""
+    (state,), all_keys = moments(table, [table.state_floats])
     return {"state": state, "keys": all_keys} if table.hashed else {"state": state}
 
 
 def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tensor]) -> None:
     """Gives rows the optimizer state that `optimizer_state` returned. Rows keep their weights."""
-    state = _floats(saved["state"], "state")
-    at = _keys_of_load(table, saved.get("keys"), state.shape[0])
-    if tuple(state.shape) != (at.numel(), table.state_floats):
+    load_moments(table, [saved["state"]], saved.get("keys"))
+
+
+def load_moments(table: Table, parts: Sequence[torch.Tensor], at: Optional[torch.Tensor]) -> None:
+    """Gives rows the optimizer state that `moments` returned, those of the keys `at` of a hashed table. Rows keep their
+    weights."""
+    parts = [_floats(part, "state") for part in parts]
+    at = _keys_of_load(table, at, parts[0].shape[0])
+    widths = [part.shape[1] for part in parts]
+    if table.empty:
+        return
+    if sum(widths) != table.state_floats or any(part.shape[0] != at.numel() for part in parts):
         raise ValueError(
             f"table {table.name!r} has {at.numel()} rows with {table.state_floats} floats of optimizer state, the saved"
-            f" one {tuple(state.shape)}: is it of the same optimizer?"
+            f" one {(parts[0].shape[0], sum(widths))}: is it of the same optimizer?"
         )
     if not table.state_floats:
         return
-    with steps.still():
+    with table.steps.still():
         if table.hashed:
             missing = at.numel() - int(torch.isin(at, keys(table)).sum())
             if missing:
@@ -123,7 +140,8 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
         for begin, some in _chunks(at):
             both = room[: some.numel()]
             found = table.get(some, both, with_state=True)
-            both[:, table.dim :] = state[begin : begin + some.numel()]
+            for part, columns in zip(parts, torch.split(both[:, table.dim :], widths, dim=1)):
+                columns.copy_(part[begin : begin + some.numel()])
             if bool(found.all()):
                 table.put(some, both, with_state=True)
             elif bool(found.any()):
