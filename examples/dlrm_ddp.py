@@ -130,7 +130,8 @@ class Saved:
         raise ValueError(f"{self.folder} has no dense layers of step {step}, which the controller's tables stand at")
 
     def dense(self) -> Dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        parameters = self.model.named_parameters()
+        return {name: parameter.detach() for name, parameter in parameters if not name.startswith("rows.")}
 
 
 # --- A rank ---

@@ -786,21 +786,36 @@ def test_a_gradient_is_multiplied(trainer: frugal.Trainer, form: str) -> None:
         assert_same(*models)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_a_penalty_of_parameters_is_refused(trainer: frugal.Trainer, first: bool) -> None:
-    """Never left out silently."""
-    model, _ = pair(trainer)
-    before = rows_of(model)
-    penalty = sum(torch.square(parameter).sum() for parameter in model.parameters())
-    assert isinstance(penalty, torch.Tensor)
-    if first:
-        penalty.backward()
-        with pytest.raises(NotImplementedError, match="penalty"):
-            model(keys()).sum().backward()
-    else:
-        with pytest.raises(NotImplementedError, match="embedding_bag_"):
-            (model(keys()).sum() + penalty).backward()
-    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
+PENALTIES_OF_PARAMETERS: Dict[str, Callable[[Any], Any]] = {
+    "norm": lambda p: p.norm(),
+    "function": lambda p: torch.norm(p) ** 2,
+    "square": lambda p: torch.square(p).sum(),
+    "product": lambda p: torch.mul(p, p).sum(),
+    "absolute": lambda p: p.abs().sum(),
+    "view": lambda p: p.view(-1).pow(2).mean(),
+    "nothing": lambda p: 0 * p.sum(),
+}
+
+
+@pytest.mark.parametrize("case", PENALTIES_OF_PARAMETERS)
+@pytest.mark.parametrize("when", ["alone", "before", "with"])
+def test_a_penalty_of_parameters_trains_the_rows(trainer: frugal.Trainer, case: str, when: str) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]
+    for _ in range(3):
+        batch = keys()
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            penalty: Any = sum(PENALTIES_OF_PARAMETERS[case](parameter) for parameter in model.parameters())
+            if when == "before":
+                penalty.backward()
+                penalty = 0.0
+            if when != "alone":
+                penalty = penalty + model(batch).sum()
+            penalty.backward()
+        steps(optimizers)
+        for mine, expected in zip(rows_of(models[0]), rows_of(models[1])):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_added_to_a_gradient_by_hand_says_what_to_do(trainer: frugal.Trainer) -> None:
@@ -824,113 +839,123 @@ def test_what_is_added_to_a_gradient_by_hand_says_what_to_do(trainer: frugal.Tra
 
 
 READS: Dict[str, Callable[[Any], Any]] = {
+    "shape": lambda p: torch.tensor([*p.shape, *p.size(), p.numel(), p.dim(), len(p), p.nbytes]),
     "norm": lambda p: p.norm(),
     "power": lambda p: p.pow(2).sum(),
-    "operator": lambda p: p**2,
-    "product": lambda p: p * p.grad,
+    "operator": lambda p: 2 * p**2 - p / 3,
     "absolute": lambda p: p.abs().mean(),
-    "mask": lambda p: p.grad.mul_((p.data != 0).float()),
-    "element": lambda p: p.grad.mul_(p),
-    "element's data": lambda p: p.grad.mul_(p.data),
+    "row": lambda p: p[0],
+    "clone": lambda p: p.detach().clone(),
     "data": lambda p: p.data.norm(),
     "data's view": lambda p: p.data.view(-1).square(),
-    "data's product": lambda p: p.grad * p.data,
     "data, a function": lambda p: torch.linalg.vector_norm(p.data),
     "detached data": lambda p: p.data.detach().std(),
+    "mask": lambda p: (p.data != 0).float().sum(),
+    "foreach": lambda p: torch.stack(torch._foreach_norm([p, p])),  # type: ignore[arg-type]
+    "vector": lambda p: torch.nn.utils.parameters_to_vector([p]),
+    "zeros": lambda p: torch.zeros_like(p),
+    "equal": lambda p: torch.tensor(torch.equal(p, p.clone())),
+    "NumPy": lambda p: torch.tensor(p.detach().numpy()),
+    "list": lambda p: torch.tensor(p.tolist()),
+    "cast": lambda p: p.to(torch.float64),
+    "average": lambda p: torch.lerp(p, torch.ones_like(p), 0.25),
 }
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("grad", [False, True])
-def test_nothing_is_computed_of_the_element(trainer: frugal.Trainer, read: str, grad: bool) -> None:
-    """It would be 0, and a norm that scales a gradient, as of LAMB, would undo it."""
-    model, _ = pair(trainer)
-    model(keys()).sum().backward()
-    for parameter in [p for p in model.parameters() if isinstance(p, _anchor.Anchor)]:
-        with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=r"embedding_bag_.*module\.weight"):
-            READS[read](parameter)
+def test_what_is_computed_of_a_parameter_is_of_the_rows(trainer: frugal.Trainer, read: str, grad: bool) -> None:
+    models = pair(trainer)
+    for mine, theirs in zip(*(model.parameters() for model in models)):
+        with torch.set_grad_enabled(grad):
+            found, expected = READS[read](mine), READS[read](theirs)
+        assert found.dtype == expected.dtype and (found.requires_grad == expected.requires_grad or not grad)
+        torch.testing.assert_close(found.detach(), expected.detach())
 
 
 @pytest.mark.parametrize(
-    "norm", [lambda p: torch.norm(p) ** 2, lambda p: torch.square(p).sum(), lambda p: torch.mul(p, p).sum()]
+    "make", [lambda p: p.grad * p, lambda p: p * p.grad, lambda p: p.grad.mul_(p.data != 0), lambda p: p.grad.mul_(p.data)]
 )
-def test_a_penalty_alone_is_refused_by_the_step(trainer: frugal.Trainer, norm: Callable[[Any], Any]) -> None:
-    """Where no forward had its part in the batch."""
-    model, _ = pair(trainer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = rows_of(model)
-    loss: Any = sum(norm(parameter) for parameter in model.parameters())
-    loss.backward()
-    for _ in range(2):
-        with pytest.raises(NotImplementedError, match="embedding_bag_0.*as of a penalty.*weight_decay"):
-            optimizer.step()
-    with pytest.raises(NotImplementedError, match="as of a penalty"):
-        model.first.weight.grad
-    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
-    optimizer.zero_grad()
-    model(keys()).sum().backward()
-    optimizer.step()
+def test_a_gradient_is_not_multiplied_by_rows(trainer: frugal.Trainer, make: Callable[[Any], Any]) -> None:
+    """As a mask or a trust ratio is: never by something else in silence."""
+    model, reference = pair(trainer)
+    for each in (model, reference):
+        each(keys()).sum().backward()
+    before = [parameter.grad.norm() for parameter in model.parameters() if isinstance(parameter, _anchor.Anchor)]
+    anchors = [parameter for parameter in model.parameters() if isinstance(parameter, _anchor.Anchor)]
+    for anchor in anchors:
+        try:
+            product = make(anchor)
+        except NotImplementedError as error:
+            assert "module.weight.grad" in str(error)
+        else:
+            assert anchor.grad is not None
+            torch.testing.assert_close(product, anchor.data * anchor.grad.dense())
+    assert [anchor.grad.norm() for anchor in anchors if anchor.grad is not None] == before
 
 
-WRITES: Dict[str, Callable[[torch.nn.Parameter], Any]] = {
+WRITES: Dict[str, Callable[[Any], Any]] = {
     "add": lambda p: p.add_(1.0),
     "clamp": lambda p: p.clamp_(-0.01, 0.01),
-    "copy": lambda p: p.copy_(torch.ones(1)),
+    "copy": lambda p: p.copy_(torch.ones(p.shape)),
     "augmented": lambda p: exec("p -= 0.5", {"p": p}),
+    "by hand": lambda p: p.sub_(p.grad, alpha=0.5),
+    "by hand, scaled": lambda p: p.data.add_(-0.5 * p.grad),
+    "by hand, foreach": lambda p: torch._foreach_add_([p], [p.grad], alpha=-0.5),
     "data": lambda p: p.data.clamp_(-0.01, 0.01),
     "data's view": lambda p: p.data.view(-1).fill_(1.0),
     "data's element": lambda p: p.data.__setitem__(0, 1.0),
-    "new data": lambda p: setattr(p, "data", torch.ones(1)),
-    "init": lambda p: torch.nn.init.uniform_(p, -0.1, 0.1),
-    "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.ones(1), [p]),
-    # Past what the parameter's own methods see: noticed later.
+    "element": lambda p: p.__setitem__(0, 1.0),
+    "new data": lambda p: setattr(p, "data", torch.ones(p.shape)),
+    "init": lambda p: torch.nn.init.constant_(p, -0.1),
+    "init if a matrix": lambda p: torch.nn.init.eye_(p) if p.dim() > 1 else None,
+    "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.arange(p.numel()).float(), [p]),
     "foreach": lambda p: torch._foreach_add_([p], 1.0),
-    "lerp": lambda p: torch._foreach_lerp_([p], [torch.zeros(1)], 0.5),
+    "lerp": lambda p: torch._foreach_lerp_([p], [torch.zeros(p.shape)], 0.5),
     "out": lambda p: torch.clamp(p, -0.01, 0.01, out=p),
     "detached": lambda p: p.detach().mul_(0.5),
 }
-LATER = ("foreach", "lerp", "out", "detached")
 
 
 @pytest.mark.parametrize("case", list(WRITES))
-@pytest.mark.parametrize("then", ["step", "read", "frozen"])
-def test_a_parameter_is_not_written(trainer: frugal.Trainer, case: str, then: str) -> None:
-    """Weight clipping, moving averages and other functions over parameters(): what they write would be lost."""
-    model, _ = pair(trainer)
-    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.5)
-    (anchor,) = model.first.parameters()
-    before = rows_of(model)
-    model(keys()).sum().backward()
-    message = "embedding_bag_0.*would change no row.*module.weight"
-    if case not in LATER:
-        with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
-            WRITES[case](anchor)
-    else:
+def test_who_writes_a_parameter_writes_rows(trainer: frugal.Trainer, case: str) -> None:
+    """Weight clipping, moving averages, steps by hand and other functions over parameters()."""
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    batch = keys()
+    for model in models:
+        model(batch).sum().backward()
         with torch.no_grad():
-            WRITES[case](anchor)
-        model.first.requires_grad_(then != "frozen")
-        with torch.set_grad_enabled(then != "read"), pytest.raises(NotImplementedError, match=message):
-            optimizer.step() if then == "step" else model.first(keys())
-    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
-    assert not anchor.data.any()
-    model.first(keys())  # once, and as before
-    optimizer.step()
+            for parameter in model.parameters():
+                WRITES[case](parameter)
+    assert_same(*models)
+    steps(optimizers)
+    assert_same(*models)
+    if case not in ("new data", "data", "data's view", "data's element", "detached"):
+        for model in models:
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+                model.first.weight.add_(1.0)
 
 
-def test_a_parameter_s_value_can_be_read(trainer: frugal.Trainer) -> None:
-    model, _ = pair(trainer)
-    (anchor,) = model.first.parameters()
-    for data in (anchor.data, anchor.data.clone(), anchor.data[0], anchor.data + 1, anchor.detach()):
-        assert data.numel() == 1 and data.dtype == torch.float32
-    anchor.data.clone().add_(1.0)
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
-    torch._foreach_lerp_(kept, [parameter.detach() for parameter in model.parameters()], 0.5)
-    assert torch.nn.utils.parameters_to_vector(model.first.parameters()).numel() == 1
-    assert "0." in repr(anchor.data) and torch.nn.Parameter(anchor.data).requires_grad
+@pytest.mark.parametrize("kind", ["xavier_uniform_", "kaiming_normal_", "normal_", "orthogonal_"])
+def test_parameters_are_initialized_as_torch_s(trainer: frugal.Trainer, kind: str) -> None:
+    models = pair(trainer)
+    for model in models:
+        torch.manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "weight" in name and parameter.dim() > 1:
+                getattr(torch.nn.init, kind)(parameter)
+    assert_same(*models)
 
 
-def test_functional_call_with_other_parameters_is_refused(trainer: frugal.Trainer) -> None:
-    """They would have no part in the output, and no gradient."""
+def test_parameters_have_torch_s_names(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    mine, expected = ({name: p.shape for name, p in model.named_parameters()} for model in models)
+    assert mine == expected and list(mine) == list(expected)
+    assert [*models[0].state_dict()] == [*models[1].state_dict()]
+
+
+def test_functional_call_with_other_parameters(trainer: frugal.Trainer) -> None:
     model, _ = pair(trainer)
     batch = keys()
     own: Dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -939,10 +964,13 @@ def test_functional_call_with_other_parameters_is_refused(trainer: frugal.Traine
     dense = {name: 2 * parameter.detach() for name, parameter in own.items() if name.startswith("head")}
     assert torch.equal(call(model, dense, (batch,)), 2 * model(batch))
     others = {name: parameter.detach() for name, parameter in own.items()}
+    assert torch.equal(call(model, others, (batch,)), model(batch))
+    others = {name: parameter.detach().clone() for name, parameter in own.items()}
+    found = torch.func.grad(lambda given: call(model, given, (batch,)).sum())(others)
+    model(batch).sum().backward()
+    torch.testing.assert_close(found["first.weight"], model.first.weight.grad)
     with pytest.raises(NotImplementedError, match="embedding_bag_0.*functional_call"):
-        call(model, others, (batch,))
-    with pytest.raises(NotImplementedError, match="embedding_bag_0.*functional_call"):
-        torch.func.grad(lambda given: call(model, given, (batch,)).sum())(others)
+        torch.func.grad(lambda given: call(model, given, (batch,)).sum())(own)
     assert torch.equal(call(model, {}, (batch,)), model(batch))
 
 
@@ -1001,8 +1029,8 @@ def test_autograd_grad_of_parameters(engine: frugal.Engine, trainer: frugal.Trai
             model(again).backward(grad)
         steps(optimizers)
         assert_same(*models)
-    with pytest.raises(NotImplementedError, match="embedding_bag_0"):
-        next(iter(models[0].parameters())) - got[0][0]
+    ours, theirs = (next(iter(model.parameters())) - grads[0] for model, grads in zip(models, got))
+    torch.testing.assert_close(ours, theirs)  # a step by hand
 
 
 def test_autograd_grad_with_a_graph_of_its_own(trainer: frugal.Trainer) -> None:

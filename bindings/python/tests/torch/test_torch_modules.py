@@ -1168,7 +1168,7 @@ def test_modules_have_one_parameter_for_each_table(trainer: frugal.Trainer) -> N
     tables = [ft.TableConfig("a", ROWS, 4, ["x", "y"]), ft.TableConfig("b", ROWS, 8, ["z"])]
     model = torch.nn.Sequential(module, ft.EmbeddingBagCollection(tables, trainer=trainer), torch.nn.Linear(DIM, 1))
     (anchor,) = module.parameters()
-    assert anchor.numel() == 1 and anchor.requires_grad and isinstance(anchor, torch.nn.Parameter)
+    assert anchor.shape == module.weight.shape and anchor.requires_grad and isinstance(anchor, torch.nn.Parameter)
     assert len(list(model.parameters())) == 5 and len({id(p) for p in model.parameters()}) == 5
     assert list(module.buffers()) == []
     assert "60, 8" in repr(model) and "embedding_0" in repr(anchor)

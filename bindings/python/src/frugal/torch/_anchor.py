@@ -1,8 +1,9 @@
 """What a table shows to PyTorch: a parameter of one element, and its gradient, which stands for the table's.
 
 Optimizers, GradScaler, clip_grad_norm_, zero_grad, requires_grad_ and DistributedDataParallel know parameters and their
-gradients. A table has no tensor of its rows, so it gives them an `Anchor`. The anchor's gradient is a `Gradient`: it
-holds what backwards delivered, it scales that when it is multiplied, and it computes a norm when somebody asks for one.
+gradients. A table has no tensor of its rows, so it gives them an `Anchor`, which has one element for PyTorch's C++, and
+whose shape and values in Python are those of `module.weight`. The anchor's gradient is a `Gradient`: it holds what
+backwards delivered, it scales that when it is multiplied, and it computes a norm when somebody asks for one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from typing import (
-    TYPE_CHECKING, AbstractSet, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, Type, cast,
+    TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast,
 )  # fmt: skip
 
 import torch
@@ -40,6 +41,8 @@ _INPLACE = {
     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
 }  # fmt: skip
 _NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
+# In it an anchor is its element.
+as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 
 def in_place(name: str) -> bool:
@@ -102,14 +105,23 @@ class Held:
 
 _LARGEST = torch.finfo(torch.float32).max
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
-_grad: Any = torch.Tensor.grad
-get_grad: Callable[["Anchor"], Optional[torch.Tensor]] = _grad.__get__
-set_grad: Callable[["Anchor", Optional[torch.Tensor]], None] = _grad.__set__  # for what is no caller's tensor
+_tensor: Any = torch.Tensor  # whose properties have types of their values
+
+
+def get_grad(anchor: "Anchor") -> Optional[torch.Tensor]:
+    with as_itself():
+        return cast(Optional[torch.Tensor], _tensor.grad.__get__(anchor))
+
+
+def set_grad(anchor: "Anchor", value: Optional[torch.Tensor]) -> None:
+    """For what is no caller's tensor."""
+    with as_itself():
+        _tensor.grad.__set__(anchor, value)
 
 
 class Anchor(torch.nn.Parameter):
-    """The one element by which PyTorch knows a table. Its value means nothing, so that to write it is an error; its dtype is
-    that of outputs."""
+    """The one element by which PyTorch knows a table. Its value means nothing: what is computed of the parameter is computed
+    of the table's rows. Its dtype is that of outputs."""
 
     table: "Table"
     seen: int  # the value's version that is known to be ours
@@ -136,16 +148,49 @@ class Anchor(torch.nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Anchor of the table {self.table.name!r} ({self.table.capacity} x {self.table.dim})"
 
+    def rows(self) -> Any:
+        """What `module.weight` is."""
+        from ._weight import of_table
+
+        return of_table(self.table)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_BOTH:
+            from ._weight import Weight
+
+            if any(isinstance(value, Weight) for value in flat([*args, *kwargs.values()])):
+                return Weight.__torch_function__(func, types, args, kwargs)
+        if func in _OF_THE_ELEMENT or _is_of_torch():
+            with as_itself():
+                return func(*args, **kwargs)
+        return func(*_with_rows(args), **dict(zip(kwargs, _with_rows(tuple(kwargs.values())))))
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return cast(torch.Tensor, self.rows()[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.rows()[index] = value
+
     @property
     def value(self) -> torch.Tensor:
         """The element, for who changes its dtype."""
-        return cast(torch.Tensor, _data.__get__(self))
+        with as_itself():
+            return cast(torch.Tensor, _tensor.data.__get__(self))
 
     def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
         """Of this dtype, where the table's outputs are, and with this gradient."""
         device = self.table.device
         set_grad(self, None)
-        _data.__set__(self, torch.zeros(SHAPE, dtype=dtype, device=device))
+        with as_itself():
+            _tensor.data.__set__(self, torch.zeros(SHAPE, dtype=dtype, device=device))
         self.seen = self._version
         if isinstance(grad, Gradient) and grad.device != device:
             moved = Gradient(self)
@@ -157,15 +202,18 @@ class Anchor(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The element, for who reads it."""
-        name = self.table.name
-        return read_only(
-            self.value, lambda what: (_not_read if what in _Element.unread else _not_written)(name, what), _Element
-        )
+        """The rows: who writes to it writes to the table."""
+        return cast(torch.Tensor, self.rows().data)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise _not_written(self.table.name, "an assignment to data")
+        self.rows().data = value
+
+    def detach(self) -> torch.Tensor:
+        if _is_of_torch():
+            with as_itself():
+                return torch.Tensor.detach(self)
+        return cast(torch.Tensor, self.rows().detach())
 
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
@@ -179,6 +227,9 @@ class Anchor(torch.nn.Parameter):
                     begun.parts, begun.clip_limit = [], 0.0
                 else:
                     self.begun = None
+            return
+        if not isinstance(value, Gradient) and value.shape != SHAPE:
+            self.rows().grad = value  # a gradient of rows
             return
         # A caller's zeros are a gradient to which backwards add. Zeros of autograd's own, as of a penalty, do not come here.
         if not isinstance(value, Gradient) and value.shape == SHAPE and float(value) == 0.0:
@@ -206,10 +257,14 @@ class Anchor(torch.nn.Parameter):
         self.seen = self._version
         if _is_distributed() and not bool(self.value.any()):
             return  # DistributedDataParallel sends it from rank to rank
-        with torch.no_grad():
+        with torch.no_grad(), as_itself():
             torch.Tensor.zero_(self)
         self.seen = self._version
-        raise _not_written(self.table.name, "an operation in place")
+        raise NotImplementedError(
+            f"table {self.table.name!r}: something has written to the memory of the parameter that stands for it, which"
+            " changes no row: write rows by module.weight (weight[ids] = rows, weight.data.clamp_(), functions of"
+            " torch.nn.init), and train them by an optimizer of torch.optim"
+        )
 
     def penalty(self) -> NotImplementedError:
         """For who has made a gradient of the element."""
@@ -355,60 +410,54 @@ class Anchor(torch.nn.Parameter):
 if _usual.native is not None:
     setattr(Anchor, "grad", _usual.native.Grad())  # the same
 
-_data: Any = torch.Tensor.data  # which Anchor has its own of
-
-
-def _not_written(table: str, what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"table {table!r}: {what} of the parameter that stands for it would change no row: write rows by module.weight"
-        " (weight[ids] = rows, weight.data.clamp_(), functions of torch.nn.init), and train them by an optimizer of"
-        " torch.optim"
-    )
-
-
-def _refused(name: str) -> Callable[..., NoReturn]:
-    def method(self: Anchor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _not_written(self.table.name, name)
-
-    return method
-
-
-for _name in dir(torch.Tensor):
-    if in_place(_name):
-        setattr(Anchor, _name, _refused(_name))
-
-
-def _not_read(table: str, what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"table {table!r}: {what} of the parameter that stands for it, whose one element says nothing of rows: compute it of"
-        " module.weight; for a penalty give the optimizer a weight_decay"
-    )
-
-
-def _no_value(name: str) -> Callable[..., NoReturn]:
-    def method(self: Anchor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _not_read(self.table.name, name)
-
-    return method
-
-
-# What scripts compute of a weight's values, of which the element would give 0 without a word.
-_READS = {
-    "abs", "amax", "amin", "dot", "max", "mean", "min", "mul", "multiply", "norm", "pow", "square", "std", "sum", "var",
-    "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "__abs__", "__mul__", "__rmul__", "__pow__",
+# What says what a parameter is, and not what its values are.
+_OF_THE_ELEMENT = {
+    *[getattr(_tensor, name).__get__ for name in (
+        "requires_grad", "grad", "dtype", "device", "layout", "is_leaf", "_version", "grad_fn", "output_nr", "retains_grad",
+        "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn",
+        "names", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "_cdata", "volatile",
+    )],
+    *[getattr(_tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")],
+    *[getattr(_tensor, name) for name in (
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "is_floating_point",
+        "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device", "data_ptr", "is_shared", "is_pinned",
+        "__hash__", "_is_view", "backward",
+    )],
+    torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.autograd.backward, torch.autograd.grad,
 }  # fmt: skip
 
-# Of `data` alone: who looks for a parameter in a list compares it.
-_COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "where"}
+EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left and from the right
+_OF_BOTH = {*EQUAL, torch.autograd.backward, torch.autograd.grad}
 
-for _name in sorted(_READS & set(dir(torch.Tensor))):
-    setattr(Anchor, _name, _no_value(_name))
+
+# Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
+_OF_TORCH = (
+    "torch.optim.", "torch.distributed.", "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch._functorch",
+    "torch.fx.",
+)  # fmt: skip
+
+
+def _is_of_torch() -> bool:
+    """Whether the caller's caller is there, and wants the element."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith(_OF_TORCH)
+
+
+def _with_rows(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """The values with weights in the place of anchors."""
+    out: List[Any] = []
+    for value in values:
+        if isinstance(value, Anchor):
+            value = value.rows()
+        elif isinstance(value, (list, tuple)) and any(isinstance(one, Anchor) for one in value):
+            value = type(value)(_with_rows(tuple(value)))
+        out.append(value)
+    return tuple(out)
 
 
 class _Value(torch.Tensor):
-    """What can be read alone, as an anchor's `data`, and views of it."""
+    """What can be read alone, and views of it."""
 
-    unread: AbstractSet[str] = frozenset()  # functions of which it is no argument
     _refuse: Callable[[str], Exception]
 
     @classmethod
@@ -423,29 +472,18 @@ class _Value(torch.Tensor):
         parts = [a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Value)]
         if in_place(name) and any(isinstance(a, _Value) for a in flat(args[:1])):
             raise parts[0]._refuse(name)
-        for part in parts:
-            if name in part.unread:
-                raise part._refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             if parts and isinstance(out, torch.Tensor) and out.layout == torch.strided:
                 if out.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr():
-                    return read_only(out, parts[0]._refuse, type(parts[0]))
+                    return read_only(out, parts[0]._refuse)
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Value) else out
         return without_writes(out) if name in ("numpy", "__array__") else out
 
 
-class _Element(_Value):
-    """An anchor's, of which nothing is computed either."""
-
-    unread = _READS | _COMPARES
-
-
-def read_only(
-    tensor: torch.Tensor, refuse: Callable[[str], Exception], kind: Type[_Value] = _Value
-) -> torch.Tensor:
+def read_only(tensor: torch.Tensor, refuse: Callable[[str], Exception]) -> torch.Tensor:
     """The tensor, and an error from whoever writes to it, of the function's name."""
-    value = tensor.as_subclass(kind)
+    value = tensor.as_subclass(_Value)
     value._refuse = refuse
     return value
 
@@ -809,11 +847,9 @@ def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
         grad.zero_()
 
 
-def _factor_of(func: Any, by: Any) -> float:
-    if isinstance(by, Anchor):
-        by = by.data
-    if isinstance(by, _Element):
-        raise by._refuse("mul")
+def _factor_of(func: Any, grad: Gradient, by: Any) -> float:
+    if isinstance(by, Anchor) or (isinstance(by, torch.Tensor) and by.numel() != 1):
+        raise _no_answer(func, grad)
     value = float(by)
     return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value
 
@@ -823,7 +859,7 @@ def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
         raise _no_answer(func, grad)
     if not isinstance(grad, Gradient):
         raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
-    grad.rescale(_factor_of(func, by))
+    grad.rescale(_factor_of(func, grad, by))
     return grad
 
 
@@ -831,7 +867,7 @@ def _scale_all(func: Any, grads: List[torch.Tensor], by: Any) -> None:
     each = by if isinstance(by, (list, tuple)) else [by] * len(grads)
     for grad, factor in zip(grads, each):
         if isinstance(grad, Gradient):
-            grad.rescale(_factor_of(func, factor))
+            grad.rescale(_factor_of(func, grad, factor))
         elif func.overloadpacket is _aten._foreach_div_:
             grad.div_(factor)
         else:
@@ -948,7 +984,7 @@ def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None)
     if out is None:  # grad * 0.5, which may become the anchor's
         grad, by = (grad, by) if isinstance(grad, Gradient) else (by, grad)
         copy = _copy_of(func, grad)
-        copy.rescale(_factor_of(func, by))
+        copy.rescale(_factor_of(func, grad, by))
         return copy
     if not isinstance(grad, Gradient):
         raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")

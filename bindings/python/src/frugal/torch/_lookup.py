@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional
 import torch
 
 from . import _inputs, _native
-from ._anchor import ACCUMULATED, NOT_ASKED, Held, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, Held, as_itself, use_of
 from ._computed import SHAPE
 from ._steps import Moment, Steps, Table
 
@@ -120,22 +120,22 @@ class Lookup:
     ) -> Any:
         """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
         read. `mine`: a bit for each tensor that is not the caller's."""
-        if len(anchors) == 1 and anchors[0].dtype is _float32:
-            source = anchors[0]
-        else:
-            each = [anchor if anchor.dtype is torch.float32 else anchor.to(torch.float32) for anchor in anchors]
-            source = torch.cat(each).sum(0, keepdim=True)
         known = self._like
         device = self.device
         wanted, shape = shape, shape if len(shape) > 1 else (1, *shape)  # one that an anchor's extends to
         if known is None or known[0] != shape or known[3] is not device:
             like = torch.zeros((), dtype=torch.float32, device=device).expand(shape)
             known = self._like = shape, like, like.numel() <= _FEW, device
-        if known[2]:
-            out = _add(known[1], source)
-        else:  # none of its elements are written
-            none = torch.empty(0, dtype=torch.int64, device=device)
-            out = self._empty(shape).index_put_((none,), source)
+        with as_itself():
+            source = anchors[0]
+            if len(anchors) > 1 or source.dtype is not _float32:
+                each = [anchor if anchor.dtype is _float32 else anchor.to(_float32) for anchor in anchors]
+                source = torch.cat(each).sum(0, keepdim=True)
+            if known[2]:
+                out = _add(known[1], source)
+            else:  # none of its elements are written
+                none = torch.empty(0, dtype=torch.int64, device=device)
+                out = self._empty(shape).index_put_((none,), source)
         node = out.grad_fn
         if node is not None:  # as there is none in torch.inference_mode()
             backward = _Backward(self, tensors, mine, node.next_functions[1][0], len(anchors))

@@ -16,6 +16,7 @@ from typing import (
     NoReturn,
     Optional,
     Sequence,
+    Set,
     Tuple,
     TypeVar,
     Union,
@@ -29,6 +30,7 @@ import frugal
 
 from . import _default, _inputs, _native, _ranks, _renorm, _state, _steps, _usual
 from ._anchor import Anchor
+from ._computed import SHAPE
 from ._lookup import EmptyLookup, Feature, Lookup, WeightedRows, int64_of
 from ._weight import Weight, draw_nothing, saved, write
 
@@ -51,14 +53,6 @@ Self = TypeVar("Self", bound="_Module")
 
 # The rows of a feature's keys: keys of a row each, bags of equal length, or keys with the offsets of their bags.
 FeatureInput = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
-
-
-def _is_for_a_call() -> bool:
-    """Whether torch.func.functional_call sets a module's attribute, for the time of the call, or back."""
-    frame = sys._getframe(2)  # of who sets it, or of __setattr__
-    while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == "torch.nn.utils._named_member_accessor"
 
 
 def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor], freeze: bool, bags: bool) -> torch.dtype:
@@ -148,7 +142,7 @@ class _Module(torch.nn.Module):
         """Makes the tables' anchors parameters of the module."""
         anchors = tuple(table.make_anchor(dtype, not freeze, place) for table in self._lookup.tables)
         for i, anchor in enumerate(anchors):
-            self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
+            self._parameters["weight" if len(anchors) == 1 else f"weight_{i}"] = anchor
         self._anchors = anchors
         self._first = next(iter(self._parameters))
 
@@ -225,12 +219,6 @@ class _Module(torch.nn.Module):
         if _get_tracing_state() is not None:
             self._refuse_tracing()
         anchors = self._anchors
-        if self._parameters[self._first] is not anchors[0]:
-            raise NotImplementedError(
-                f"table {anchors[0].table.name!r}: another tensor in the place of its parameter, as of"
-                " torch.func.functional_call: it would have no part in the output. Leave frugal's parameters out of those"
-                " that are given"
-            )
         dtype = anchors[0].dtype
         graph = torch.is_grad_enabled()
         training = graph and (anchors[0].requires_grad or any([anchor.requires_grad for anchor in anchors[1:]]))
@@ -262,8 +250,6 @@ class _Module(torch.nn.Module):
         """How a forward runs in a transform of torch.func, or traced."""
         if _default.in_fake_mode():
             self._refuse_tracing()
-        if self._parameters[self._first] is not self._anchors[0]:
-            return self._run  # which says what is wrong
         raise NotImplementedError(
             f"{type(self).__name__} in a transform of torch.func, as grad() and vmap(): the engine, which has its rows,"
             " sees none of it. Look rows up before the transform, or take torch.autograd.grad()"
@@ -288,15 +274,14 @@ class _Module(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._check_anchors()
-        for name, table in self._tables().items():
-            for key, value in saved(table).items():
-                destination[f"{prefix}{name}{key}"] = value
         super()._save_to_state_dict(destination, prefix, keep_vars)  # what a subclass has
-        for key in self._anchor_keys(prefix):
+        rows = {prefix + name + key: value for name, table in self._tables().items() for key, value in saved(table).items()}
+        for key in self._anchor_keys(prefix) - rows.keys():
             del destination[key]
+        destination.update(rows)
 
-    def _anchor_keys(self, prefix: str) -> List[str]:
-        return [prefix + name for name, parameter in self._parameters.items() if isinstance(parameter, Anchor)]
+    def _anchor_keys(self, prefix: str) -> Set[str]:
+        return {prefix + name for name, parameter in self._parameters.items() if isinstance(parameter, Anchor)}
 
     def _load_from_state_dict(
         self,
@@ -309,30 +294,32 @@ class _Module(torch.nn.Module):
         error_msgs: List[str],
     ) -> None:
         self._check_anchors()
-        known = set()
-        anchors = self._anchor_keys(prefix)
-        if any(key in state_dict for key in anchors):
-            if strict:
-                unexpected_keys += [key for key in anchors if key in state_dict]
-            state_dict = {key: value for key, value in state_dict.items() if key not in anchors}
+        tables = {prefix + name: table for name, table in self._tables().items()}
+        known = {begin + what for begin in tables for what in ("weight", "keys")}
+        rows: Dict[str, Any] = {}
+
+        def take(state: Dict[str, Any], *_: Any) -> None:
+            rows.update((key, state.pop(key)) for key in known & state.keys())
+
         missing: List[str] = []
-        unexpected: List[str] = []
-        # What a subclass has; and hooks, which may rename what is looked for below.
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs
-        )
-        for name, table in self._tables().items():
-            begin = prefix + name
-            known |= {begin + "weight", begin + "keys"}
-            if begin + "weight" not in state_dict:
+        # What a subclass has. The last of the hooks takes out what PyTorch would give to parameters: others may rename it.
+        hook = self.register_load_state_dict_pre_hook(lambda _, *args: take(*args))
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+            )
+        finally:
+            hook.remove()
+            cast(Dict[str, Any], state_dict).update(rows)
+        for begin, table in tables.items():
+            if begin + "weight" not in rows:
                 missing_keys.append(begin + "weight")
                 continue
             try:
-                _state.load_rows(self._steps, table, state_dict[begin + "weight"], state_dict.get(begin + "keys"))
+                _state.load_rows(self._steps, table, rows[begin + "weight"], rows.get(begin + "keys"))
             except (ValueError, TypeError, RuntimeError, frugal.Error) as error:
                 error_msgs.append(f"{begin}weight: {error}")
-        missing_keys += [key for key in missing if key not in anchors]
-        unexpected_keys += [key for key in unexpected if key not in known]
+        missing_keys += [key for key in missing if key not in self._anchor_keys(prefix)]
 
     def __prepare_scriptable__(self) -> NoReturn:
         self._refuse_tracing()
@@ -366,7 +353,7 @@ class Options(NamedTuple):
 
 
 class _Parameters(Dict[str, Optional[torch.nn.Parameter]]):
-    """A module's. Its weight is none of them, and functions of torch.nn.utils look for it here."""
+    """A module's. A function of torch.nn.utils that computes a weight from a parameter looks for it here."""
 
     table = ""
 
@@ -374,11 +361,6 @@ class _Parameters(Dict[str, Optional[torch.nn.Parameter]]):
         if name == "weight" and sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.parametrize":
             _refuse_computed(self.table, "a parametrization")
         return super().__contains__(name)
-
-    def __missing__(self, name: str) -> NoReturn:
-        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.spectral_norm":
-            _refuse_computed(self.table, "spectral_norm")
-        raise KeyError(name)
 
 
 def _refuse_computed(table: str, what: str) -> NoReturn:
@@ -394,7 +376,6 @@ class _Single(_Module):
     _kind = ""
     _pools = False
     _shown: Optional[Weight] = None
-    _instead: Optional[torch.Tensor] = None  # of the rows, while torch.func.functional_call runs
     _usual: Optional[Callable[..., Optional[torch.Tensor]]] = None  # see the module of that name
     num_embeddings: int
     embedding_dim: int
@@ -479,8 +460,9 @@ class _Single(_Module):
     def weight(self) -> torch.Tensor:
         """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
         by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
-        if self._instead is not None:
-            return self._instead
+        instead = self._instead()
+        if instead is not None:
+            return instead
         if sys._getframe(1).f_globals.get("__name__") in _COMPUTE_WEIGHT:
             _refuse_computed(self._table.name, "a parametrization")
         self._check_anchors()
@@ -494,14 +476,6 @@ class _Single(_Module):
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
-        if _is_for_a_call():
-            if self._table.hashed:
-                raise NotImplementedError(
-                    f"table {self._table.name!r} is hashed: the rows that torch.func.functional_call has for it lack keys"
-                )
-            mine = type(value) is Weight and value.is_whole() and value._table is self._table
-            object.__setattr__(self, "_instead", None if mine else value)
-            return
         if type(value) is Weight and value.is_whole() and value._table is not self._table:
             self._share(value._table)
             return
@@ -522,6 +496,31 @@ class _Single(_Module):
             self._table.tied_to(value)
             if isinstance(value, torch.nn.Parameter):
                 self.weight.grad = value.grad  # that of before went with the parameter of before
+
+    def _instead(self) -> Optional[torch.Tensor]:
+        """What stands in the place of the rows, as in a torch.func.functional_call, and is no table's."""
+        value = self._parameters["weight"]
+        if value is self._anchors[0]:
+            return None
+        if type(value) is Weight and value.is_whole() and value._table is self._table:
+            return None
+        name, shape = self._table.name, (self.num_embeddings, self.embedding_dim)
+        if self._table.hashed:
+            raise NotImplementedError(
+                f"table {name!r} is hashed: the rows that torch.func.functional_call has for it lack keys"
+            )
+        if value is None or (tuple(value.shape) == SHAPE and shape != SHAPE):
+            raise NotImplementedError(
+                f"table {name!r}: what a transform of torch.func, or who deletes it, has in the place of its parameter would have"
+                f" no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave frugal's"
+                " parameters out of those that are given"
+            )
+        return value
+
+    @property
+    def anchor(self) -> Anchor:
+        """The parameter that stands for the table, `weight` of named_parameters()."""
+        return self._anchors[0]
 
     def _share(self, table: _steps.Table) -> None:
         """The rows are those of another module's table from now on, as of modules that share a Parameter."""
@@ -556,10 +555,18 @@ class _Single(_Module):
             if name == "padding_idx":
                 self._table.written = True  # the row is what it is
 
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            _refuse_computed(self._table.name, "what deletes weight, as spectral_norm")
+        super().__delattr__(name)
+
     def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
         if name == "weight_orig":
             _refuse_computed(self._table.name, "pruning")
-        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            self.weight = param
+        else:
+            super().register_parameter(name, param)
 
     def _make_lookup(self, pooling: int) -> None:
         padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
@@ -655,15 +662,16 @@ class Embedding(_Single, torch.nn.Embedding):  # so that isinstance() says so
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the keys `input`, of any shape."""
-        if self._instead is not None:
-            return torch.nn.functional.embedding(
-                input, self._instead, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-            )
         if is_compiling():
             return self._compiled(Embedding.forward, input)
         out = (self._usual or self._make_usual())(self, input, None)
         if out is not None:
             return out
+        instead = self._instead()
+        if instead is not None:
+            return torch.nn.functional.embedding(
+                input, instead, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+            )
         if _inputs.is_traced(input):
             return self._as_leaf(input, input)
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
@@ -746,11 +754,6 @@ class EmbeddingBag(_Single, torch.nn.EmbeddingBag):  # so that isinstance() says
         per_sample_weights: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Bags of the keys `input`: 2-D, a bag in each row, or 1-D with `offsets`. Returns (bags, embedding_dim)."""
-        if self._instead is not None:
-            return torch.nn.functional.embedding_bag(
-                input, self._instead, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
-                per_sample_weights, self.include_last_offset, self.padding_idx,
-            )  # fmt: skip
         if is_compiling():
             return self._compiled(EmbeddingBag.forward, input, offsets, per_sample_weights)
         if per_sample_weights is None:
@@ -761,6 +764,12 @@ class EmbeddingBag(_Single, torch.nn.EmbeddingBag):  # so that isinstance() says
                 raise
             if out is not None:
                 return out
+        instead = self._instead()
+        if instead is not None:
+            return torch.nn.functional.embedding_bag(
+                input, instead, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
+                per_sample_weights, self.include_last_offset, self.padding_idx,
+            )  # fmt: skip
         for value in (input, offsets, per_sample_weights):
             if _inputs.is_traced(value):
                 return self._as_leaf(value, input, offsets, per_sample_weights)
@@ -914,6 +923,12 @@ class EmbeddingBagCollection(_Module):
         """
         if is_compiling():
             return self._compiled(EmbeddingBagCollection.forward, features, lengths, per_sample_weights)
+        for name, anchor in zip(self._parameters, self._anchors):
+            if self._parameters[name] is not anchor:
+                raise NotImplementedError(
+                    f"table {anchor.table.name!r}: another tensor in the place of {name}, as of torch.func.functional_call: it"
+                    " would have no part in the output. Leave it out of those that are given"
+                )
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         device = self._lookup.device
         tensors: List[Optional[torch.Tensor]] = []

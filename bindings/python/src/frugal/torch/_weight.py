@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn,
 import torch
 
 from . import _default, _native, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes
+from ._anchor import (
+    ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes,
+)  # fmt: skip
 from ._computed import SHAPE
 from ._steps import Table
 
@@ -35,6 +37,13 @@ def write(table: Table, source: torch.Tensor) -> None:
     if isinstance(source, Weight):
         source = source.read()
     _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
+
+
+def of_table(table: Table) -> "Weight":
+    """What `weight` of a module is that has the table, without the module."""
+    from ._lookup import Feature
+
+    return Weight(table, Feature(table, _native.POOL_NONE, None, 0), False)
 
 
 def _no_memory(table: Table) -> str:
@@ -452,10 +461,10 @@ class Weight(torch.Tensor):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
-        if func in _EQUAL and len(args) == 2 and _are_keys(*args):
+        if func in EQUAL and len(args) == 2 and _are_keys(*args):
             weight, anchor = args if isinstance(args[0], Weight) else reversed(args)
             return weight._anchor is anchor
-        if func in _EQUAL and len(args) == 2 and _are_alike(*args):
+        if func in EQUAL and len(args) == 2 and _are_alike(*args):
             same = args[0].read() == args[1].read()
             return cast(torch.Tensor, same).as_subclass(_Same)
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
@@ -518,7 +527,8 @@ class Weight(torch.Tensor):
         self._check_written()
         if not in_place(name):
             raise NotImplementedError(f"table {self._table.name!r}: {name} of weight is not possible: {_HOW}")
-        if name not in _ELEMENTWISE or any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in (*args, *kwargs.values())):
+        values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if name not in _ELEMENTWISE or any(value.numel() > 1 or isinstance(value, Gradient) for value in values):
             _change_whole(func, name, (self, *args), kwargs)
         else:
             self.change(lambda rows, part: func(rows, *args, **kwargs), True)
@@ -560,6 +570,8 @@ class _Copy(torch.Tensor):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
+        if Anchor in types:
+            return NotImplemented  # whose rows it takes
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
@@ -863,12 +875,17 @@ def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tu
     """The values with rows in the place of weights, which are noted in `read`."""
     out = []
     for value in values:
+        if isinstance(value, Anchor):
+            value = value.rows()
         if isinstance(value, Weight):
             source = value.source()
             if read is not None:
                 read.append(source)
             value = source.rows
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, Weight) for v in value):
+        elif isinstance(value, Gradient):  # p.sub_(lr * p.grad)
+            value.check_alone("the values")
+            value = value.dense()
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, (Anchor, Weight, Gradient)) for v in value):
             value = type(value)(_read_all(value, read))
         out.append(value)
     return tuple(out)
@@ -888,6 +905,8 @@ class _Part(torch.Tensor):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
+        if Anchor in types:
+            return NotImplemented  # whose rows it takes
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
@@ -970,8 +989,6 @@ _ELEMENTWISE = {
     "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_", "__iadd__",
     "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
-
-_EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left and from the right
 
 _DETACHES = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
