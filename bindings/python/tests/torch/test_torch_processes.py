@@ -96,6 +96,8 @@ drawn = torch.rand(1)
 ddp = torch.nn.parallel.DistributedDataParallel(
     model, find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "True"
 )
+for parameter in model.parameters():  # as some scripts do by hand
+    dist.broadcast(parameter.data, 0)
 dist.barrier()
 found = [*(m.weight.detach().clone() for m in model), drawn]
 optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)

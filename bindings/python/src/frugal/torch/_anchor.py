@@ -124,6 +124,8 @@ class Anchor(torch.nn.Parameter):
     of the table's rows. Its dtype is that of outputs."""
 
     table: "Table"
+    _dtype: torch.dtype
+    _requires_grad: bool
     seen: int  # the value's version that is known to be ours
     given: Dict[int, Tuple["Gradient", bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
@@ -133,7 +135,9 @@ class Anchor(torch.nn.Parameter):
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
             data = torch.zeros(SHAPE, dtype=dtype, device=table.device)
-            return super().__new__(cls, data, requires_grad)
+            anchor = super().__new__(cls, data, requires_grad)
+        anchor._dtype, anchor._requires_grad = dtype, requires_grad
+        return anchor
 
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
         self.table = table
@@ -173,6 +177,31 @@ class Anchor(torch.nn.Parameter):
                 return func(*args, **kwargs)
         return func(*_with_rows(args), **dict(zip(kwargs, _with_rows(tuple(kwargs.values())))))
 
+    # Every step asks for these, and torch's own would ask `__torch_function__`.
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with as_itself():
+            _tensor.requires_grad.__set__(self, value)
+        self._requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Anchor":
+        self.requires_grad = requires_grad
+        return self
+
+    def is_written(self) -> bool:
+        """Whether somebody has written the element since `check`."""
+        with as_itself():
+            return self._version != self.seen
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         return cast(torch.Tensor, self.rows()[index])
 
@@ -191,6 +220,7 @@ class Anchor(torch.nn.Parameter):
         set_grad(self, None)
         with as_itself():
             _tensor.data.__set__(self, torch.zeros(SHAPE, dtype=dtype, device=device))
+        self._dtype = dtype
         self.seen = self._version
         if isinstance(grad, Gradient) and grad.device != device:
             moved = Gradient(self)
@@ -392,7 +422,7 @@ class Anchor(torch.nn.Parameter):
     def gradient(self) -> Optional["Gradient"]:
         """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts, which is a
         gradient of zeros."""
-        if self._version != self.seen:
+        if self.is_written():
             self.check()
         grad = get_grad(self)
         if grad is None:

@@ -149,7 +149,7 @@ class _Module(torch.nn.Module):
     def _check_anchors(self) -> None:
         """An error, if somebody has written a parameter, and believes that rows are others now."""
         for anchor in self._anchors:
-            if anchor._version != anchor.seen:
+            if anchor.is_written():
                 anchor.check()
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -222,8 +222,7 @@ class _Module(torch.nn.Module):
         dtype = anchors[0].dtype
         graph = torch.is_grad_enabled()
         training = graph and (anchors[0].requires_grad or any([anchor.requires_grad for anchor in anchors[1:]]))
-        if anchors[0]._version != anchors[0].seen or len(anchors) > 1:
-            self._check_anchors()
+        self._check_anchors()
         if self.max_norm is not None:
             _renorm.renorm(self._lookup, tensors[0], self.max_norm, self.norm_type, training)
         if training:
@@ -303,7 +302,7 @@ class _Module(torch.nn.Module):
 
         missing: List[str] = []
         # What a subclass has. The last of the hooks takes out what PyTorch would give to parameters: others may rename it.
-        hook = self.register_load_state_dict_pre_hook(lambda _, *args: take(*args))
+        hook = self._register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
         try:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
@@ -499,7 +498,7 @@ class _Single(_Module):
 
     def _instead(self) -> Optional[torch.Tensor]:
         """What stands in the place of the rows, as in a torch.func.functional_call, and is no table's."""
-        value = self._parameters["weight"]
+        value: Optional[torch.Tensor] = self._parameters["weight"]
         if value is self._anchors[0]:
             return None
         if type(value) is Weight and value.is_whole() and value._table is self._table:

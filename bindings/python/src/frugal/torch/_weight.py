@@ -538,6 +538,9 @@ class Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _broadcast and all(w._table.steps.world_size > 1 for w in args[0] if isinstance(w, Weight)):
+            # All ranks have these rows, and something must be sent.
+            return func([w._anchor.value if isinstance(w, Weight) else w for w in args[0]], *args[1:], **(kwargs or {}))
         if func._schema.is_mutable and any(isinstance(value, Weight) for value in flat(args[:1])):
             raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
         return func(*_read_all(args), **{key: _read_all((value,))[0] for key, value in (kwargs or {}).items()})
@@ -989,6 +992,8 @@ _ELEMENTWISE = {
     "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_", "__iadd__",
     "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
+
+_broadcast: Any = torch.ops.c10d.broadcast_.default if torch.distributed.is_available() else None
 
 _DETACHES = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
