@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import gc
 import io
@@ -403,6 +404,39 @@ def test_an_optimizer_steps_tables_of_two_engines(trainer: frugal.Trainer) -> No
             assert torch.equal(ours.weight, theirs.weight.detach())
         for ours, _ in pairs:
             list(ours.parameters())[0].grad = None
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_step_of_three_engines_is_made_or_not(trainer: frugal.Trainer, refused: int) -> None:
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(frugal.Engine()) for _ in range(2)]
+        trainers = [trainer, *(stack.enter_context(engine.create_trainer()) for engine in engines)]
+        pairs = [bag_pair(t, integers(ROWS, DIM), mode="sum") for t in trainers]
+        head = torch.nn.Linear(DIM, DIM)
+        sides = [torch.nn.ModuleList([*side, copy.deepcopy(head)]) for side in zip(*pairs)]
+        optimizers = [torch.optim.Adagrad(side.parameters(), lr=0.5) for side in sides]
+        for poisoned in (False, True, False):
+            batch, grads = keys(), [integers(6, DIM) for _ in range(3)]
+            if poisoned:
+                grads[refused][2, 3] = math.nan
+            for side in sides[: 1 if poisoned else 2]:
+                for table, grad in zip(side, grads):
+                    table(batch).backward(grad)
+                side[3](torch.ones(6, DIM)).sum().backward()
+            if poisoned:
+                rows = [snapshot(table) for table in sides[0]]
+                with pytest.raises(frugal.NanGradient):
+                    optimizers[0].step()
+                after = [snapshot(table) for table in sides[0]]
+                assert all(map(torch.equal, rows, after))
+                assert [int(optimizers[0].state[table.anchor]["step"]) for table in sides[0][:3]] == [1, 1, 1]
+            else:
+                for optimizer in optimizers:
+                    optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        for ours, theirs in pairs:
+            assert torch.allclose(ours.weight, theirs.weight.detach(), atol=1e-6)
 
 
 def test_a_frugal_optimizer_keeps_its_tables(engine: frugal.Engine, trainer: frugal.Trainer) -> None:

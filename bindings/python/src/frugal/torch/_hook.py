@@ -405,7 +405,7 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
 
 
 def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_Entry], again: bool) -> None:
-    """One step of the engine for each trainer whose tables the optimizer has."""
+    """One step of the engine for each trainer whose tables the optimizer has: all of them, or none."""
     by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient], Dict[str, Any]]]] = {}
     states = optimizer.state
     for entry in entries:
@@ -425,17 +425,25 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             own.look(kind, group)
         if again:
             factor = 1.0  # the gradient has it
+        made: List[Tuple[Steps, List[Update]]] = []
         for steps, items in by_steps.items():
             updates = [
                 _update(optimizer, entry, gradient, state, groups[entry.group], factor)
                 for entry, gradient, state in items
             ]
             if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient, _ in items]):
-                steps.apply(updates, skip)
+                made.append((steps, updates))
             elif not skip:
                 for update in updates:
                     update.table.choose(update.optimizer)  # its state is what state_dict() has
-            if not skip:
+        if len(made) > 1:
+            # In one order, for they are locked. The last ends first: on a GPU a NaN is found by the end of the step.
+            made.sort(key=lambda one: (one[0].device.type != "cpu", one[0].number))
+        if made:
+            (first, updates), *others = made
+            first.apply(updates, skip, others)
+        if not skip:
+            for items in by_steps.values():
                 for _, gradient, state in items:  # also one of zeros, as PyTorch counts
                     if gradient is not None:
                         state[_STEP] = _Count(state[_STEP] + 1)

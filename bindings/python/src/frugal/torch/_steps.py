@@ -328,6 +328,7 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
+        self.number = next(_numbers)  # by which an optimizer of several takes them in turn
         self.device = self.native.device  # which has the trainer
         self.lock: Any = threading.RLock()
         self.rank: int = trainer.rank
@@ -535,15 +536,21 @@ class Steps:
                 self._abort()
             raise
 
-    def apply(self, updates: Sequence[Update], skip: bool = False) -> None:
-        """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing."""
+    def apply(
+        self,
+        updates: Sequence[Update],
+        skip: bool = False,
+        others: Sequence[Tuple["Steps", Sequence[Update]]] = (),
+    ) -> None:
+        """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing: so are
+        steps of `others`, which are made between what this one pushes and its end."""
         with self.lock:
             for table, _, optimizer in updates:
                 if optimizer is not table.optimizer:
                     table.choose(optimizer)
             if not self.open:
                 self.begin()
-            pushing = False
+            pushing = pushed = False
             try:
                 # A rank without a gradient has no say: what PyTorch did to gradients is in grad_scale.
                 some = [update for update in updates if update.gradient is not None and update.gradient.parts]
@@ -558,10 +565,16 @@ class Steps:
                     pushing = True
                     self._tried(self.native.push, ops)
                     del alive
+                if others:
+                    pushed = pushing
+                    (steps, theirs), *rest = others
+                    steps.apply(theirs, skip, rest)
+                    pushed = False
                 self.end(skip)
             except frugal.Error:
-                # What a push refuses is not taken. In a world of one nothing of the step is left.
-                if self.open and pushing and self.world_size == 1:
+                # What a push refuses is not taken. In a world of one nothing of the step is left, and nothing of what has been
+                # pushed where another's step is refused.
+                if self.open and pushing and (self.world_size == 1 or pushed):
                     self._abort()
                 raise
             except BaseException:
@@ -759,6 +772,7 @@ def _exists(engine: frugal.Engine, name: str) -> bool:
 
 _steps: "weakref.WeakKeyDictionary[frugal.Trainer, Steps]" = weakref.WeakKeyDictionary()
 _shared: "weakref.WeakKeyDictionary[frugal.Engine, Shared]" = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 _steps_lock = threading.RLock()
 
 
