@@ -791,6 +791,46 @@ def test_whether_a_scaled_gradient_is_finite(trainer: frugal.Trainer, factors: T
         assert found[:half] == found[half:]
 
 
+# Batches of keys with their gradients, what gradients are multiplied by after each, and weights of keys.
+SUMS: Dict[str, Tuple[List[Tuple[List[List[int]], float]], Tuple[float, ...], Optional[float]]] = {
+    "a key twice": ([([[1, 1]], 3e38)], (1.0,), None),
+    "a key in two bags": ([([[1, 2], [1, 3]], 3e38)], (1.0,), None),
+    "another key": ([([[1, 2], [4, 3]], 3e38)], (1.0,), None),
+    "two backwards": ([([[1, 2]], 3e38), ([[1, 3]], 3e38)], (1.0, 1.0), None),
+    "what cancels": ([([[1, 2]], 3e38), ([[1, 2]], -3e38)], (1.0, 1.0), None),
+    "infinities": ([([[1, 2]], math.inf), ([[1, 2]], -math.inf)], (1.0, 1.0), None),
+    "padding": ([([[0, 1]], 1.0), ([[0, 0]], math.inf)], (1.0, 1.0), None),
+    "multiplied after": ([([[1, 1]], 3e38)], (0.1,), None),
+    "multiplied after both": ([([[1, 2]], 3e38), ([[1, 2]], 3e38)], (1.0, 0.1), None),
+    "multiplied between": ([([[1, 2]], 3e38), ([[1, 2]], 3e38)], (0.1, 1.0), None),
+    "zeros by infinity": ([([[1, 2]], 1.0)], (math.inf,), None),
+    "large weights": ([([[1, 2]], 1e30)], (1.0,), 1e10),
+    "small weights": ([([[1, 1]], 3e38)], (1.0,), 0.25),
+}
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_sums_of_gradients_are_finite_or_not(trainer: frugal.Trainer, what: str) -> None:
+    batches, factors, weights = SUMS[what]
+    found: List[List[Any]] = []
+    for module in bag_pair(trainer, integers(ROWS, DIM), mode="sum", sparse=False, padding_idx=0):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        (parameter,) = module.parameters()
+        for (batch, grad), factor in zip(batches, factors):
+            given = {} if weights is None else {"per_sample_weights": torch.full((len(batch), 2), weights)}
+            module(torch.tensor(batch), **given).backward(torch.full((len(batch), DIM), grad))
+            assert parameter.grad is not None
+            if factor != 1.0:
+                parameter.grad.mul_(factor)
+        asked = [bool(torch.isfinite(parameter.grad).all())]
+        asked += [bool(ask(parameter.grad).any()) for ask in (torch.isnan, torch.isinf)]
+        scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+        found.append([*asked, *scaler._found_inf_per_device(optimizer).values()])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("form", ["mul_", "div_", "imul", "data", "foreach", "set mul", "set rmul", "set div"])
 def test_a_gradient_is_multiplied(trainer: frugal.Trainer, form: str) -> None:
     models = pair(trainer)

@@ -658,17 +658,35 @@ class Gradient(torch.Tensor):
 
     def finite(self) -> bool:
         """Whether there is no infinity and no NaN."""
-        return all(_finite(part.held.grad, part.factor) for part in self.parts)
+        rows = self.large()
+        return rows is None or bool(torch.isfinite(rows).all())
+
+    def large(self) -> Optional[torch.Tensor]:
+        """The sums of the gradients of each key, and a row of those without one, as PyTorch's dense gradient has them; None: they
+        are finite, as nothing is large enough to be another sum."""
+        if sum(map(_most, self.parts)) <= _LARGEST:  # not of a NaN
+            return None
+        each = [list(_spread(part)) for part in self.parts]
+        keys = [some_keys for some in each for some_keys, _ in some] or [self.per_key()[0]]
+        distinct, at = torch.unique(torch.cat(keys), return_inverse=True)
+        places = iter(at.split([some_keys.numel() for some_keys in keys]))
+        shape = min(distinct.numel() + 1, self.table.capacity), self.table.dim
+        total = torch.zeros(shape, dtype=torch.float32, device=at.device)
+        factors = [*[part.factor for part in self.parts], 1.0]
+        for some, factor, after in zip(each, factors, factors[1:]):
+            for _, rows in some:
+                total.index_add_(0, next(places), rows)
+            if factor != after:  # multiplied before the next backward
+                total = (total.double() * (factor / after if after else math.nan)).float()
+        return total.clamp_(-self.clip_limit, self.clip_limit) if self.clip_limit else total
 
     def per_key(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """All keys, and the gradient of each, not summed: a sparse gradient's indices and values."""
         keys, rows = [], []
         for part in self.parts:
-            part.held.check()
-            for feature in part.features:
-                for some_keys, some_rows in part.held.lookup.spread(feature, part.held, _CHUNK):
-                    keys.append(some_keys)
-                    rows.append(some_rows * part.factor if part.factor != 1.0 else some_rows)
+            for some_keys, some_rows in _spread(part):
+                keys.append(some_keys)
+                rows.append(some_rows * part.factor if part.factor != 1.0 else some_rows)
         if not keys:
             device = self.device
             return (
@@ -804,12 +822,26 @@ def _sum(keys: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Te
     return distinct, out.index_add_(0, at, rows)
 
 
-def _finite(tensor: torch.Tensor, factor: float) -> bool:
-    """Whether all products with the factor are, as float32."""
-    if not tensor.numel():
-        return math.isfinite(factor)
-    # One pass without a copy; a NaN comes through.
-    return all(abs(bound.item() * factor) <= _LARGEST for bound in torch.aminmax(tensor))
+def _spread(part: Part) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    """The keys of a backward, and the gradient of each before it was multiplied, some at a time."""
+    part.held.check()
+    for feature in part.features:
+        yield from part.held.lookup.spread(feature, part.held, _CHUNK)
+
+
+def _most(part: Part) -> float:
+    """What no sum of a backward's gradients of a key is above, before or after it is multiplied; NaN, if there is one."""
+    held, total = part.held, 0.0
+    largest = _magnitude(held.grad) * max(abs(part.factor), 1.0)
+    for feature in part.features:
+        keys, _, weights = held.tensors[3 * feature : 3 * feature + 3]
+        total += largest * keys.numel() * (1.0 if weights is None else _magnitude(weights))
+    return total if math.isfinite(part.factor) else math.nan
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    """The largest absolute value, in one pass without a copy; a NaN comes through."""
+    return max([abs(bound.item()) for bound in torch.aminmax(tensor)]) if tensor.numel() else 0.0
 
 
 # Answers to PyTorch's calls, by operator.
@@ -973,8 +1005,10 @@ def _clip_all(func: Any, grads: List[torch.Tensor], limit: Any) -> None:
 
 def _is(func: Any, grad: Gradient) -> torch.Tensor:
     if func.overloadpacket is _aten.isfinite:
-        return torch.full(SHAPE, grad.finite(), dtype=torch.bool, device=grad.device)
-    found = any(bool(func((part.held.grad.double() * part.factor).float()).any()) for part in grad.parts)
+        found = grad.finite()
+    else:
+        rows = grad.large()
+        found = rows is not None and bool(func(rows).any())
     return torch.full(SHAPE, found, dtype=torch.bool, device=grad.device)
 
 
