@@ -455,3 +455,85 @@ def test_memory_that_is_shared_has_no_rows(trainer: frugal.Trainer) -> None:
     with pytest.raises(NotImplementedError, match=r"share_memory\(\) shares no rows.*FRUGAL_SERVICE"):
         model.share_memory()
     model(KEYS).sum().backward()  # it is as it was
+
+
+# --- rows that are written between a computation of weight and its backward ---
+
+COMPUTED: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "square": lambda module, hidden: (module.weight**2).sum(),
+    "sum": lambda module, hidden: module.weight.sum(),
+    "linear": lambda module, hidden: torch.nn.functional.linear(hidden, module.weight).sum(),
+    "transposed": lambda module, hidden: (hidden @ module.weight.t()).sum(),
+    "some, squared": lambda module, hidden: (module.weight[KEYS[0]] ** 2).sum(),
+    "a row, squared": lambda module, hidden: (module.weight[3] ** 2).sum(),
+    "rows, squared": lambda module, hidden: (module.weight[3:5] ** 2).sum(),
+    "columns, squared": lambda module, hidden: (module.weight[:, 3] ** 2).sum(),
+    "detached": lambda module, hidden: (hidden @ module.weight.detach().t()).sum(),
+    "data": lambda module, hidden: (hidden @ module.weight.data.t()).sum(),
+    "detached view": lambda module, hidden: (hidden @ module.weight.t().detach()).sum(),
+    "looked up": lambda module, hidden: torch.nn.functional.embedding(KEYS, module.weight).sum(),
+    "forward": lambda module, hidden: (module(KEYS) ** 2).sum(),
+}
+CHANGES: Dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
+    "nothing": lambda module, optimizer: None,
+    "mul_": lambda module, optimizer: module.weight.mul_(2.0),
+    "a row": lambda module, optimizer: module.weight.__setitem__(7, 1.0),
+    "a view": lambda module, optimizer: module.weight[7].zero_(),
+    "step": lambda module, optimizer: optimizer.step(),
+    "load": lambda module, optimizer: module.load_state_dict(module.state_dict()),
+    "forward": lambda module, optimizer: module(KEYS),
+    "max_norm": lambda module, optimizer: torch.nn.functional.embedding(KEYS, module.weight, max_norm=100.0),
+    "read": lambda module, optimizer: module.weight.clone(),
+    "step without a gradient": lambda module, optimizer: (optimizer.zero_grad(), optimizer.step()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("computed", COMPUTED)
+def test_a_backward_of_rows_that_were_written_is_refused(trainer: frugal.Trainer, computed: str, change: str) -> None:
+    weight, hidden = integers(ROWS, DIM), integers(2, DIM)
+    found = []
+    theirs = torch.nn.Embedding(ROWS, DIM, _weight=weight.clone())
+    for module in (embedding(trainer, _weight=weight), theirs):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for early in (True, False):  # also with the usual step
+            module(KEYS).sum().backward()
+            if early:
+                optimizer.step()
+        own = hidden.clone().requires_grad_(True)
+        loss = COMPUTED[computed](module, own)
+        with torch.no_grad():
+            CHANGES[change](module, optimizer)
+        try:
+            loss.backward()
+            found.append("done")
+        except RuntimeError as error:
+            found.append(str(error)[:90])
+    assert found[0] == found[1]
+
+
+def test_max_norm_writes_rows_that_a_backward_needs(trainer: frugal.Trainer) -> None:
+    weight = integers(ROWS, DIM)
+    ours = embedding(trainer, _weight=weight, max_norm=100.0)  # of which no row is above
+    for module in (ours, torch.nn.Embedding(ROWS, DIM, _weight=weight.clone(), max_norm=100.0)):
+        loss = (module.weight**2).sum()
+        module(KEYS)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_view_is_used_twice_before_a_backward(ranks: int) -> None:
+    with frugal.Engine(world_size=ranks) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(ranks)]
+        module, other = (ft.Embedding(ROWS, DIM, trainer=trainers[0], optimizer=sgd()) for _ in range(2))
+        hidden = integers(2, DIM).requires_grad_(True)
+        view = module.weight.t()
+        loss = (hidden @ view).sum()
+        if ranks == 1:  # a step of another table
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+            other(KEYS).sum().backward()
+            optimizer.step()
+        (loss + (hidden @ view).sum()).backward()
+        assert module.weight.grad is not None
+        assert torch.equal(module.weight.grad, (2.0 * hidden.sum(0)).expand(ROWS, DIM))

@@ -28,7 +28,7 @@ import frugal
 from . import _ranks, _state, _usual
 from ._anchor import Anchor, Gradient, get_grad, read_only, set_grad
 from ._computed import SHAPE
-from ._steps import Steps, Table, Update, count_optimizer_step, scaled
+from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
 from ._weight import Weight
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
@@ -387,6 +387,8 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
     if known.hidden:
         _show(known)  # of a step that has failed
     if _usual.step(optimizer, known):
+        if kept:
+            changed([anchor.table for anchor, _ in known.hidden])
         return
     for entry in known.rounds[1] if len(known.rounds) > 1 else ():
         if optimizer.param_groups[entry.group].get("momentum"):

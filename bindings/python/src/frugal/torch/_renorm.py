@@ -8,7 +8,7 @@ import torch
 
 from . import _state
 from ._lookup import Lookup, int64_of
-from ._steps import Steps
+from ._steps import Steps, changed
 
 
 def check(steps: Steps) -> None:
@@ -33,6 +33,7 @@ def renorm(lookup: Lookup, keys: Optional[torch.Tensor], max_norm: float, norm_t
     if table.hashed and feature.padding is not None:
         keys = keys[keys != int64_of(feature.padding)]
     one = lookup.rows_of(table)
+    changed([table])  # also where no row is above, as PyTorch's does
     with steps.lock, torch.no_grad():
         given = (keys.numel(), table.dim), (keys, None, None)
         rows = one.lookup(*given) if training and table.hashed else one.read(*given)[0]

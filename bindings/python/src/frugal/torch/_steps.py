@@ -16,9 +16,13 @@ import threading
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any, Callable, Collection, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar,
+)  # fmt: skip
 
 import torch
+from torch.autograd.graph import increment_version
+from torch.utils.weak import TensorWeakRef
 
 import frugal
 
@@ -162,6 +166,8 @@ class Table:
             self.written_at = self.steps.writes
             if not self.empty:
                 self.steps.patiently(lambda: _native.put(self.table, keys, rows, with_state))
+        if kept:
+            changed([self])
 
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
@@ -227,6 +233,43 @@ class Table:
         """It has this kind of optimizer by now."""
         self.optimizer = optimizer
         self.state_floats = 0 if self.empty else self.table.describe().state_floats
+
+
+class Kept:
+    """Rows that were read of a table, and that computations may have kept for their backward: when the table's rows are
+    written, PyTorch's count of writes to them is to grow, by which a backward refuses to compute of old ones."""
+
+    __slots__ = ("rows", "table", "_written")
+
+    def __init__(self, rows: torch.Tensor, table: Table) -> None:
+        self.rows = TensorWeakRef(rows)
+        self.table: "weakref.ref[Table]" = weakref.ref(table)
+        self._written = 0
+        with _steps_lock:
+            kept[:] = [one for one in kept if one.rows() is not None]
+            kept.append(self)
+
+    def version(self, rows: torch.Tensor) -> int:
+        """How often somebody else has written them."""
+        with _steps_lock:
+            return rows._version - self._written
+
+    def write(self) -> None:
+        rows = self.rows()
+        if rows is not None and not rows.is_inference():
+            increment_version(rows)
+            self._written += 1
+
+
+kept: List[Kept] = []
+
+
+def changed(tables: Collection[Table]) -> None:
+    """Rows of these have been written, or a step has moved them."""
+    with _steps_lock:
+        for one in kept:
+            if one.table() in tables:
+                one.write()
 
 
 def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
@@ -328,7 +371,7 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
-        self.number = next(_numbers)  # by which an optimizer of several takes them in turn
+        self.number = next(_counter)  # by which an optimizer of several takes them in turn
         self.device = self.native.device  # which has the trainer
         self.lock: Any = threading.RLock()
         self.rank: int = trainer.rank
@@ -571,6 +614,8 @@ class Steps:
                     steps.apply(theirs, skip, rest)
                     pushed = False
                 self.end(skip)
+                if kept and not skip:
+                    changed([update.table for update in (updates if self.world_size > 1 else some)])
             except frugal.Error:
                 # What a push refuses is not taken. In a world of one nothing of the step is left, and nothing of what has been
                 # pushed where another's step is refused.
@@ -772,7 +817,7 @@ def _exists(engine: frugal.Engine, name: str) -> bool:
 
 _steps: "weakref.WeakKeyDictionary[frugal.Trainer, Steps]" = weakref.WeakKeyDictionary()
 _shared: "weakref.WeakKeyDictionary[frugal.Engine, Shared]" = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
+_counter: Iterator[int] = itertools.count()
 _steps_lock = threading.RLock()
 
 

@@ -13,7 +13,7 @@ from ._anchor import (
     ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes,
 )  # fmt: skip
 from ._computed import SHAPE
-from ._steps import Table
+from ._steps import Kept, Table
 
 if TYPE_CHECKING:
     from ._lookup import Feature
@@ -110,6 +110,7 @@ class Weight(torch.Tensor):
     _sparse: bool
     _at: Optional[torch.Tensor]  # which rows, None: all
     _own: Optional[bool]  # requires_grad, None: the module's
+    _counts = True  # whether a backward of what was computed of it finds out that rows were written since
 
     @staticmethod
     def __new__(
@@ -206,7 +207,9 @@ class Weight(torch.Tensor):
 
     @property
     def data(self) -> "Weight":
-        return Weight(self._table, self._feature, self._sparse, self._at, True)
+        weight = self.detach()
+        weight._counts = False
+        return weight
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -332,7 +335,7 @@ class Weight(torch.Tensor):
         return self
 
     def detach(self) -> "Weight":
-        return self.data
+        return Weight(self._table, self._feature, self._sparse, self._at, True)
 
     def retain_grad(self) -> None:
         """Does nothing, as for every leaf."""
@@ -830,15 +833,21 @@ def _are_alike(one: Any, other: Any) -> bool:
 class _Source:
     """Rows that were read of a table, for views of them."""
 
-    __slots__ = ("table", "keys", "rows", "_weight", "_read_at")
+    __slots__ = ("table", "keys", "rows", "_weight", "_kept", "_read_at")
 
     def __init__(
-        self, table: Table, keys: Optional[torch.Tensor], rows: torch.Tensor, weight: Optional[Weight] = None
+        self,
+        table: Table,
+        keys: Optional[torch.Tensor],
+        rows: torch.Tensor,
+        weight: Optional[Weight] = None,
+        kept: Optional[Kept] = None,
     ) -> None:
         self.table = table
         self.keys = keys  # None: all of a dense table
         self.rows = rows
         self._weight = weight  # of which they are a part, None: they are a copy
+        self._kept = Kept(rows, table) if kept is None and weight is not None and weight._counts else kept
         self._read_at = self._now()
 
     def _now(self) -> Tuple[int, int]:
@@ -846,12 +855,16 @@ class _Source:
 
     def detached(self) -> "_Source":
         """The same, for views that can be written though the weight requires a gradient."""
-        return self if self._weight is None else _Source(self.table, self.keys, self.rows, self._weight.data)
+        return self if self._weight is None else _Source(
+            self.table, self.keys, self.rows, self._weight.data, self._kept
+        )
 
     @property
     def version(self) -> int:
-        """How often the rows have been written."""
-        return 0 if self.rows.is_inference() else self.rows._version
+        """How often the rows have been written here."""
+        if self.rows.is_inference():
+            return 0
+        return self.rows._version if self._kept is None else self._kept.version(self.rows)
 
     def before(self, writes: bool) -> None:
         """Comes before a use: a view of a weight shows rows as they are now, and what is written is made of these."""
@@ -860,9 +873,10 @@ class _Source:
         if self._weight is None and self.table.is_gone():
             return
         if (writes or self._weight is not None) and (self._read_at != self._now() or self.table.steps.world_size > 1):
-            now = _rows_of(self.table, self.keys)
+            now = _rows_of(self.table, self.keys).view(self.rows.shape).to(self.rows)
             with torch.no_grad():
-                self.rows.detach().copy_(now.view(self.rows.shape))
+                if not torch.equal(self.rows, now):  # a write would be one for backwards, too
+                    self.rows.detach().copy_(now)
             self._read_at = self._now()
 
     def after_write(self) -> None:
