@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.utils.dlpack import from_dlpack
 from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
@@ -314,6 +315,65 @@ def test_rows_are_written_by_their_data(trainer: frugal.Trainer, how: str) -> No
         with pytest.raises(RuntimeError, match="leaf|view"):
             bags.weight[3].zero_()
     assert torch.equal(snapshot(ours), snapshot(theirs))
+
+
+DETACHED: Dict[str, Callable[[Any], Any]] = {
+    "not required": lambda weight: weight.data.requires_grad_(False).zero_(),
+    "required": lambda weight: weight.detach().requires_grad_().data.add_(1.0),
+    "a row": lambda weight: weight.data[3].requires_grad_().data.add_(1.0),
+    "written": lambda weight: weight.detach().requires_grad_().mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("how", DETACHED)
+def test_a_detached_weight_has_the_table_s_rows(trainer: frugal.Trainer, how: str) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM, low=1))
+    before = snapshot(ours)
+    with torch.no_grad():
+        for bags in (ours, theirs):
+            DETACHED[how](bags.weight)
+    assert torch.equal(snapshot(ours), snapshot(theirs)) and not torch.equal(snapshot(ours), before)
+
+
+@pytest.mark.parametrize("row", [None, 3])
+def test_a_leaf_of_a_detached_weight_is_trained(trainer: frugal.Trainer, row: Any) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM, low=1), sparse=False)
+    leaves = []
+    for bags in (ours, theirs):
+        leaf = (bags.weight.detach() if row is None else bags.weight.data[row]).requires_grad_()
+        optimizer = torch.optim.Adam([leaf], lr=0.5)
+        for _ in range(2):
+            (leaf**2).sum().backward()
+            assert leaf.is_leaf and leaf.grad is not None
+            optimizer.step()
+        assert bags.weight.grad is None
+        with torch.no_grad():
+            bags.weight[3] = 7.0
+        leaves.append(leaf.detach().clone())
+    assert torch.equal(*leaves)
+    assert torch.equal(snapshot(ours), snapshot(theirs))
+    with pytest.raises(NotImplementedError, match=r"requires_grad_\(\)"):
+        ours.weight.detach().requires_grad = True
+
+
+MEMORY: Dict[str, Callable[[Any], Any]] = {
+    "dlpack": lambda module: from_dlpack(module.weight.data),
+    "dlpack of a row": lambda module: from_dlpack(module.weight.data[3]),
+    "dlpack of a state_dict": lambda module: from_dlpack(module.state_dict()["weight"]),
+    "dlpack of a gradient": lambda module: from_dlpack(module.weight.grad),
+    "storage": lambda module: module.weight.untyped_storage(),
+    "storage of data": lambda module: module.weight.data.storage(),
+    "set_": lambda module: torch.empty(0).set_(module.weight.data),
+}
+
+
+@pytest.mark.parametrize("what", MEMORY)
+def test_memory_that_would_not_be_the_table_s_is_not_given(trainer: frugal.Trainer, what: str) -> None:
+    module = embedding(trainer)
+    module(KEYS).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no memory.*clone\(\)"):
+        MEMORY[what](module)
+    module.zero_grad()
 
 
 # --- gradients of rows of weight ---

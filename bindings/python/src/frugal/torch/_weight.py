@@ -48,8 +48,8 @@ def of_table(table: Table) -> "Weight":
 
 def _no_memory(table: Table) -> str:
     return (
-        f"table {table.name!r}: weight has no memory of its own, as a tensor has whose data was set to it: take a copy,"
-        " module.weight.detach().clone()"
+        f"table {table.name!r}: weight has no memory of its own that a tensor's data, DLPack or a storage could have: take a"
+        " copy, module.weight.detach().clone()"
     )
 
 
@@ -321,16 +321,22 @@ class Weight(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         if self._own is None:
             self._table.anchor.requires_grad_(value)
-        else:
-            self._own = bool(value)
+        elif value:
+            raise NotImplementedError(
+                f"table {self._table.name!r}: requires_grad of a detached weight is set, whose gradient would be the table's:"
+                " requires_grad_() gives a leaf of its own"
+            )
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
-        if self._own is not None:
+        if self._own is not None and _is_of_a_parameter():
             leaf = self.read().requires_grad_(requires_grad)  # of its own
-            if _is_of_a_parameter():
-                # It wants its argument's class, and says then what this is. (as_subclass() would leave more.)
-                leaf.__class__ = Weight
+            # It wants its argument's class, and says then what this is. (as_subclass() would leave more.)
+            leaf.__class__ = Weight
             return leaf
+        if self._own is not None and requires_grad:  # a leaf of its own, of the same rows
+            source = self.source()
+            with torch._C.DisableTorchFunctionSubclass():
+                return _part(source.rows, source).requires_grad_(True)
         self.requires_grad = requires_grad
         return self
 
@@ -489,6 +495,9 @@ class Weight(torch.Tensor):
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
         if isinstance(kwargs.get("out"), Weight):
             return kwargs["out"]._become(func, args, {key: value for key, value in kwargs.items() if key != "out"})
+        for weight in flat(args):
+            if isinstance(weight, Weight) and name in _MEMORY:
+                raise RuntimeError(_no_memory(weight._table))
         read: List[_Source] = []
         with torch._C.DisableTorchFunctionSubclass():
             values = _read_all(args, read)
@@ -546,6 +555,8 @@ class Weight(torch.Tensor):
             return func([w._anchor.value if isinstance(w, Weight) else w for w in args[0]], *args[1:], **(kwargs or {}))
         if func._schema.is_mutable and any(isinstance(value, Weight) for value in flat(args[:1])):
             raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
+        if func.overloadpacket is torch.ops.aten.set_:  # other.set_(weight)
+            raise RuntimeError(_no_memory(next(value for value in args if isinstance(value, Weight))._table))
         return func(*_read_all(args), **{key: _read_all((value,))[0] for key, value in (kwargs or {}).items()})
 
 
@@ -583,6 +594,8 @@ class _Copy(torch.Tensor):
         targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
         written = [copy for copy in targets if isinstance(copy, _Copy)]
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
+        if name == "__dlpack__":
+            raise RuntimeError("weight.grad gives no memory away, to which a write would be lost: give DLPack its clone()")
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy._source.before(copy, name if any(copy is one for one in written) else None)
@@ -930,6 +943,8 @@ class _Part(torch.Tensor):
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part._source for part in targets if isinstance(part, _Part)]
         sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
+        if name == "__dlpack__" and sources:  # (a storage tells who saves a state_dict what shares memory)
+            raise RuntimeError(_no_memory(sources[0].table))
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -972,6 +987,8 @@ def _shared(out: Any, sources: Sequence[_Source]) -> Any:
     """The result of a function, as a _Part where it is a view of rows that were read."""
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
         return type(out)(_shared(part, sources) for part in out)
+    if isinstance(out, _Part) and hasattr(out, "_source"):
+        return out  # what was written
     if isinstance(out, torch.Tensor) and not isinstance(out, Weight) and out.layout == torch.strided and out.numel():
         with torch._C.DisableTorchFunctionSubclass():
             address = out.untyped_storage().data_ptr()
@@ -1008,6 +1025,9 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 _broadcast: Any = torch.ops.c10d.broadcast_.default if torch.distributed.is_available() else None
+
+# These give memory away, to which others write without a word.
+_MEMORY = {"__dlpack__", "untyped_storage", "storage", "typed_storage", "_typed_storage"}
 
 _DETACHES = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
