@@ -730,6 +730,11 @@ BOUNDS: Dict[str, Callable[[List[torch.Tensor]], Any]] = {
     "all is left": lambda grads: [g.clamp_(-math.inf, math.inf) for g in grads],
     "the least of each": lambda grads: torch._foreach_clamp_min_(grads, -1.0),
     "the most of each": lambda grads: torch._foreach_clamp_max_(grads, 1.0),
+    "two bounds": lambda grads: (torch._foreach_clamp_min_(grads, -1.0), torch._foreach_clamp_max_(grads, 2.0)),
+    "more and more": lambda grads: [g.clamp_(-4.0, 3.0).clamp_(min=-2.0).clamp_(max=2.0).clamp_(max=1.0) for g in grads],
+    "multiplied between": lambda grads: [g.clamp_(min=-2.0).mul_(-0.5).clamp_(max=2.0) for g in grads],
+    "asked between": lambda grads: [(g.clamp_(min=-2.0).abs().max(), g.clamp_(max=2.0)) for g in grads],
+    "a copy": lambda grads: [(g.clone().clamp_(max=1.0), g.clamp_(min=-1.0).clone().clamp_(max=1.0)) for g in grads],
 }
 
 
@@ -741,6 +746,51 @@ def test_gradients_are_clamped(trainer: frugal.Trainer, bounds: str) -> None:
         backward(models, keys(), integers(6, 2))
         for model in models:
             BOUNDS[bounds]([p.grad for p in model.parameters() if p.grad is not None])
+        steps(optimizers)
+        assert_same(*models)
+
+
+@pytest.mark.parametrize("bounds", ["foreach", "max first", "least"])
+def test_two_bounds_that_are_one_are_the_engine_s(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, bounds: str
+) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    sums: List[Any] = []
+    fold = _anchor.Gradient.fold
+
+    def counted(*args: Any) -> None:
+        sums.append(args)
+        fold(*args)
+
+    monkeypatch.setattr(_anchor.Gradient, "fold", counted)
+    backward(models, keys(), integers(6, 2))
+    for model in models:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if bounds == "foreach":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 2.0, foreach=True)
+        else:
+            torch._foreach_clamp_max_(grads, 2.0)
+            if bounds == "max first":
+                torch._foreach_clamp_min_(grads, -2.0)
+    steps(optimizers)
+    assert_same(*models)
+    assert len(sums) == (2 if bounds == "least" else 0)  # of two tables
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_backward_after_bounds_is_not_clipped(trainer: frugal.Trainer, both: bool) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for _ in range(2):
+        batch = keys()
+        backward(models, batch, integers(6, 2))
+        for model in models:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            torch._foreach_clamp_min_(grads, -2.0)
+            if both:
+                torch._foreach_clamp_max_(grads, 2.0)
+        backward(models, batch, integers(6, 2))
         steps(optimizers)
         assert_same(*models)
 

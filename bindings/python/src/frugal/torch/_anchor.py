@@ -964,18 +964,45 @@ def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = No
     ]
 
 
+class _Clipped(Held):
+    """What a gradient that was clipped to other bounds than the engine's is. It is computed when somebody asks for it: as
+    a rule another bound comes first, for `foreach` clips from below and then from above."""
+
+    __slots__ = ("before", "least", "most")
+
+    def __init__(self, before: Gradient, least: float, most: float) -> None:
+        self.before: Optional[Gradient] = before  # until it is computed
+        self.least, self.most = least, most
+
+    def __getattr__(self, name: str) -> Any:
+        before = self.before
+        if before is None:
+            raise AttributeError(name)
+        before.fold(lambda rows: rows.clamp_(self.least, self.most))
+        for each in Held.__slots__:
+            setattr(self, each, getattr(before.parts[0].held, each))
+        self.before = None
+        return getattr(self, name)
+
+
 def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs: Any) -> Gradient:
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
-    if least == -most and most > 0.0:
-        return grad if math.isinf(most) else _clip_to(grad, most)
     if not least <= 0.0 <= most:
         raise NotImplementedError(
             f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0, which rows that have none"
             " would leave: clip module.weight.grad"
         )
+    held = grad.parts[0].held if len(grad.parts) == 1 and grad.parts[0].factor == 1.0 and not grad.clip_limit else None
+    if type(held) is _Clipped and held.before is not None:
+        least, most = max(least, held.least), min(most, held.most)
+        grad.become(held.before)
+    if least == -most and most > 0.0:
+        return grad if math.isinf(most) else _clip_to(grad, most)
     _check_clip(grad)
-    grad.fold(lambda rows: rows.clamp_(least, most))
+    if grad.parts:
+        before = _copy_of(func, grad)
+        grad.parts, grad.clip_limit = [Part(_Clipped(before, least, most), (0,), 1.0)], 0.0
     return grad
 
 
