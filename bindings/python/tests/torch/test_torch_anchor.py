@@ -731,7 +731,7 @@ BOUNDS: Dict[str, Callable[[List[torch.Tensor]], Any]] = {
     "the least of each": lambda grads: torch._foreach_clamp_min_(grads, -1.0),
     "the most of each": lambda grads: torch._foreach_clamp_max_(grads, 1.0),
     "two bounds": lambda grads: (torch._foreach_clamp_min_(grads, -1.0), torch._foreach_clamp_max_(grads, 2.0)),
-    "more and more": lambda grads: [g.clamp_(-4.0, 3.0).clamp_(min=-2.0).clamp_(max=2.0).clamp_(max=1.0) for g in grads],
+    "more and more": lambda grads: [g.clamp_(-4.0, 3.0).clamp_(min=-2.0).clamp_(max=2.0).clamp_(max=1) for g in grads],
     "multiplied between": lambda grads: [g.clamp_(min=-2.0).mul_(-0.5).clamp_(max=2.0) for g in grads],
     "asked between": lambda grads: [(g.clamp_(min=-2.0).abs().max(), g.clamp_(max=2.0)) for g in grads],
     "a copy": lambda grads: [(g.clone().clamp_(max=1.0), g.clamp_(min=-1.0).clone().clamp_(max=1.0)) for g in grads],

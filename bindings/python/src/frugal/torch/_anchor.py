@@ -662,8 +662,8 @@ class Gradient(torch.Tensor):
         return rows is None or bool(torch.isfinite(rows).all())
 
     def large(self) -> Optional[torch.Tensor]:
-        """The sums of the gradients of each key, and a row of those without one, as PyTorch's dense gradient has them; None: they
-        are finite, as nothing is large enough to be another sum."""
+        """The sums of the gradients of each key, and a row of those without one, as PyTorch's dense gradient has them;
+        None: they are finite, as nothing is large enough to be another sum."""
         if sum(map(_most, self.parts)) <= _LARGEST:  # not of a NaN
             return None
         each = [list(_spread(part)) for part in self.parts]
@@ -830,7 +830,7 @@ def _spread(part: Part) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _most(part: Part) -> float:
-    """What no sum of a backward's gradients of a key is above, before or after it is multiplied; NaN, if there is one."""
+    """What no sum of a backward's gradients of a key is above, before or after it is multiplied; NaN, if one may be."""
     held, total = part.held, 0.0
     largest = _magnitude(held.grad) * max(abs(part.factor), 1.0)
     for feature in part.features:
@@ -965,8 +965,8 @@ def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = No
 
 
 class _Clipped(Held):
-    """What a gradient that was clipped to other bounds than the engine's is. It is computed when somebody asks for it: as
-    a rule another bound comes first, for `foreach` clips from below and then from above."""
+    """What a gradient that was clipped to other bounds than the engine's is. It is computed when somebody asks for it:
+    as a rule another bound comes first, for `foreach` clips from below and then from above."""
 
     __slots__ = ("before", "least", "most")
 

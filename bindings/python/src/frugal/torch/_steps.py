@@ -585,8 +585,8 @@ class Steps:
         skip: bool = False,
         others: Sequence[Tuple["Steps", Sequence[Update]]] = (),
     ) -> None:
-        """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing: so are
-        steps of `others`, which are made between what this one pushes and its end."""
+        """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing:
+        so are steps of `others`, which are made between what this one pushes and its end."""
         with self.lock:
             for table, _, optimizer in updates:
                 if optimizer is not table.optimizer:
@@ -617,8 +617,8 @@ class Steps:
                 if kept and not skip:
                     changed([update.table for update in (updates if self.world_size > 1 else some)])
             except frugal.Error:
-                # What a push refuses is not taken. In a world of one nothing of the step is left, and nothing of what has been
-                # pushed where another's step is refused.
+                # What a push refuses is not taken. In a world of one nothing of the step is left, and nothing of what
+                # has been pushed where another's step is refused.
                 if self.open and pushing and (self.world_size == 1 or pushed):
                     self._abort()
                 raise

@@ -48,8 +48,8 @@ def of_table(table: Table) -> "Weight":
 
 def _no_memory(table: Table) -> str:
     return (
-        f"table {table.name!r}: weight has no memory of its own that a tensor's data, DLPack or a storage could have: take a"
-        " copy, module.weight.detach().clone()"
+        f"table {table.name!r}: weight has no memory of its own that a tensor's data, DLPack or a storage could have:"
+        " take a copy, module.weight.detach().clone()"
     )
 
 
@@ -323,8 +323,8 @@ class Weight(torch.Tensor):
             self._table.anchor.requires_grad_(value)
         elif value:
             raise NotImplementedError(
-                f"table {self._table.name!r}: requires_grad of a detached weight is set, whose gradient would be the table's:"
-                " requires_grad_() gives a leaf of its own"
+                f"table {self._table.name!r}: requires_grad of a detached weight is set, whose gradient would be the"
+                " table's: requires_grad_() gives a leaf of its own"
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
@@ -595,7 +595,7 @@ class _Copy(torch.Tensor):
         written = [copy for copy in targets if isinstance(copy, _Copy)]
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
         if name == "__dlpack__":
-            raise RuntimeError("weight.grad gives no memory away, to which a write would be lost: give DLPack its clone()")
+            raise RuntimeError("weight.grad gives no memory away, where a write would be lost: give DLPack its clone()")
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy._source.before(copy, name if any(copy is one for one in written) else None)
