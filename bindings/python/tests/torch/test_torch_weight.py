@@ -652,6 +652,16 @@ def test_autograd_grad_of_weight_is_torch_s(pair: Pair, use: str) -> None:
     assert pair[0].weight is pair[0].weight and same(pair)
 
 
+def test_weight_stays_one_object(pair: Pair) -> None:
+    for module in pair:
+        weight: Any = module.weight
+        for requires_grad in (False, True):
+            module.requires_grad_(requires_grad)
+            assert module.weight is weight and weight.requires_grad == requires_grad
+            weight.requires_grad_(not requires_grad)
+            assert module.weight is weight and (weight * 2).requires_grad != requires_grad
+
+
 def test_gradcheck_through_weight(pair: Pair) -> None:
     """Rows are float32, so that its steps are larger than for doubles."""
     torch.nn.init.uniform_(pair[0].weight, -0.5, 0.5)

@@ -136,7 +136,7 @@ class Weight(torch.Tensor):
         self._sparse = sparse
         self._at = at
         self._own = False if detached else None
-        self._made = (table.anchor.dtype, table.anchor.requires_grad, table.device)
+        self._made = table.anchor.dtype, table.device
 
     @property
     def _is_param(self) -> bool:
@@ -157,10 +157,15 @@ class Weight(torch.Tensor):
         self._is_buffer = value
 
     def is_as_now(self, sparse: bool) -> bool:
-        """Whether a new one would be alike."""
+        """Whether a new one would be alike, but for what can be set."""
         table = self._table
-        made = table.anchor.dtype, table.anchor.requires_grad, table.device
-        return self._sparse == sparse and self._made == made and tuple(self.shape) == _shape(table)
+        made = table.anchor.dtype, table.device
+        if self._sparse != sparse or self._made != made or tuple(self.shape) != _shape(table):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if _tensor.requires_grad.__get__(self) != self.requires_grad:
+                _tensor.requires_grad.__set__(self, self.requires_grad)
+        return True
 
     def is_whole(self) -> bool:
         """Whether it is what a module's `weight` is: all rows, not detached."""
