@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 from typing import Any, Callable, Dict, List
 
@@ -88,6 +90,159 @@ def test_a_write_to_the_parameter_s_memory_is_found(trainer: frugal.Trainer, loo
     with pytest.raises(NotImplementedError, match="changes no row"):
         LOOKS[look](table)
     LOOKS[look](table)  # told once
+
+
+# --- parameters as scripts use them ---
+
+
+def two_of_each(trainer: frugal.Trainer) -> List[List[Any]]:
+    """Two modules of this package, and two of torch.nn with the same rows."""
+    weights = [integers(ROWS, DIM), integers(ROWS, DIM)]
+    ours: List[Any] = [ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer) for weight in weights]
+    return [ours, [torch.nn.Embedding(ROWS, DIM, _weight=weight.clone()) for weight in weights]]
+
+
+def parameter_of(module: Any) -> Any:
+    return next(module.parameters())
+
+
+GIVES: Dict[str, Callable[[Any, Any], Any]] = {
+    "grad": lambda p, q: setattr(q, "grad", p.grad),
+    "_grad": lambda p, q: setattr(q, "_grad", p.grad),
+    "clone": lambda p, q: setattr(q, "grad", p.grad.clone()),
+    "scaled": lambda p, q: setattr(q, "grad", p.grad * 0.5),
+}
+
+
+@pytest.mark.parametrize("give", GIVES)
+def test_a_gradient_that_is_given_to_another_table_trains_that_one(trainer: frugal.Trainer, give: str) -> None:
+    """As a worker's gradients are given to the model that all share."""
+    found = []
+    for worker, shared in two_of_each(trainer):
+        worker(KEYS).square().sum().backward()
+        GIVES[give](parameter_of(worker), parameter_of(shared))
+        torch.optim.SGD(shared.parameters(), lr=0.5).step()
+        found.append((snapshot(worker), snapshot(shared)))
+    for mine, expected in zip(*found):
+        assert torch.equal(mine, expected)
+    larger: Any = ft.Embedding(ROWS + 1, DIM, trainer=trainer)
+    worker = ft.Embedding(ROWS, DIM, trainer=trainer)
+    worker(KEYS).sum().backward()
+    with pytest.raises(RuntimeError, match="different size"):
+        larger.anchor.grad = parameter_of(worker).grad
+
+
+@pytest.mark.parametrize("by", ["parameter", "weight"])
+def test_data_that_was_kept_has_the_rows_of_before_an_assignment(trainer: frugal.Trainer, by: str) -> None:
+    """As a moving average's backup has, while its own rows are evaluated."""
+    found = []
+    for one, other in two_of_each(trainer):
+        p, q = ((m.weight if by == "weight" else parameter_of(m)) for m in (one, other))
+        before = snapshot(one)
+        backup = p.data
+        p.data = torch.ones(ROWS, DIM)
+        evaluated = snapshot(one)
+        assert torch.equal(backup, before) and torch.equal(backup[2], before[2]) and torch.equal(backup * 2, before * 2)
+        p.data = backup
+        p.data, q.data = q.data, p.data
+        swapped = snapshot(one), snapshot(other)
+        one(KEYS).sum().backward()
+        torch.optim.SGD(one.parameters(), lr=0.5).step()
+        found.append((evaluated, *swapped, snapshot(one), snapshot(other)))
+    for mine, expected in zip(*found):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("what", ["another's", "its own"])
+def test_what_is_put_among_a_module_s_parameters_is_saved_and_loaded(trainer: frugal.Trainer, what: str) -> None:
+    found = []
+    for one, other in two_of_each(trainer):
+        own = torch.nn.Parameter(torch.full((ROWS, DIM), 3.0))
+        one._parameters["weight"] = other._parameters["weight"] if what == "another's" else own
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        one(KEYS).sum().backward()
+        optimizer.step()
+        saved = {name: value.clone() for name, value in one.state_dict().items()}
+        one.load_state_dict({"weight": 2 * saved["weight"]})
+        found.append((saved["weight"], one(KEYS).detach(), snapshot(other), one.state_dict()["weight"].clone()))
+    for mine, expected in zip(*found):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("how", ["weight", "register_parameter"])
+def test_a_parameter_that_is_assigned_is_shared(trainer: frugal.Trainer, how: str) -> None:
+    for one, other in two_of_each(trainer):
+        if how == "weight":
+            one.weight = parameter_of(other)
+        else:
+            one.register_parameter("weight", parameter_of(other))
+        with torch.no_grad():
+            other.weight.fill_(5.0)
+        assert torch.equal(snapshot(one), torch.full((ROWS, DIM), 5.0))
+
+
+def test_a_gradient_has_its_rows_shape(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM))
+    found = []
+    for bags in (ours, theirs):
+        parameter = parameter_of(bags)
+        loss = bags(KEYS).square().sum()
+        (alone,) = torch.autograd.grad(loss, [parameter], retain_graph=True)
+        loss.backward()
+        grad = parameter.grad
+        assert grad.shape == parameter.shape == alone.shape == grad.size() and grad.size(1) == DIM
+        found.append([grad.norm() / grad.numel() ** 0.5, grad.abs().sum() / grad.nelement()])
+    torch.testing.assert_close(*found)
+
+
+def test_what_is_noted_at_a_weight_is_noted_at_its_parameter(trainer: frugal.Trainer) -> None:
+    for one, other in two_of_each(trainer):
+        one.weight._no_weight_decay = True
+        parameter_of(other).rate = 0.5
+        assert parameter_of(one)._no_weight_decay and other.weight.rate == 0.5
+        assert not hasattr(other.weight, "_no_weight_decay")
+        one.double()
+        assert one.weight._no_weight_decay and parameter_of(one)._no_weight_decay
+
+
+def test_a_copy_of_a_tied_layer_has_a_parameter(trainer: frugal.Trainer) -> None:
+    for one, _ in two_of_each(trainer):
+        layer = torch.nn.Linear(DIM, ROWS, bias=False)
+        layer.weight = one.weight
+        for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert isinstance(made.weight, torch.nn.Parameter) and made.weight.requires_grad
+            assert torch.equal(made.weight, one.weight)
+            assert [name for name, _ in made.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((ROWS, DIM), 0.25), torch.zeros(1)])
+def test_a_gradient_is_overwritten_by_copy(trainer: frugal.Trainer, value: torch.Tensor) -> None:
+    (ours, _), (theirs, _) = two_of_each(trainer)
+    for module in (ours, theirs):
+        module(KEYS).square().sum().backward()
+        parameter_of(module).grad.copy_(value)
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert torch.equal(snapshot(ours), snapshot(theirs))
+
+
+DATA_WRITES: Dict[str, Callable[[Any], Any]] = {
+    "row": lambda m: m.weight.data.__setitem__(0, 0.0),
+    "assigned": lambda m: setattr(m.weight, "data", torch.nn.functional.normalize(m.weight.data)),
+    "clamped": lambda m: m.weight.data.clamp_(-1.0, 1.0),
+    "parameter": lambda m: parameter_of(m).data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("write", DATA_WRITES)
+def test_writes_through_data_do_not_stop_a_backward(trainer: frugal.Trainer, write: str) -> None:
+    """As torch's do not: the second forward of a step writes before the backward of the first."""
+    ours, theirs = two_of_each(trainer)
+    for one, _ in (ours, theirs):
+        total = 0.0
+        for _ in range(2):
+            DATA_WRITES[write](one)
+            total = total + (one(KEYS) @ one.weight.t()).sum()
+        total.backward()  # type: ignore[attr-defined]
 
 
 # --- gradients that are set by data ---

@@ -258,6 +258,8 @@ class Anchor(torch.nn.Parameter):
                 else:
                     self.begun = None
             return
+        if isinstance(value, Gradient) and value.table is not self.table:
+            value = value.dense()  # as a worker's is given to a copy of the model
         if not isinstance(value, Gradient) and value.shape != SHAPE:
             self.rows().grad = value  # a gradient of rows
             return
@@ -267,7 +269,7 @@ class Anchor(torch.nn.Parameter):
         set_grad(self, value)
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
-    grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
+    grad = _grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
 
     def begin(self, left: Optional["Gradient"] = None) -> "Gradient":
         """The gradient that backwards add to: what is left of another, or one of nothing."""
@@ -439,6 +441,7 @@ class Anchor(torch.nn.Parameter):
 
 if _usual.native is not None:
     setattr(Anchor, "grad", _usual.native.Grad())  # the same
+    setattr(Anchor, "_grad", vars(Anchor)["grad"])
 
 # What says what a parameter is, and not what its values are.
 _OF_THE_ELEMENT = {
@@ -609,6 +612,21 @@ class Gradient(torch.Tensor):
                 " scale or clamp what is there, or set module.weight.grad, which is one of rows"
             )
         self.become(value)
+
+    # In Python it has its rows' shape.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(SHAPE) if _is_of_torch() else self.table.anchor.rows().shape
+
+    def size(self, dim: Optional[int] = None) -> Any:
+        sizes = torch.Size(SHAPE) if _is_of_torch() else self.table.anchor.rows().shape
+        return sizes if dim is None else sizes[dim]
+
+    def numel(self) -> int:
+        return math.prod(SHAPE if _is_of_torch() else self.table.anchor.rows().shape)
+
+    nelement = numel
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         if self.clip_limit:
@@ -1094,6 +1112,12 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
             if source.table is not to.table:
                 raise NotImplementedError("the gradient of a table cannot be copied into that of another")
             to.become(source)
+            return to
+        if not _is_shared(to.table):
+            anchor = to.table.anchor
+            if get_grad(anchor) is not to:
+                raise _no_answer(func, to)
+            anchor.rows().set_grad(source)
             return to
         to.rescale(_of_a_reducer(to.table, float(source)))
         return to

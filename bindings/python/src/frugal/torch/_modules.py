@@ -475,6 +475,8 @@ class _Single(_Module):
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
+        if isinstance(value, Anchor):
+            value = value.rows()
         if type(value) is Weight and value.is_whole() and value._table is not self._table:
             self._share(value._table)
             return
@@ -595,7 +597,10 @@ class _Single(_Module):
                 self.weight[self.padding_idx] = 0.0
 
     def _tables(self) -> Dict[str, _steps.Table]:
-        return {"": self._table}
+        value: Optional[torch.Tensor] = self._parameters["weight"]  # which somebody may have set past `weight`
+        if isinstance(value, Anchor):
+            return {"": value.table}
+        return {} if self._instead() is not None else {"": self._table}
 
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

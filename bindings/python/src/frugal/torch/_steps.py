@@ -77,6 +77,8 @@ class Table:
         self.said = optimizer  # what the module was made with
         self.written = False  # rows, by the caller
         self.written_at = 0  # the steps' count of writes, when rows were written last
+        self.counts = True  # whether writes of rows are told to backwards, see `Kept`
+        self.shown: List["weakref.ref[Any]"] = []  # what weight.data has given of all rows
         self.grad_read_at = -1  # the steps' count of writes, when somebody read weight.grad last
         self.state_floats = 0 if self.empty else info.state_floats
         self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
@@ -166,8 +168,18 @@ class Table:
             self.written_at = self.steps.writes
             if not self.empty:
                 self.steps.patiently(lambda: _native.put(self.table, keys, rows, with_state))
-        if kept:
+        if kept and self.counts:
             changed([self])
+
+    @contextlib.contextmanager
+    def uncounted(self, uncounted: bool) -> Iterator[None]:
+        """Writes in it are not told to backwards, as PyTorch does not count what is written through `data`."""
+        with self.steps.still():
+            before, self.counts = self.counts, self.counts and not uncounted
+            try:
+                yield
+            finally:
+                self.counts = before
 
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before

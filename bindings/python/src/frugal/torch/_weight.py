@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
@@ -110,7 +111,10 @@ class Weight(torch.Tensor):
     _sparse: bool
     _at: Optional[torch.Tensor]  # which rows, None: all
     _own: Optional[bool]  # requires_grad, None: the module's
+    _anchor: Anchor
+    _made: Tuple[torch.dtype, torch.device]
     _counts = True  # whether a backward of what was computed of it finds out that rows were written since
+    _left: Optional[torch.Tensor] = None  # of `data`: the rows, once the table has got others by an assignment to data
 
     @staticmethod
     def __new__(
@@ -179,6 +183,8 @@ class Weight(torch.Tensor):
 
     def read(self, at: Optional[torch.Tensor] = None) -> torch.Tensor:
         """A copy of the rows, or of those at these places."""
+        if self._left is not None:
+            return self._left.clone() if at is None else self._left[at]
         with self._table.steps.still():
             return self._rows(self._keys(at))
 
@@ -205,7 +211,7 @@ class Weight(torch.Tensor):
     def change(self, function: Callable[[torch.Tensor, slice], Any], begins: bool = False) -> None:
         """Rows are what the function makes of them, some at a time. `begins`: where ranks make what they begin with, rank 0 makes
         it for all, and the others draw what it draws."""
-        with self._table.steps.still():
+        with self._table.uncounted(not self._counts):
             _change(self._table, self._keys(), function, not (begins and self._table.steps.follows()))
 
     # What a tensor has that must not be looked for in memory that is not there.
@@ -214,15 +220,25 @@ class Weight(torch.Tensor):
     def data(self) -> "Weight":
         weight = self.detach()
         weight._counts = False
+        if self._at is None and self._left is None and not self._table.hashed:
+            self._table.shown.append(weakref.ref(weight))
         return weight
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, Weight) and value._table is self._table and value._at is self._at:
+        if isinstance(value, Weight) and value._table is self._table and value._at is self._at and value._left is None:
             return  # weight.data *= 2 has written already
         if self._at is not None:
             self.copy_(value)
-        else:
+            return
+        with self._table.uncounted(True):
+            # As in PyTorch, who has the data of before has the rows of before.
+            shown = [weight for reference in self._table.shown if (weight := reference()) is not None]
+            if shown:
+                left = self.read()
+                for weight in shown:
+                    weight._left = left
+            self._table.shown = []
             write(self._table, value)
 
     def _rows_of(self, gradient: Gradient) -> torch.Tensor:
@@ -291,6 +307,11 @@ class Weight(torch.Tensor):
                 before = anchor.begin()
                 anchor.grad = before
             before.become(Gradient.of(anchor, self._held(keys.clone(), values), (0,)))
+
+    def set_grad(self, value: torch.Tensor) -> None:
+        """The gradient that there is becomes this, which may be one element for all."""
+        self._check_grad_written("copy_")
+        self._take_grad(value.detach().expand(self.shape))
 
     def _held(self, keys: torch.Tensor, rows: torch.Tensor) -> Held:
         """Gradients of keys, as a backward would have delivered them."""
@@ -375,6 +396,8 @@ class Weight(torch.Tensor):
         raise RuntimeError(_no_memory(self._table))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._left is not None:
+            return self._left[index]
         self._check_traced()
         found = self._places(index)
         if found is None:
@@ -394,6 +417,9 @@ class Weight(torch.Tensor):
         return out
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        if self._left is not None:
+            self._left[index] = value
+            return
         self._check_written()
         if isinstance(value, torch.Tensor):
             value = value.detach().to(device="cpu", dtype=torch.float32)
@@ -406,6 +432,7 @@ class Weight(torch.Tensor):
                 return
             at, rest, _ = found
             part = Weight(self._table, self._feature, self._sparse, at.reshape(-1), True)
+            part._counts = self._counts
             if self._at is not None:
                 part._at = self._at[at.reshape(-1)]
             new = part.read().to(device="cpu", dtype=torch.float32).view(*at.shape, self._table.dim)
@@ -451,11 +478,31 @@ class Weight(torch.Tensor):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation: rows are"
                                " written under torch.no_grad(), or to weight.data")
 
-    def __deepcopy__(self, memo: object) -> torch.Tensor:
-        return self.read()
+    def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
+        """As of a decoder that is tied: a parameter of its own."""
+        return cast(torch.Tensor, memo.setdefault(id(self), self._copied()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copied(self) -> torch.Tensor:
+        rows = self.read()
+        return torch.nn.Parameter(rows, self.requires_grad) if self.is_whole() else rows
+
+    # What somebody notes at a weight is noted at the parameter, and the other way round.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = "_anchor" not in vars(self) or name in Weight.__annotations__ or hasattr(type(self), name)
+        if own or not self.is_whole():
+            super().__setattr__(name, value)
+        else:
+            setattr(self._anchor, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        noted = vars(vars(self).get("_anchor", self))
+        if name in noted and name not in Anchor.__annotations__:
+            return noted[name]
+        raise AttributeError(f"'Weight' object has no attribute {name!r}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -473,6 +520,8 @@ class Weight(torch.Tensor):
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(isinstance(value, Weight) and value._left is not None for value in flat([*args, *kwargs.values()])):
+            return func(*_of_before(args), **dict(zip(kwargs, _of_before(tuple(kwargs.values())))))
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
         if func in EQUAL and len(args) == 2 and _are_keys(*args):
@@ -807,6 +856,18 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
                 raise NotImplementedError(f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}")
             weight.change(lambda some, part, changed=changed: some.copy_(changed[part]))  # type: ignore[misc]
     return out
+
+
+def _of_before(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """The values with rows of before in the place of weights that have such."""
+    out: List[Any] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            value = type(value)(_of_before(tuple(value)))
+        elif isinstance(value, Weight) and value._left is not None:
+            value = value._left
+        out.append(value)
+    return tuple(out)
 
 
 def _are_keys(one: Any, other: Any) -> bool:
