@@ -182,7 +182,7 @@ def test_a_parameter_that_is_assigned_is_shared(trainer: frugal.Trainer, how: st
 
 
 def test_a_gradient_has_its_rows_shape(trainer: frugal.Trainer) -> None:
-    ours, theirs = bag_pair(trainer, integers(ROWS, DIM))
+    (ours, _), (theirs, _) = two_of_each(trainer)
     found = []
     for bags in (ours, theirs):
         parameter = parameter_of(bags)
@@ -191,8 +191,19 @@ def test_a_gradient_has_its_rows_shape(trainer: frugal.Trainer) -> None:
         loss.backward()
         grad = parameter.grad
         assert grad.shape == parameter.shape == alone.shape == grad.size() and grad.size(1) == DIM
-        found.append([grad.norm() / grad.numel() ** 0.5, grad.abs().sum() / grad.nelement()])
+        found.append([grad.norm() / grad.numel() ** 0.5, grad.abs().sum() / grad.nelement(), grad.norm(2, dim=(0, 1))])
+        assert torch.equal(torch.zeros_like(grad), torch.zeros(ROWS, DIM))
+        with pytest.raises(RuntimeError, match="size"):
+            parameter.grad = torch.ones(1, 1)
     torch.testing.assert_close(*found)
+
+
+def test_a_gradient_of_a_table_of_one_element_is_assigned(trainer: frugal.Trainer) -> None:
+    for module in (ft.Embedding(1, 1, trainer=trainer), torch.nn.Embedding(1, 1)):
+        before = snapshot(module)
+        parameter_of(module).grad = torch.full((1, 1), 0.5)
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        torch.testing.assert_close(snapshot(module), before - 0.5)
 
 
 def test_what_is_noted_at_a_weight_is_noted_at_its_parameter(trainer: frugal.Trainer) -> None:

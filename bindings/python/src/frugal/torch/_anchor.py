@@ -260,13 +260,10 @@ class Anchor(torch.nn.Parameter):
             return
         if isinstance(value, Gradient) and value.table is not self.table:
             value = value.dense()  # as a worker's is given to a copy of the model
-        if not isinstance(value, Gradient) and value.shape != SHAPE:
-            self.rows().grad = value  # a gradient of rows
-            return
-        # A caller's zeros are a gradient to which backwards add. Zeros of autograd's own, as of a penalty, do not come here.
-        if not isinstance(value, Gradient) and value.shape == SHAPE and float(value) == 0.0:
-            value = self.begin()
-        set_grad(self, value)
+        if isinstance(value, Gradient) or (_is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
+            set_grad(self, value)
+        else:
+            self.rows().grad = value
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
     grad = _grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
@@ -470,9 +467,9 @@ _OF_TORCH = (
 )  # fmt: skip
 
 
-def _is_of_torch() -> bool:
-    """Whether the caller's caller is there, and wants the element."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
+def _is_of_torch(depth: int = 2) -> bool:
+    """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
+    name: str = sys._getframe(depth).f_globals.get("__name__", "")
     return name.startswith(_OF_TORCH)
 
 
@@ -615,16 +612,19 @@ class Gradient(torch.Tensor):
 
     # In Python it has its rows' shape.
 
+    def _sizes(self) -> Tuple[int, ...]:
+        return SHAPE if _is_of_torch(3) else tuple(self.table.anchor.rows().shape)
+
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(SHAPE) if _is_of_torch() else self.table.anchor.rows().shape
+        return torch.Size(self._sizes())
 
     def size(self, dim: Optional[int] = None) -> Any:
-        sizes = torch.Size(SHAPE) if _is_of_torch() else self.table.anchor.rows().shape
+        sizes = torch.Size(self._sizes())
         return sizes if dim is None else sizes[dim]
 
     def numel(self) -> int:
-        return math.prod(SHAPE if _is_of_torch() else self.table.anchor.rows().shape)
+        return math.prod(self._sizes())
 
     nelement = numel
 
@@ -1152,6 +1152,10 @@ def _without_nan(func: Any, grad: Gradient, *values: Any, out: Optional[torch.Te
     return changed if out is None else out
 
 
+def _zeros(func: Any, grad: Gradient, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(grad.shape, dtype=dtype or grad.dtype, device=grad.device)
+
+
 _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.detach: _itself,
     _aten.detach_: _itself,
@@ -1188,6 +1192,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense: _value,
     _aten.nan_to_num: _without_nan,
     _aten.nan_to_num_: _without_nan,
+    _aten.zeros_like: _zeros,
     **dict.fromkeys(REDUCED, _of_elements),
 }
 

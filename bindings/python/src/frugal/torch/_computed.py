@@ -67,7 +67,8 @@ class Computed(torch.Tensor):
 
 
 def check_whole(func: Any, table: str, dim: Any) -> None:
-    if dim not in (None, [], ()):
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if dims and sorted(each % len(SHAPE) for each in dims) != [0, 1]:
         raise NotImplementedError(
             f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad"
         )

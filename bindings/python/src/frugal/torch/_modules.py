@@ -500,7 +500,7 @@ class _Single(_Module):
 
     def _instead(self) -> Optional[torch.Tensor]:
         """What stands in the place of the rows, as in a torch.func.functional_call, and is no table's."""
-        value: Optional[torch.Tensor] = self._parameters["weight"]
+        value: Optional[torch.Tensor] = self._parameters.get("weight")
         if value is self._anchors[0]:
             return None
         if type(value) is Weight and value.is_whole() and value._table is self._table:
@@ -597,7 +597,7 @@ class _Single(_Module):
                 self.weight[self.padding_idx] = 0.0
 
     def _tables(self) -> Dict[str, _steps.Table]:
-        value: Optional[torch.Tensor] = self._parameters["weight"]  # which somebody may have set past `weight`
+        value: Optional[torch.Tensor] = self._parameters.get("weight")  # which somebody may have set past `weight`
         if isinstance(value, Anchor):
             return {"": value.table}
         return {} if self._instead() is not None else {"": self._table}
