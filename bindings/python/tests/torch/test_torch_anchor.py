@@ -326,15 +326,51 @@ def test_moments_are_read_by_name(trainer: frugal.Trainer, kind: str) -> None:
                 for state in (*mine, *theirs):
                     state[MOMENTS[kind][0]] = torch.ones_like(state[MOMENTS[kind][0]])
     state = mine[0]
-    assert list(state) == ["step"] and "other" not in state and state.get("other", 7) == 7
+    assert [*state] == [*state.keys()] == ["step", *MOMENTS[kind]] and len(state) == len(MOMENTS[kind]) + 1
+    assert "other" not in state and state.get("other", 7) == 7
     with pytest.raises(KeyError, match="other"):
         state["other"]
-    with pytest.raises(NotImplementedError, match="embedding_bag_0.*load a state_dict"):
-        state[name].zero_()
     with pytest.raises(ValueError, match="read-only"):
         state[name].numpy()[:] = 0.0
-    assert copy.deepcopy(state) == {"step": 3}
+    copied = copy.deepcopy(state)
+    assert copied["step"] == 3 and torch.equal(copied[name], state[name]) and type(copied[name]) is torch.Tensor
     assert_same(*models, rtol=1e-3, atol=1e-3)
+
+
+MOMENT_WRITES: Dict[str, Callable[[Any], Any]] = {
+    "zero": lambda moment: moment.zero_(),
+    "row": lambda moment: moment[0].zero_(),
+    "element": lambda moment: moment.__setitem__((..., 0), 0.25),
+    "scaled": lambda moment: moment.mul_(0.5).add_(0.125),
+    "data": lambda moment: moment.data.view(-1)[3:].fill_(0.5),
+    "out": lambda moment: torch.clamp(moment, max=0.5, out=moment),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", list(MOMENTS))
+@pytest.mark.parametrize("write", MOMENT_WRITES)
+@pytest.mark.parametrize("kept", [False, True])
+def test_moments_are_written_in_place(trainer: frugal.Trainer, kind: str, write: str, kept: bool) -> None:
+    """As who restarts momentum does; `kept`: through tensors that were taken before the last step."""
+    models = pair(trainer)
+    optimizers = [STATES[kind](model.parameters()) for model in models]
+    taken: List[List[Any]] = [[], []]
+    for turn in range(4):
+        batch, grad = all_keys(ROWS), integers(ROWS, 2)
+        for moments, model, optimizer in zip(taken, models, optimizers):
+            optimizer.zero_grad()
+            (model(batch) * grad).sum().backward()
+            optimizer.step()
+            states = [optimizer.state[parameter] for parameter in model.parameters()]
+            if turn == 0 or not kept:
+                moments[:] = [state[name] for state in states for name in list(state) if name != "step"]
+            if turn == 1:
+                for moment in moments:
+                    MOMENT_WRITES[write](moment)
+    assert_same(*models, rtol=1e-3, atol=1e-3)
+    saved = [optimizer.state_dict()["state"][0][MOMENTS[kind][0]] for optimizer in optimizers]
+    torch.testing.assert_close(*saved, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["Adagrad", "SGD"])

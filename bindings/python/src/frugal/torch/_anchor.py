@@ -485,39 +485,6 @@ def _with_rows(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
     return tuple(out)
 
 
-class _Value(torch.Tensor):
-    """What can be read alone, and views of it."""
-
-    _refuse: Callable[[str], Exception]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        parts = [a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Value)]
-        if in_place(name) and any(isinstance(a, _Value) for a in flat(args[:1])):
-            raise parts[0]._refuse(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-            if parts and isinstance(out, torch.Tensor) and out.layout == torch.strided:
-                if out.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr():
-                    return read_only(out, parts[0]._refuse)
-                return out.as_subclass(torch.Tensor) if isinstance(out, _Value) else out
-        return without_writes(out) if name in ("numpy", "__array__") else out
-
-
-def read_only(tensor: torch.Tensor, refuse: Callable[[str], Exception]) -> torch.Tensor:
-    """The tensor, and an error from whoever writes to it, of the function's name."""
-    value = tensor.as_subclass(_Value)
-    value._refuse = refuse
-    return value
-
-
 def without_writes(array: Any) -> Any:
     """NumPy's view of what is read: who wrote to it would write to nothing."""
     flags = getattr(array, "flags", None)

@@ -17,7 +17,10 @@ import operator
 import warnings
 import weakref
 from collections import OrderedDict
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar, cast
+from typing import (
+    Any, Callable, Dict, ItemsView, Iterator, KeysView, List, NamedTuple, Optional, Sequence, Set, Tuple, Type, TypeVar,
+    ValuesView, cast,
+)  # fmt: skip
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -26,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import frugal
 
 from . import _ranks, _state, _usual
-from ._anchor import Anchor, Gradient, get_grad, read_only, set_grad
+from ._anchor import Anchor, Gradient, flat, get_grad, in_place, set_grad, without_writes
 from ._computed import SHAPE
 from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
 from ._weight import Weight
@@ -56,10 +59,14 @@ class _Count(int):
 
     is_cpu = False
 
+    def item(self) -> int:
+        return int(self)
+
 
 class _Own(Dict[str, Any]):
     """What an optimizer has of a table in its `state`: the count of steps. What it has of each row is in the table, and is
-    read there by the names of torch's optimizers. While another optimizer steps the table, it is here."""
+    read there by the names of torch's optimizers, of which each is listed. While another optimizer steps the table, or
+    until what somebody has set is the table's, it is here."""
 
     def __init__(self, anchor: Anchor, theirs: _Theirs, has: Dict[str, Any]) -> None:
         super().__init__(has)
@@ -73,24 +80,37 @@ class _Own(Dict[str, Any]):
         return type(table.optimizer) is self.kind and (owner is None or owner.state.get(self.anchor) is self)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.keys() or (name in self.names and (_STATE in self.keys() or self.is_in_table()))
+        return name in _here(self) or (name in self.names and (_STATE in _here(self) or self.is_in_table()))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _here(self)
+        yield from [name for name in self.names if name not in _here(self) and name in self]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def keys(self) -> Any:
+        return KeysView(self)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        return ItemsView(self)
 
     def __missing__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise KeyError(name)
+        return _Moment.of(self, name, self.read(name))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of what the rows have by this name."""
         table, names = self.anchor.table, self.names
-        if _STATE in self.keys():
+        if _STATE in _here(self):
             parts = self[_STATE].tensor_split(len(names), dim=1)
         else:
             parts = _state.moments(table, [table.dim] * len(names))[0]
-
-        def refuse(what: str) -> Exception:
-            return NotImplementedError(
-                f"table {table.name!r}: {what} of {name}, which is a copy of what the table has: set"
-                f" optimizer.state[parameter][{name!r}], or load a state_dict into the optimizer"
-            )
-
-        return read_only(parts[names.index(name)].to(table.device), refuse)
+        return cast(torch.Tensor, parts[names.index(name)].to(table.device))
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
@@ -98,14 +118,14 @@ class _Own(Dict[str, Any]):
     def of_rows(self) -> Dict[str, Any]:
         """What state_dict() has of the rows: of a dense table what torch's optimizer would have."""
         if not self.is_in_table():
-            return {name: value for name, value in self.items() if name != _STEP}
+            return {name: value for name, value in dict.items(self) if name != _STEP}
         table = self.anchor.table
         if table.hashed:
             (state,), keys = _state.moments(table, [table.state_floats])
             found = {_STATE: state, _KEYS: keys.view(torch.float32)}
         else:
             found = dict(zip(self.names, _state.moments(table, [table.dim] * len(self.names))[0]))
-        found.update(self)  # of several, somebody has set some
+        found.update(dict.items(self))  # of several, somebody has set some
         found.pop(_STEP, None)
         return found
 
@@ -115,7 +135,63 @@ class _Own(Dict[str, Any]):
             self.update(self.of_rows())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
+        return dict, ({name: self[name] if name in _here(self) else self.read(name) for name in self},)
+
+
+def _here(state: Dict[str, Any]) -> KeysView[str]:
+    """The names of what is in the state itself, and not in a table."""
+    return dict.keys(state)
+
+
+class _Moment(torch.Tensor):
+    """A copy of what the rows of a table have for an optimizer, and views of it: who writes to it writes what the table
+    has from the next step on, and state_dict() at once."""
+
+    _own: _Own
+    _name: str
+    _all: torch.Tensor  # whose memory this has
+
+    @classmethod
+    def of(cls, own: _Own, name: str, rows: torch.Tensor, view: Optional[torch.Tensor] = None) -> "_Moment":
+        moment = (rows if view is None else view).as_subclass(cls)
+        moment._own, moment._name, moment._all = own, name, rows
+        return moment
+
+    def _before_write(self) -> None:
+        own, name = self._own, self._name
+        if dict.get(own, name) is self._all:
+            return
+        table = own.anchor.table
+        if table.hashed:
+            raise NotImplementedError(
+                f"table {table.name!r}: {name} is a copy of what the hashed table has: load a state_dict into the optimizer"
+            )
+        if name in own:  # what others have made of it since
+            self._all.copy_(own[name])
+            own[name] = self._all
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        moments = [value for value in flat([*args, *kwargs.values()]) if isinstance(value, _Moment)]
+        with torch._C.DisableTorchFunctionSubclass():
+            for target in flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())]):
+                if isinstance(target, _Moment):
+                    target._before_write()
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.layout == torch.strided and not hasattr(out, "_own"):
+                for moment in moments:
+                    if out.untyped_storage().data_ptr() == moment._all.untyped_storage().data_ptr():
+                        return cls.of(moment._own, moment._name, moment._all, out)
+                return out.as_subclass(torch.Tensor) if isinstance(out, _Moment) else out
+        return without_writes(out) if name in ("numpy", "__array__") else out
 
 
 _K = TypeVar("_K")
@@ -481,9 +557,9 @@ def _update(
     owned = table.owner is not None and table.owner() is optimizer
     count = int(count)
     made = group.optimizer(count + 1, table.said.mean_ranks)
-    if counted and owned and len(state) == 1 and factor == 1.0 and table.is_of(made):  # the usual case
+    if counted and owned and len(_here(state)) == 1 and factor == 1.0 and table.is_of(made):  # the usual case
         return Update(table, gradient, group.with_scale(made, gradient))
-    if not (_STEP in state and len(state) == 1):
+    if set(_here(state)) != {_STEP}:
         _translate(optimizer, table, state, made)
     if not owned:
         _take_over(table, optimizer, count > 0, state, made)
@@ -505,7 +581,7 @@ def _update(
 
 def _has_moments(state: Dict[str, Any]) -> bool:
     """Whether there is a state of rows that the table has not: it is loaded, set by somebody, or aside."""
-    return any(name != _STEP for name in state)
+    return any(name != _STEP for name in _here(state))
 
 
 def _take_over(
@@ -548,7 +624,7 @@ def _translate(
     """Completes the state of rows that was loaded or set, in the form of torch's optimizer of a dense weight."""
     theirs = {}
     shape = (table.capacity, table.dim)
-    for name in [name for name in state if name not in (_STEP, _STATE, _KEYS)]:
+    for name in [name for name in _here(state) if name not in (_STEP, _STATE, _KEYS)]:
         if _says_nothing(state[name], state, shape, made):
             del state[name]
         else:
@@ -708,7 +784,7 @@ def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any],
     keys = dict.get(state, _KEYS)
     load = functools.partial(_state.load_moments, table, parts, None if keys is None else keys.view(torch.int64))
     _by_rank_0(table, load, "has loaded the", "load an optimizer's state_dict on all ranks")
-    for name in [name for name in state if name != _STEP]:
+    for name in [name for name in _here(state) if name != _STEP]:
         del state[name]
 
 
