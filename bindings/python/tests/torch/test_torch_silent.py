@@ -153,6 +153,13 @@ def test_data_that_was_kept_has_the_rows_of_before_an_assignment(trainer: frugal
         assert torch.equal(mine, expected)
 
 
+def test_data_that_is_dropped_is_not_remembered(trainer: frugal.Trainer) -> None:
+    table = embedding(trainer)
+    for _ in range(100):
+        table.weight.data.clamp_(-1.0, 1.0)
+    assert not table._table.shown
+
+
 @pytest.mark.parametrize("what", ["another's", "its own"])
 def test_what_is_put_among_a_module_s_parameters_is_saved_and_loaded(trainer: frugal.Trainer, what: str) -> None:
     found = []

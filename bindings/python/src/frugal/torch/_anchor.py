@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import sys
 import threading
 import weakref
@@ -57,6 +58,20 @@ def flat(values: Sequence[Any]) -> Iterator[Any]:
             yield from value
         else:
             yield value
+
+
+def call_with(
+    change: Callable[[Any], Any], func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Any:
+    """Calls a function of tensors with what `change` makes of each argument, and of what is in a list."""
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return change(value)
+        each = [changed(one) for one in value]
+        return value if all(map(operator.is_, each, value)) else type(value)(each)
+
+    return func(*map(changed, args), **{name: changed(value) for name, value in kwargs.items()})
 
 
 # What a backward that runs has for an input.
@@ -175,7 +190,7 @@ class Anchor(torch.nn.Parameter):
         if func in _OF_THE_ELEMENT or _is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
-        return func(*_with_rows(args), **dict(zip(kwargs, _with_rows(tuple(kwargs.values())))))
+        return call_with(lambda value: value.rows() if isinstance(value, Anchor) else value, func, args, kwargs)
 
     # Every step asks for these, and torch's own would ask `__torch_function__`.
 
@@ -471,18 +486,6 @@ def _is_of_torch(depth: int = 2) -> bool:
     """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
     return name.startswith(_OF_TORCH)
-
-
-def _with_rows(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    """The values with weights in the place of anchors."""
-    out: List[Any] = []
-    for value in values:
-        if isinstance(value, Anchor):
-            value = value.rows()
-        elif isinstance(value, (list, tuple)) and any(isinstance(one, Anchor) for one in value):
-            value = type(value)(_with_rows(tuple(value)))
-        out.append(value)
-    return tuple(out)
 
 
 def without_writes(array: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from . import _default, _native, _state
 from ._anchor import (
-    ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of, without_writes,
+    ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, call_with, flat, in_place, use_of, without_writes,
 )  # fmt: skip
 from ._computed import SHAPE
 from ._steps import Kept, Table
@@ -221,7 +221,8 @@ class Weight(torch.Tensor):
         weight = self.detach()
         weight._counts = False
         if self._at is None and self._left is None and not self._table.hashed:
-            self._table.shown.append(weakref.ref(weight))
+            shown = self._table.shown
+            shown.append(weakref.ref(weight, shown.remove))
         return weight
 
     @data.setter
@@ -233,7 +234,7 @@ class Weight(torch.Tensor):
             return
         with self._table.uncounted(True):
             # As in PyTorch, who has the data of before has the rows of before.
-            shown = [weight for reference in self._table.shown if (weight := reference()) is not None]
+            shown = [weight for reference in list(self._table.shown) if (weight := reference()) is not None]
             if shown:
                 left = self.read()
                 for weight in shown:
@@ -521,7 +522,7 @@ class Weight(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if any(isinstance(value, Weight) and value._left is not None for value in flat([*args, *kwargs.values()])):
-            return func(*_of_before(args), **dict(zip(kwargs, _of_before(tuple(kwargs.values())))))
+            return call_with(_of_before, func, args, kwargs)
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
         if func in EQUAL and len(args) == 2 and _are_keys(*args):
@@ -858,16 +859,9 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
     return out
 
 
-def _of_before(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    """The values with rows of before in the place of weights that have such."""
-    out: List[Any] = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            value = type(value)(_of_before(tuple(value)))
-        elif isinstance(value, Weight) and value._left is not None:
-            value = value._left
-        out.append(value)
-    return tuple(out)
+def _of_before(value: Any) -> Any:
+    """The rows of before in the place of a weight that has such."""
+    return value._left if isinstance(value, Weight) and value._left is not None else value
 
 
 def _are_keys(one: Any, other: Any) -> bool:
