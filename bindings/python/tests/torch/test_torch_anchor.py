@@ -715,14 +715,6 @@ def test_the_norm_is_of_sums_over_a_row_s_keys(trainer: frugal.Trainer) -> None:
         torch.testing.assert_close(mine, expected)
 
 
-def test_other_orders_are_refused(trainer: frugal.Trainer) -> None:
-    model, _ = pair(trainer)
-    model(keys()).sum().backward()
-    for order in (0.0, -1.0, float("-inf")):
-        with pytest.raises(NotImplementedError, match="norm of order"):
-            torch.nn.utils.clip_grad_norm_(model.first.parameters(), 1.0, norm_type=order)
-
-
 def test_clip_of_what_is_not_finite(trainer: frugal.Trainer) -> None:
     models = pair(trainer)
     backward(models, keys(), torch.full((6, 2), float("inf")))
@@ -829,34 +821,6 @@ def test_a_backward_after_bounds_is_not_clipped(trainer: frugal.Trainer, both: b
         backward(models, batch, integers(6, 2))
         steps(optimizers)
         assert_same(*models)
-
-
-def test_bounds_that_rows_without_a_gradient_would_leave(trainer: frugal.Trainer) -> None:
-    model, _ = pair(trainer)
-    model(keys()).sum().backward()
-    for low, high in ((0.5, -0.5), (0.5, 1.0), (-1.0, -0.5), (math.nan, math.nan)):
-        for parameter in [p for p in model.parameters() if isinstance(p, _anchor.Anchor)]:
-            assert parameter.grad is not None
-            with pytest.raises(NotImplementedError, match="without 0"):
-                parameter.grad.clamp_(low, high)
-
-
-def test_a_gradient_in_one_dimension_is_refused(trainer: frugal.Trainer) -> None:
-    model, _ = pair(trainer)
-    model(keys()).sum().backward()
-    for parameter in [p for p in model.parameters() if isinstance(p, _anchor.Anchor)]:
-        grad = parameter.grad
-        assert grad is not None
-        for compute in (
-            lambda g: g.norm(2, dim=1),
-            lambda g: g.norm(dim=1, keepdim=True),
-            lambda g: torch.norm(g, 2, dim=0),
-            lambda g: torch.linalg.vector_norm(g, ord=2, dim=1),
-            lambda g: g.sum(dim=0),
-            lambda g: g.mean(0),
-        ):
-            with pytest.raises(NotImplementedError, match=r"embedding_bag_.*dimension.*module\.weight\.grad"):
-                compute(grad)
 
 
 @pytest.mark.parametrize("factors", [(math.nan,), (math.inf,), (1e38, 1e5), (1e-30,)])
@@ -979,26 +943,6 @@ def test_a_penalty_of_parameters_trains_the_rows(trainer: frugal.Trainer, case: 
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_added_to_a_gradient_by_hand_says_what_to_do(trainer: frugal.Trainer) -> None:
-    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
-    module(keys()).sum().backward()
-    (anchor,) = module.parameters()
-    gradient = anchor.grad
-    assert gradient is not None
-    for add in (
-        lambda: gradient.add_(anchor, alpha=0.1),
-        lambda: gradient.data.add_(anchor.data, alpha=0.1),
-        lambda: gradient.add(anchor.data, alpha=0.1),
-    ):
-        with pytest.raises(NotImplementedError, match=r"embedding_bag_0.*weight_decay.*module\.weight\.grad"):
-            add()
-    rows = module.weight.grad
-    assert rows is not None
-    expected = rows.clone() + 0.5 * snapshot(module)
-    rows.add_(module.weight, alpha=0.5)
-    assert torch.equal(rows, expected)
-
-
 READS: Dict[str, Callable[[Any], Any]] = {
     "shape": lambda p: torch.tensor([*p.shape, *p.size(), p.numel(), p.dim(), len(p), p.nbytes]),
     "norm": lambda p: p.norm(),
@@ -1034,25 +978,121 @@ def test_what_is_computed_of_a_parameter_is_of_the_rows(trainer: frugal.Trainer,
         torch.testing.assert_close(found.detach(), expected.detach())
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: p.grad * p, lambda p: p * p.grad, lambda p: p.grad.mul_(p.data != 0), lambda p: p.grad.mul_(p.data)]
-)
-def test_a_gradient_is_not_multiplied_by_rows(trainer: frugal.Trainer, make: Callable[[Any], Any]) -> None:
-    """As a mask or a trust ratio is: never by something else in silence."""
-    model, reference = pair(trainer)
-    for each in (model, reference):
-        each(keys()).sum().backward()
-    before = [parameter.grad.norm() for parameter in model.parameters() if isinstance(parameter, _anchor.Anchor)]
-    anchors = [parameter for parameter in model.parameters() if isinstance(parameter, _anchor.Anchor)]
-    for anchor in anchors:
-        try:
-            product = make(anchor)
-        except NotImplementedError as error:
-            assert "module.weight.grad" in str(error)
-        else:
-            assert anchor.grad is not None
-            torch.testing.assert_close(product, anchor.data * anchor.table.anchor.rows().grad)
-    assert [anchor.grad.norm() for anchor in anchors if anchor.grad is not None] == before
+# What nothing shorter than the gradient of all rows answers.
+OF_ALL_ROWS: Dict[str, Callable[[Any], Any]] = {
+    "product with rows": lambda p: p.grad * p,
+    "rows and product": lambda p: p.detach() * p.grad,
+    "sign": lambda p: p.grad.sign(),
+    "flat": lambda p: p.grad.view(-1),
+    "element": lambda p: p.grad[2, 1],
+    "rows": lambda p: p.grad[torch.tensor([1, 2])],
+    "transposed": lambda p: p.grad.t() @ p.detach(),
+    "sum with a number": lambda p: p.grad + 1,
+    "sum with rows": lambda p: p.grad.add(p.data, alpha=0.5),
+    "square of itself": lambda p: p.grad * p.grad.clone(),
+    "median": lambda p: p.grad.median(),
+    "median of absolutes": lambda p: p.grad.abs().median(),
+    "absolutes of rows": lambda p: p.grad.abs().sum(dim=1),
+    "absolutes by absolutes": lambda p: p.grad.abs() * p.grad,
+    "reciprocals": lambda p: p.grad.pow(-1),
+    "histogram": lambda p: p.grad.histc(5, -4, 4),
+    "narrow": lambda p: p.grad.narrow(0, 2, 3),
+    "reshape": lambda p: p.grad.reshape(2, -1),
+    "rows by a loop": lambda p: torch.stack([row.sum() for row in p.grad]),
+    "split": lambda p: p.grad.split(7)[1],
+    "largest of rows": lambda p: p.grad.max(dim=1).values,
+    "length": lambda p: torch.tensor([len(p.grad), len(p.grad.abs()), *p.grad.abs().shape, *p.grad.stride()]),
+    "stack": lambda p: torch.stack([p.grad, p.grad]),
+    "stack of absolutes": lambda p: torch.stack([p.grad.abs()]),
+    "norms of rows": lambda p: p.grad.norm(2, dim=1),
+    "norms of rows, kept": lambda p: p.grad.norm(dim=1, keepdim=True),
+    "norms of columns": lambda p: torch.linalg.vector_norm(p.grad, ord=2, dim=0),
+    "count as a norm": lambda p: p.grad.norm(0.0),
+    "smallest": lambda p: p.grad.norm(float("-inf")),
+    "sums of columns": lambda p: p.grad.sum(dim=0),
+    "means of columns": lambda p: p.grad.mean(0),
+    "clipped without 0": lambda p: p.grad.clamp(1.0, 2.0),
+    "into a tensor": lambda p: torch.zeros(p.shape).add_(p.grad),
+    "trust ratio": lambda p: p.norm() / (p.grad + 0.1 * p.data).norm(),
+    "copy": lambda p: copy.deepcopy(p.grad).sign(),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)),
+}
+
+
+@pytest.mark.parametrize("what", OF_ALL_ROWS)
+def test_a_gradient_is_computed_of_as_torch_s(trainer: frugal.Trainer, what: str) -> None:
+    modules, batch = bag_pair(trainer, integers(ROWS, DIM), sparse=False), keys()
+    found = []
+    for module in modules:
+        module(batch).pow(2).sum().backward()
+        found.append(OF_ALL_ROWS[what](next(module.parameters())).detach())
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(modules[0].weight.grad, modules[1].weight.grad)
+
+
+CHANGES: Dict[str, Callable[[Any], Any]] = {
+    "mask": lambda p: p.grad.mul_(p.data > 0),
+    "mask, augmented": lambda p: exec("p.grad *= p.data > 0", {"p": p}),
+    "mask, set": lambda p: setattr(p, "grad", p.grad * (p.data > 0)),
+    "rows": lambda p: p.grad.__setitem__(slice(0, 3), 0.0),
+    "row by a list": lambda p: p.grad.__setitem__([1, 2], 5.0),
+    "weight decay": lambda p: p.grad.add_(p.data, alpha=0.5),
+    "weight decay of data": lambda p: p.grad.data.add_(p.data, alpha=0.5),
+    "noise": lambda p: p.grad.add_(torch.ones(p.shape)),
+    "number": lambda p: p.grad.add_(torch.tensor(0.5)),
+    "fill": lambda p: p.grad.fill_(0.5),
+    "sign": lambda p: p.grad.sign_(),
+    "view": lambda p: p.grad.view(-1).mul_(2.0),
+    "itself": lambda p: p.grad.mul_(p.grad),
+    "clipped without 0": lambda p: p.grad.clamp_(1.0, 2.0),
+    "clipped to nothing": lambda p: p.grad.clamp_(0.5, -0.5),
+    "divided by the norms": lambda p: p.grad.div_(p.grad.norm(dim=1, keepdim=True) + 1.0),
+    "centralized": lambda p: p.grad.add_(-p.grad.mean(dim=1, keepdim=True)),
+    "data": lambda p: setattr(p.grad, "data", p.grad.data.sign()),
+    "saved": lambda p: setattr(p, "grad", pickle.loads(pickle.dumps(p.grad))),
+    "copied": lambda p: setattr(p, "grad", copy.deepcopy(p.grad)),
+    "clipped by another order": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0, norm_type=0.0),
+    "hook": lambda p: None,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_gradient_is_changed_as_torch_s(trainer: frugal.Trainer, what: str) -> None:
+    modules, batch = bag_pair(trainer, integers(ROWS, DIM), sparse=False), torch.randint(1, ROWS - 1, (6, 2))
+    for module in modules:
+        (parameter,) = module.parameters()
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        if what == "hook":
+            parameter.register_hook(lambda grad, keep=parameter.data > 0: grad * keep)
+        for i in range(3):
+            module(batch + i - 1).pow(2).sum().backward()
+            if i != 1:
+                CHANGES[what](parameter)
+        optimizer.step()
+    torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach())
+
+
+def test_a_copy_of_a_gradient_is_its_own(trainer: frugal.Trainer) -> None:
+    """What would be written to the table's gradient by it is an error."""
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    module(torch.tensor([1])).sum().backward()
+    grad = next(module.parameters()).grad
+    assert grad is not None
+    copied = grad.clone()
+    for write in (lambda: copied.sign_(), lambda: grad.abs().mul_(copied), lambda: torch._foreach_mul_([copied], [grad])):
+        with pytest.raises(NotImplementedError, match=r"module\.weight\.grad"):
+            write()
+    assert torch.equal(grad.sum(), torch.tensor(float(DIM)))
+
+
+def test_a_gradient_of_a_hashed_table_has_no_shape(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer)
+    module(torch.tensor([1])).sum().backward()
+    grad = next(module.parameters()).grad
+    assert grad is not None
+    for compute in (lambda: grad.sign(), lambda: grad.abs().median(), lambda: grad.norm(dim=1), lambda: grad + 1):
+        with pytest.raises(NotImplementedError, match=r"module\.weight\.grad"):
+            compute()
 
 
 WRITES: Dict[str, Callable[[Any], Any]] = {
@@ -1347,40 +1387,6 @@ def test_a_gradient_is_clipped_to_any_range_with_0(
         torch.optim.SGD(module.parameters(), lr=0.5).step()
     ours, theirs = modules
     assert torch.equal(ours.weight, theirs.weight)
-    ours(keys()).sum().backward()
-    gradient = next(ours.parameters()).grad
-    assert gradient is not None
-    with pytest.raises(NotImplementedError, match="without 0"):
-        gradient.clamp_(1.0, 2.0)
-
-
-def test_what_a_gradient_cannot_do_is_said(trainer: frugal.Trainer) -> None:
-    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
-    module(keys()).sum().backward()
-    (anchor,) = module.parameters()
-    grad = anchor.grad
-    assert grad is not None
-    before = snapshot(module)
-    for call in (
-        lambda: grad.add_(torch.randn(1)),
-        lambda: grad + 1,
-        lambda: grad.median(),
-        lambda: grad.abs().sum(dim=0),
-        lambda: grad.abs() * grad,
-        lambda: grad.pow(-1),
-        lambda: grad.view(-1),
-        lambda: torch.stack([grad]),
-        lambda: grad * grad.clone(),
-        lambda: grad.mul_(grad),
-        lambda: grad.fill_(0.5),
-        lambda: torch.zeros(1).add_(grad),
-    ):
-        with pytest.raises(NotImplementedError, match="embedding_bag_0"):
-            call()
-    for call in (lambda: grad.abs().median(), lambda: torch.stack([grad.abs()]), lambda: grad.abs().mul_(2)):
-        with pytest.raises(NotImplementedError, match="module.weight.grad"):
-            call()
-    assert "embedding_bag_0" in repr(grad) and "embedding_bag_0" in repr(grad.abs()) and torch.equal(module.weight, before)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -1927,18 +1933,59 @@ def test_the_caller_s_gradient_is_the_caller_s_after_a_backward(trainer: frugal.
 # --- Copies, files, traces ---
 
 
+def test_a_copy_of_a_parameter_is_a_parameter(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    (anchor,) = module.parameters()
+    before = snapshot(module)
+    optimizer = torch.optim.Adagrad([anchor], lr=0.5)
+    copies = [*copy.deepcopy([anchor, module.weight]), pickle.loads(pickle.dumps(anchor))]
+    assert copies[0] is copies[1]
+    module(keys()).sum().backward()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert torch.equal(copied.param_groups[0]["params"][0], module.weight)
+    for each in copies[1:]:
+        assert type(each) is torch.nn.Parameter and torch.equal(each, before) and each.requires_grad
+        each.data.zero_()
+    assert not torch.equal(module.weight, before) and module.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+def test_entries_of_a_caller_s_own_in_optimizer_state(trainer: frugal.Trainer, kind: str) -> None:
+    """As a subclass keeps them beside what the class that it inherits from has."""
+    modules, batch = bag_pair(trainer, integers(ROWS, DIM), sparse=False), all_keys(ROWS)
+    for module in modules:
+        (parameter,) = module.parameters()
+
+        def make(parameter: Any = parameter) -> torch.optim.Optimizer:
+            if kind == "adam":
+                return torch.optim.Adam([parameter], lr=0.5)
+            return torch.optim.SGD([parameter], lr=0.5, momentum=0.5 if kind == "momentum" else 0.0)
+
+        optimizer = make()
+        for i in range(6):
+            module(batch).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = optimizer.state[parameter]
+            state["seen"] = state.get("seen", 0) + 1
+            state["average"] = parameter.detach().clone()
+            if i == 3:
+                saved = optimizer.state_dict()
+                optimizer = make()
+                optimizer.load_state_dict(saved)
+        state = optimizer.state[parameter]
+        assert state["seen"] == 6 and torch.equal(state["average"], parameter)
+    torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach())
+
+
 def test_copies_and_pickles_say_what_to_do(trainer: frugal.Trainer) -> None:
     model, _ = pair(trainer)
-    (anchor,) = model.first.parameters()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for what in (model, model.first, anchor, optimizer):
+    for what in (model, model.first):
         with pytest.raises(TypeError, match="cannot be copied"):
             copy.deepcopy(what)
         with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
             pickle.dumps(what)
-    for what in (anchor, optimizer):
-        with pytest.raises(TypeError, match=r"weight\.detach\(\)\.clone\(\).*loads its state_dict\(\).*optimizer"):
-            copy.deepcopy(what)
     tables = ft.Optimizer(model)
     for call in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="state_dict"):
@@ -1961,13 +2008,6 @@ def test_modules_are_leaves_of_graphs_of_fx(trainer: frugal.Trainer) -> None:
     ids, offsets = torch.tensor([1, 2, 2, 3]), torch.tensor([0, 1])
     assert torch.equal(graph(ids, offsets), model(ids, offsets))
     assert graph.rows is model.rows
-
-
-def test_a_gradient_says_how_it_is_copied(trainer: frugal.Trainer) -> None:
-    module = ft.Embedding(ROWS, DIM, trainer=trainer)
-    module(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match="weight.grad"):
-        copy.deepcopy(next(module.parameters()).grad)
 
 
 def test_traces_say_what_to_do(trainer: frugal.Trainer) -> None:

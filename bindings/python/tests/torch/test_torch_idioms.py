@@ -760,7 +760,7 @@ def test_a_hook_of_a_parameter_sees_a_penalty_too(trainer: frugal.Trainer) -> No
     module = ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer)
     (anchor,) = module.parameters()
     anchor.register_hook(lambda grad: torch.zeros(1))
-    with pytest.raises(NotImplementedError, match="another tensor in the place of its gradient"):
+    with pytest.raises(RuntimeError, match="hook has changed the size"):
         module(torch.tensor([[1]])).sum().backward()
 
 
@@ -963,7 +963,5 @@ def test_means_of_gradients(trainer: frugal.Trainer) -> None:
     (mine,), (other,) = (list(module.parameters()) for module in (ours, theirs))
     assert mine.grad is not None and other.grad is not None
     assert torch.equal(mine.grad.mean(), other.grad.mean())
-    with pytest.raises(NotImplementedError, match="module.weight.grad"):
-        mine.grad.histc()
     grad = ours.weight.grad
     assert grad is not None and torch.equal(grad.abs().mean(), other.grad.abs().mean())

@@ -8,22 +8,22 @@ backwards delivered, it scales that when it is multiplied, and it computes a nor
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-import operator
 import sys
 import threading
 import weakref
 from collections import OrderedDict
 from typing import (
-    TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast,
+    TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, cast,
 )  # fmt: skip
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import REDUCED, SHAPE, Computed, check_whole
+from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, call_with, check_whole, flat
 
 if TYPE_CHECKING:
     from ._lookup import Lookup
@@ -37,41 +37,8 @@ _MOST_HELD = 64
 _SMALL = 16384  # elements of a table that is small
 _CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
 
-_INPLACE = {
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
-}  # fmt: skip
-_NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
 # In it an anchor is its element.
 as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-
-
-def in_place(name: str) -> bool:
-    """Whether a function of tensors with this name writes to its first argument."""
-    return name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
-
-
-def flat(values: Sequence[Any]) -> Iterator[Any]:
-    """The arguments of a function of tensors, and in the place of a list what is in it."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
-
-
-def call_with(
-    change: Callable[[Any], Any], func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
-) -> Any:
-    """Calls a function of tensors with what `change` makes of each argument, and of what is in a list."""
-
-    def changed(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            return change(value)
-        each = [changed(one) for one in value]
-        return value if all(map(operator.is_, each, value)) else type(value)(each)
-
-    return func(*map(changed, args), **{name: changed(value) for name, value in kwargs.items()})
 
 
 # What a backward that runs has for an input.
@@ -369,25 +336,28 @@ class Anchor(torch.nn.Parameter):
     def _through_hooks(self, grad: "Gradient") -> "Gradient":
         for hook in list(self.hooks.values()):
             found = hook(grad)
-            if found is not None and not (isinstance(found, Gradient) and found.table is self.table):
-                raise NotImplementedError(
-                    f"table {self.table.name!r}: a hook has returned another tensor in the place of its gradient, which the"
-                    " engine holds: scale or clamp the gradient that it gets, or change module.weight.grad after backward()"
-                )
-            grad = grad if found is None else found
+            if found is None:
+                continue
+            if not (isinstance(found, Gradient) and found.table is self.table):
+                if found.shape != grad.shape:
+                    raise RuntimeError(
+                        f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)}, not"
+                        f" {tuple(grad.shape)}"
+                    )
+                found = self.rows().gradient_of(found, grad)
+            grad = found
         return grad
 
     # What torch.Tensor has is a function of Python, and an optimizer looks an anchor up in each step.
     __hash__ = object.__hash__
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            f"the table {self.table.name!r} cannot be copied: the engine owns its rows. module.weight.detach().clone() has"
-            " them; a copy of a module is another that loads its state_dict(), and so is one of an optimizer"
-        )
+    # A copy is a parameter of its own, as torch's is.
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(f"the table {self.table.name!r} cannot be pickled: the engine owns its rows; save state_dict()")
+    def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(cast(torch.Tensor, self.rows()), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.rows().__reduce_ex__(protocol)
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         """Adds a backward's gradient, of these features of its module, to the anchor's."""
@@ -529,11 +499,11 @@ class Part:
         self.factor = factor
 
 
-class Gradient(torch.Tensor):
+class Gradient(OfGradient):
     """A table's gradient since the last zero_grad(), as a tensor of one element in the anchor's place.
 
     To multiply it multiplies the rows' gradients. Its norm is that of the table's gradient. What it has no answer for is
-    an error that says so.
+    computed of `module.weight.grad`.
     """
 
     parts: List[Part]
@@ -549,11 +519,22 @@ class Gradient(torch.Tensor):
         self.parts = []
         self.clip_limit = 0.0
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            f"the gradient of table {self.table.name!r} cannot be copied: it is in the engine's hands. Its clone() is it, and"
-            " module.weight.grad has it as a tensor"
-        )
+    def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
+        return cast(torch.Tensor, memo.setdefault(id(self), self.clone()))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.check_alone("the values")
+        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
+        anchor = self.table.anchor
+        if self.table.hashed or self.table.steps.world_size > 1:
+            raise why
+        if get_grad(anchor) is self:
+            return cast(torch.Tensor, anchor.rows().grad)
+        if writes:
+            raise why
+        return self.dense()
 
     @classmethod
     def of(cls, anchor: Anchor, held: Held, features: Tuple[int, ...]) -> "Gradient":
@@ -573,30 +554,15 @@ class Gradient(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, Gradient) or value.table is not self.table:
-            raise NotImplementedError(
-                f"table {self.table.name!r}: an assignment of another tensor to data of its gradient, which the engine holds:"
-                " scale or clamp what is there, or set module.weight.grad, which is one of rows"
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(self.shape)}"
             )
-        self.become(value)
+        with torch.no_grad():
+            self.copy_(value)
 
-    # In Python it has its rows' shape.
-
-    def _sizes(self) -> Tuple[int, ...]:
+    def sizes(self) -> Tuple[int, ...]:
         return SHAPE if _is_of_torch(3) else tuple(self.table.anchor.rows().shape)
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._sizes())
-
-    def size(self, dim: Optional[int] = None) -> Any:
-        sizes = torch.Size(self._sizes())
-        return sizes if dim is None else sizes[dim]
-
-    def numel(self) -> int:
-        return math.prod(self._sizes())
-
-    nelement = numel
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         if self.clip_limit:
@@ -701,7 +667,7 @@ class Gradient(torch.Tensor):
 
     def norm_of(self, order: float) -> torch.Tensor:
         if not order > 0.0:
-            raise NotImplementedError(f"table {self.table.name!r}: a norm of order {order} of a gradient")
+            raise NoAnswer(f"table {self.table.name!r}: a norm of order {order} of a gradient")
         rows = self.sums("the norm")
         if not rows.numel():
             return torch.zeros((), dtype=torch.float32, device=self.device)
@@ -743,20 +709,24 @@ class Gradient(torch.Tensor):
 
     def elements(self, what: str) -> Computed:
         """Its elements, for who makes `what` of them."""
-        rows, table = self.sums(what), self.table
-        zeros = None if table.hashed else table.capacity * table.dim - rows.numel()
-        return Computed(rows.to(self.dtype), zeros, table.name)
+        self.check_alone(what)
+        (keys, rows), table = self._sums(), self.table
+        return Computed(rows.to(self.dtype), keys, None if table.hashed else table.capacity, table.name)
 
     def sums(self, what: str) -> torch.Tensor:
         """The sum of the gradients of each distinct key, for who makes `what` of it."""
         self.check_alone(what)
+        return self._sums()[1]
+
+    def _sums(self) -> Tuple[Optional[torch.Tensor], torch.Tensor]:
+        """Keys, None: all, and the sum of the gradients of each."""
         keys, rows = self.per_key()
         table = self.table
         if not table.hashed and table.capacity * table.dim <= max(_SMALL, 4 * rows.numel()):
             # Rows of zeros add nothing, and to sort the keys would take longer.
             all_rows = torch.zeros(table.capacity, table.dim, dtype=torch.float32, device=rows.device)
-            return all_rows.index_add_(0, keys, rows)
-        return _sum(keys, rows)[1]
+            return None, all_rows.index_add_(0, keys, rows)
+        return _sum(keys, rows)
 
     @classmethod
     def __torch_function__(
@@ -769,9 +739,11 @@ class Gradient(torch.Tensor):
         if not kwargs:
             answer = _DIRECT.get(func)
             if answer is not None and isinstance(args[0], Gradient):
-                return answer(*args)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+                try:
+                    return answer(*args)
+                except NoAnswer:
+                    pass
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -798,7 +770,7 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
             f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
             " step, so leave the table's parameter (module.anchor) out of what is reduced"
         )
-    return NotImplementedError(
+    return NoAnswer(
         f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms, clipping, sums and"
         " means are possible, and module.weight.grad gives the gradient of the rows"
     )
@@ -840,10 +812,10 @@ def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
 
 
 def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
-    copy = Gradient.__new__(Gradient, grad, kwargs.get("dtype"))  # type: ignore[arg-type]
-    copy.table = grad.table
-    copy.become(grad)
-    return copy
+    copied = Gradient.__new__(Gradient, grad, kwargs.get("dtype"))  # type: ignore[arg-type]
+    copied.table = grad.table
+    copied.become(grad)
+    return copied
 
 
 def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
@@ -852,12 +824,12 @@ def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
         mine = grad if isinstance(grad, Gradient) else other
         if isinstance(other, torch.Tensor) and _task() >= 0:  # autograd adds it
             raise mine.table.anchor.penalty()
-        raise NotImplementedError(
+        raise NoAnswer(
             f"table {mine.table.name!r}: {func} of its gradient, which the engine holds, and something else: give the"
             " optimizer a weight_decay, or add to module.weight.grad what rows are to have, such as module.weight"
         )
     if grad.table is not other.table or alpha != 1:
-        raise NotImplementedError(f"table {grad.table.name!r}: {func} of its gradient and another")
+        raise NoAnswer(f"table {grad.table.name!r}: {func} of its gradient and another")
     total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)
     for clipped in (total, other):
         if clipped.clip_limit:
@@ -908,7 +880,7 @@ def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
     if isinstance(by, Gradient) and isinstance(grad, Gradient):
         raise _no_answer(func, grad)
     if not isinstance(grad, Gradient):
-        raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
+        raise NoAnswer("a tensor cannot be scaled by the gradient of a table")
     grad.rescale(_factor_of(func, grad, by))
     return grad
 
@@ -977,7 +949,7 @@ def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
     if not least <= 0.0 <= most:
-        raise NotImplementedError(
+        raise NoAnswer(
             f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0, which rows that have none"
             " would leave: clip module.weight.grad"
         )
@@ -1031,7 +1003,7 @@ def _for_a_reducer(grad: Gradient) -> float:
     """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
     1, or an infinity, which all ranks see then."""
     if not _is_shared(grad.table):
-        raise NotImplementedError(
+        raise NoAnswer(
             f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
             " the rows"
         )
@@ -1062,11 +1034,11 @@ def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None)
         return _of_elements(_aten.pow.Tensor_Scalar, grad, 2)
     if out is None:  # grad * 0.5, which may become the anchor's
         grad, by = (grad, by) if isinstance(grad, Gradient) else (by, grad)
-        copy = _copy_of(func, grad)
-        copy.rescale(_factor_of(func, grad, by))
-        return copy
+        scaled = _copy_of(func, grad)
+        scaled.rescale(_factor_of(func, grad, by))
+        return scaled
     if not isinstance(grad, Gradient):
-        raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
+        raise NoAnswer("a tensor cannot be scaled by the gradient of a table")
     return out.fill_(_for_a_reducer(grad) * float(by))
 
 
@@ -1080,7 +1052,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
     if isinstance(to, Gradient):
         if isinstance(source, Gradient):
             if source.table is not to.table:
-                raise NotImplementedError("the gradient of a table cannot be copied into that of another")
+                raise NoAnswer("the gradient of a table cannot be copied into that of another")
             to.become(source)
             return to
         if not _is_shared(to.table):
@@ -1096,7 +1068,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
 
 def _scaled(func: Any, grad: Any, by: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(grad, Gradient) or kwargs:
-        raise NotImplementedError("a tensor cannot be divided by the gradient of a table")
+        raise NoAnswer("a tensor cannot be divided by the gradient of a table")
     return _share(func, grad, by)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+import math
+import operator
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 
@@ -11,32 +13,73 @@ _aten = torch.ops.aten
 SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses parameters by their dimensions
 
 
-class Computed(torch.Tensor):
-    """Something of each element of a gradient, as a tensor of one element in its place. Sums, means and the like of it are
-    tensors like others."""
+_INPLACE = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+_NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
 
-    some: torch.Tensor  # of the rows that have a gradient
-    zeros: Optional[int]  # further elements, which are 0; None: as many as a hashed table may have
-    table: str
 
-    @staticmethod
-    def __new__(cls, values: torch.Tensor, zeros: Optional[int], table: str) -> "Computed":
-        return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=values.dtype, device=values.device)
+def in_place(name: str) -> bool:
+    """Whether a function of tensors with this name writes to its first argument."""
+    return name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
 
-    def __init__(self, values: torch.Tensor, zeros: Optional[int], table: str) -> None:
-        self.some, self.zeros, self.table = values, zeros, table
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Computed of the gradient of table {self.table!r}"
+def flat(values: Sequence[Any]) -> Iterator[Any]:
+    """The arguments of a function of tensors, and in the place of a list what is in it."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
-    def count(self, what: str) -> int:
-        """How many elements there are."""
-        if self.zeros is None:
-            raise NotImplementedError(
-                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take their sum,"
-                " their norm or their largest"
-            )
-        return self.some.numel() + self.zeros
+
+def call_with(
+    change: Callable[[Any], Any], func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Any:
+    """Calls a function of tensors with what `change` makes of each argument, and of what is in a list."""
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return change(value)
+        each = [changed(one) for one in value]
+        return value if all(map(operator.is_, each, value)) else type(value)(each)
+
+    return func(*map(changed, args), **{name: changed(value) for name, value in kwargs.items()})
+
+
+class NoAnswer(NotImplementedError):
+    """Of what can be computed of a gradient of all rows alone."""
+
+
+class OfGradient(torch.Tensor):
+    """A table's gradient, or something of each of its elements, as a tensor of one element in its place. What is computed
+    of it is computed of the rows that have a gradient, or else of a tensor of all rows."""
+
+    # In Python it has its rows' shape.
+
+    def sizes(self) -> Tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self.sizes())
+
+    def size(self, dim: Optional[int] = None) -> Any:
+        sizes = torch.Size(self.sizes())
+        return sizes if dim is None else sizes[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.sizes())
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        return self.sizes()[0]
+
+    def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
+        """All rows, for a function that has no answer, and writes to them or not. Or else the error."""
+        raise why
 
     @classmethod
     def __torch_function__(
@@ -46,10 +89,85 @@ class Computed(torch.Tensor):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in (torch.isfinite, torch.Tensor.isfinite):  # which is made of operators that want values
-                return _are(torch.isfinite(args[0].some).all())
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        try:
+            if func in _BY_SIZE:
+                raise NoAnswer(f"{name} of the gradient of a table: take it of module.weight.grad")
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except NoAnswer as error:
+            why = error
+        if name.startswith("_foreach_"):  # which may have begun
+            raise why
+        written = list(flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())]))
+
+        def of_all(value: Any) -> Any:
+            return value.whole(why, any(value is one for one in written)) if isinstance(value, OfGradient) else value
+
+        return call_with(of_all, func, args, kwargs)
+
+
+# They look at the size of the one element before they ask for anything.
+_tensor: Any = torch.Tensor  # whose properties have types of their values
+_BY_SIZE = {
+    *[getattr(_tensor, name) for name in (
+        "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape", "flatten",
+    )],
+    *[getattr(_tensor, name).__get__ for name in ("nbytes", "T", "mT")],
+    torch.narrow, torch.reshape, torch.flatten,
+}  # fmt: skip
+
+
+class Computed(OfGradient):
+    """Something of each element of a gradient. Sums, means and the like of it are tensors like others."""
+
+    some: torch.Tensor  # of the rows that have a gradient
+    keys: Optional[torch.Tensor]  # of these rows, None: they are all; those of others are 0
+    rows: Optional[int]  # of the table, None: as many as a hashed table may have
+    table: str
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str) -> "Computed":
+        return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=values.dtype, device=values.device)
+
+    def __init__(self, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str) -> None:
+        self.some, self.keys, self.rows, self.table = values, keys, rows, table
+
+    def sizes(self) -> Tuple[int, ...]:
+        rows, columns = self.some.shape
+        return rows if self.rows is None else self.rows, columns
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Computed of the gradient of table {self.table!r}"
+
+    def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
+        if writes or self.rows is None:
+            raise why
+        if self.keys is None:
+            return self.some
+        return self.some.new_zeros(self.rows, self.some.shape[1]).index_copy_(0, self.keys, self.some)
+
+    def count(self, what: str) -> int:
+        """How many elements there are."""
+        if self.rows is None:
+            raise NotImplementedError(
+                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take their sum,"
+                " their norm or their largest"
+            )
+        return self.numel()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        if func in (torch.isfinite, torch.Tensor.isfinite):  # which is made of operators that want values
+            return _are(torch.isfinite(args[0].some).all())
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -62,32 +180,30 @@ class Computed(torch.Tensor):
         computed = args[0]
         answer = _ANSWERS.get(func.overloadpacket)
         if answer is None or not isinstance(computed, Computed):
-            raise NotImplementedError(f"{func} of what was computed of a table's gradient: take it of module.weight.grad")
+            raise NoAnswer(f"{func} of what was computed of a table's gradient: take it of module.weight.grad")
         return answer(func, computed, *args[1:], **(kwargs or {}))
 
 
 def check_whole(func: Any, table: str, dim: Any) -> None:
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims and sorted(each % len(SHAPE) for each in dims) != [0, 1]:
-        raise NotImplementedError(
-            f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad"
-        )
+        raise NoAnswer(f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad")
 
 
 def _each(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
     """Of each element, by a function by which 0 stays 0."""
-    return Computed(func(computed.some, *args, **kwargs), computed.zeros, computed.table)
+    return Computed(func(computed.some, *args, **kwargs), computed.keys, computed.rows, computed.table)
 
 
 def _power(func: Any, computed: Computed, exponent: Any) -> Computed:
     if not float(exponent) > 0.0:
-        raise NotImplementedError(f"table {computed.table!r}: power {exponent} of its gradient, most of which is 0")
+        raise NoAnswer(f"table {computed.table!r}: power {exponent} of its gradient, most of which is 0")
     return _each(func, computed, exponent)
 
 
 def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
     if isinstance(by, torch.Tensor) and (by.numel() != 1 or isinstance(by, Computed)):
-        raise NotImplementedError(f"table {computed.table!r}: {func} of its gradient and a tensor: take module.weight.grad")
+        raise NoAnswer(f"table {computed.table!r}: {func} of its gradient and a tensor: take module.weight.grad")
     return _each(func, computed, float(by))
 
 
@@ -115,7 +231,7 @@ def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False,
 def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
     check_whole(func, computed.table, dim)
     some = computed.some.reshape(-1)
-    if computed.zeros != 0:
+    if computed.keys is not None:
         some = torch.cat([some, some.new_zeros(1)])
     found: torch.Tensor = some.amax() if func.overloadpacket in (_aten.max, _aten.amax) else some.amin()
     return found
@@ -144,7 +260,7 @@ def _nonzero(func: Any, computed: Computed, dim: Any = None) -> torch.Tensor:
 def _norm(func: Any, computed: Computed, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     check_whole(func, computed.table, dim)
     if not float(order) > 0.0:
-        raise NotImplementedError(f"table {computed.table!r}: a norm of order {order} of a gradient")
+        raise NoAnswer(f"table {computed.table!r}: a norm of order {order} of a gradient")
     values = computed.some
     norm: torch.Tensor = torch.linalg.vector_norm(values, order) if values.numel() else values.new_zeros(())
     return norm

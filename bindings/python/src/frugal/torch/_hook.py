@@ -29,8 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import frugal
 
 from . import _ranks, _state, _usual
-from ._anchor import Anchor, Gradient, flat, get_grad, in_place, set_grad, without_writes
-from ._computed import SHAPE
+from ._anchor import Anchor, Gradient, get_grad, set_grad, without_writes
+from ._computed import SHAPE, flat, in_place
 from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
 from ._weight import Weight
 
@@ -48,6 +48,8 @@ _THEIR_STATE: Dict[Type[torch.optim.Optimizer], _Theirs] = {
     torch.optim.SparseAdam: _ADAM,
     torch.optim.RMSprop: (frugal.RMSProp, ("square_avg",)),
 }
+# Other entries of a state are the caller's.
+_OF_ROWS = {_STATE, _KEYS, "max_exp_avg_sq", *[name for _, names in _THEIR_STATE.values() for name in names]}
 
 
 def _theirs(optimizer: torch.optim.Optimizer) -> _Theirs:
@@ -581,7 +583,7 @@ def _update(
 
 def _has_moments(state: Dict[str, Any]) -> bool:
     """Whether there is a state of rows that the table has not: it is loaded, set by somebody, or aside."""
-    return any(name != _STEP for name in _here(state))
+    return any(name in _OF_ROWS for name in _here(state))
 
 
 def _take_over(
@@ -624,11 +626,14 @@ def _translate(
     """Completes the state of rows that was loaded or set, in the form of torch's optimizer of a dense weight."""
     theirs = {}
     shape = (table.capacity, table.dim)
-    for name in [name for name in _here(state) if name not in (_STEP, _STATE, _KEYS)]:
+    for name in [name for name in _here(state) if name in _OF_ROWS and name not in (_STATE, _KEYS)]:
         if _says_nothing(state[name], state, shape, made):
             del state[name]
         else:
             theirs[name] = state[name]
+    if not theirs and _STATE not in _here(state) and table.state_floats and type(dict.get(state, _STEP, 0)) is not _Count:
+        # Loaded, of an optimizer of which there is none here.
+        theirs = {name: value for name, value in dict.items(state) if getattr(value, "shape", None) == shape}
     if not theirs:
         return
     _, names = _theirs(optimizer)
@@ -784,7 +789,7 @@ def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any],
     keys = dict.get(state, _KEYS)
     load = functools.partial(_state.load_moments, table, parts, None if keys is None else keys.view(torch.int64))
     _by_rank_0(table, load, "has loaded the", "load an optimizer's state_dict on all ranks")
-    for name in [name for name in _here(state) if name != _STEP]:
+    for name in _OF_ROWS.intersection(_here(state)):
         del state[name]
 
 

@@ -11,9 +11,9 @@ import torch
 
 from . import _default, _native, _state
 from ._anchor import (
-    ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, call_with, flat, in_place, use_of, without_writes,
+    ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, use_of, without_writes,
 )  # fmt: skip
-from ._computed import SHAPE
+from ._computed import SHAPE, call_with, flat, in_place
 from ._steps import Kept, Table
 
 if TYPE_CHECKING:
@@ -291,11 +291,18 @@ class Weight(torch.Tensor):
             raise NotImplementedError(f"table {self._table.name!r}: {how} of the gradient of some rows")
 
     def _take_grad(self, rows: torch.Tensor, anew: bool = False) -> None:
-        """Makes these the table's gradient: of the rows that are not zero, and of those that had one. `anew`: who has kept
-        the gradient keeps it as it was."""
-        table, anchor = self._table, self._table.anchor
+        """Makes these the table's gradient. `anew`: who has kept the gradient keeps it as it was."""
+        anchor = self._table.anchor
+        before = anchor.gradient()
+        gradient = self.gradient_of(rows, before)
+        if before is None or anew:
+            before = anchor.begin()
+            anchor.grad = before
+        before.become(gradient)
+
+    def gradient_of(self, rows: torch.Tensor, before: Optional[Gradient]) -> Gradient:
+        """A gradient of the rows that are not zero, and of those that had one before."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            before = self._table.anchor.gradient()
             if rows.is_sparse:
                 keys, values = rows._indices()[0], rows._values()
             else:
@@ -304,10 +311,7 @@ class Weight(torch.Tensor):
                     there[before.per_key()[0]] = True
                 keys = there.nonzero()[:, 0]
                 values = rows[keys]
-            if before is None or anew:
-                before = anchor.begin()
-                anchor.grad = before
-            before.become(Gradient.of(anchor, self._held(keys.clone(), values), (0,)))
+            return Gradient.of(self._anchor, self._held(keys.clone(), values), (0,))
 
     def set_grad(self, value: torch.Tensor) -> None:
         """The gradient that there is becomes this, which may be one element for all."""
@@ -481,7 +485,10 @@ class Weight(torch.Tensor):
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
         """As of a decoder that is tied: a parameter of its own."""
-        return cast(torch.Tensor, memo.setdefault(id(self), self._copied()))
+        key = id(self._anchor if self.is_whole() else self)
+        if key not in memo:
+            memo[key] = self._copied()
+        return cast(torch.Tensor, memo[key])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
