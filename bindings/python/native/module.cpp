@@ -10,7 +10,7 @@ namespace frugal_torch {
 namespace {
 
 // Changes with what Python and this say to each other: _usual.py takes no file of another number.
-constexpr long kRevision = 7;
+constexpr long kRevision = 8;
 
 // tell(lock, Held, Part, Gradient, Lookup, _Count, DeviceContext): the classes that are looked for.
 PyObject* tell(PyObject*, PyObject* arguments) {
@@ -37,7 +37,15 @@ PyObject* step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// show(known): True, or None and Python is to do it.
+PyObject* give_back(PyObject*, PyObject* known) {
+  HANDLE_TH_ERRORS
+  return show(known);
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
+    {"show", give_back, METH_O, "Gives the tables' gradients back after a step."},
     {"tell", tell, METH_VARARGS, "Tells the classes that are looked for."},
     {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL,
      "The step of the tables that an optimizer has: True, or None and nothing is done."},

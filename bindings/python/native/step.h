@@ -258,6 +258,30 @@ inline bool hide(PyObject* known, PyObject* entries) {
   return PyObject_SetAttr(known, names.hidden, hidden.get()) == 0;
 }
 
+// Gives the gradients back that were hidden (_hook._show), and holds the interpreter's lock, too. Not
+// while a backward in Python adds to one, which it has begun with looking for it.
+inline PyObject* show(PyObject* known) {
+  const Ref hidden = get(known, names.hidden);
+  if (!hidden || !PyList_CheckExact(hidden.get())) return not_usual();
+  const Py_ssize_t count = PyList_GET_SIZE(hidden.get());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* pair = PyList_GET_ITEM(hidden.get(), i);
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return not_usual();
+    const Ref adding = get(PyTuple_GET_ITEM(pair, 0), names.adding);
+    if (!adding || call(adding.get(), names.locked).get() != Py_False) return not_usual();
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* pair = PyList_GET_ITEM(hidden.get(), i);
+    PyObject* anchor = PyTuple_GET_ITEM(pair, 0);
+    at::Tensor& grad = tensor_of(anchor).mutable_grad();
+    if (!grad.defined()) grad = tensor_of(PyTuple_GET_ITEM(pair, 1));
+    if (PyObject_SetAttr(anchor, names.aside, Py_None)) return nullptr;
+  }
+  const Ref none(PyList_New(0));
+  if (!none || PyObject_SetAttr(known, names.hidden, none.get())) return nullptr;
+  return Py_NewRef(Py_True);
+}
+
 // An attribute that the optimizer has, as a rule, or its class; nothing: it is None or not there.
 inline bool has(PyObject* object, PyObject* name) {
   PyObject* found = nullptr;

@@ -70,7 +70,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Story], List[Any
             real = native.step
 
             class Calls:
-                Forward = native.Forward
+                Forward, show = native.Forward, native.show
 
                 @staticmethod
                 def step(*args: Any) -> Any:

@@ -450,6 +450,8 @@ def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: 
 
 
 def _show(known: _Known) -> None:
+    if _usual.show(known):
+        return
     for anchor, grad in known.hidden:
         with anchor.adding:
             if get_grad(anchor) is None:
