@@ -13,7 +13,8 @@ Status Aborter::tell(Trainer& t) {
     again = ranks_.step_again();
     t.abort_notice.fetch_sub(1);
   }
-  if (t.heard.load()) t.heard.store(now_ns());  // it has the whole time-out to begin the step again
+  // It has the whole time-out to begin the step again.
+  if (t.process.heard.load()) t.process.heard.store(now_ns());
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
   const uint32_t lost = t.lost_peer.load();
   if (t.closing.load() && lost != t.rank)
@@ -95,7 +96,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
       t->undo_pending.store(true);
       t->lost_peer.store(why == Why::kLost ? by.rank : kNoRank);
       t->abort_notice.fetch_add(1);
-      if (auto* elsewhere = t->told_elsewhere.load()) elsewhere->fetch_add(1);
+      if (auto* elsewhere = t->process.notices.load()) elsewhere->fetch_add(1);
       others_.push_back(t);
     }
   if (!leaving) by.undo_pending.store(true);

@@ -20,7 +20,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (TableCache* of = cache_in(t, *table)) return *of;
   // On a GPU the bytes are the device's, where the index is not.
   auto line_bytes = [&](const RowLayout& layout) {
-    return t.gpu || t.lines_elsewhere ? layout.bytes() : RowCache::line_bytes(layout);
+    return t.gpu || t.remote_lines.exist ? layout.bytes() : RowCache::line_bytes(layout);
   };
   const uint64_t per_line = line_bytes(table->rows.layout());
   uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
@@ -46,8 +46,9 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
 }
 
 Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out) {
-  if (t.lines_elsewhere) {
-    *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger_, &t.boundary);
+  if (t.remote_lines.exist) {
+    RemoteBoundary* const boundary = &t.remote_lines.boundary;
+    *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger_, boundary);
     return FRUGAL_OK;
   }
   if (!t.gpu) return HostLines::open(table->rows, lines, memory_.pool, out);
@@ -80,9 +81,11 @@ bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
 }
 
 bool Engine::to_plan(const Trainer& t) const {
-  return t.has_cache.load() && !t.planning && t.turned != kNoStep && t.next_step == t.turned + 1 &&
-         (t.planned != t.next_step || t.plan_more) && t.next_step >= t.cache_from && !t.closing.load() &&
-         !t.abort_notice.load() && !t.undo_pending.load();
+  const CacheTurn& turn = t.turn;
+  return t.has_cache.load() && !turn.planning && turn.passed != kNoStep &&
+         t.next_step == turn.passed + 1 && (turn.planned != t.next_step || turn.plan_more) &&
+         t.next_step >= turn.from && !t.closing.load() && !t.abort_notice.load() &&
+         !t.undo_pending.load();
 }
 
 bool Engine::plan_one() {
@@ -128,7 +131,7 @@ bool Engine::plan_one() {
     for (auto& [raw, list] : pushed)
       std::sort(list.begin(), list.end(),
                 [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
-    t->plan_more = false;
+    t->turn.plan_more = false;
     begin_plan(*t);
   }
   TraceSpan span(trace_, SpanKind::kPlan);
@@ -149,15 +152,15 @@ bool Engine::plan_one() {
 
 // Between the two the trainer's caches are the caller's.
 void Engine::begin_plan(Trainer& t) {
-  t.planning = true;
+  t.turn.planning = true;
   phase_.begin(Phase::kPlan);
 }
 
 void Engine::end_plan(Trainer& t, uint64_t planned) {
   {
     Lock lock(mu_);
-    t.planning = false;
-    t.planned = planned;
+    t.turn.planning = false;
+    t.turn.planned = planned;
     phase_.end(Phase::kPlan);
   }
   workers_.progress();
@@ -166,18 +169,18 @@ void Engine::end_plan(Trainer& t, uint64_t planned) {
 // The caches are the caller's from here on.
 void Engine::forbid_planning(Trainer& t) {
   UniqueLock lock(mu_);
-  t.turned = kNoStep;
-  workers_.settle(lock, [&] { return !t.planning; });
-  t.turning = true;
+  t.turn.passed = kNoStep;
+  workers_.settle(lock, [&] { return !t.turn.planning; });
+  t.turn.turning = true;
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
     Lock lock(mu_);
-    if (!t.abort_notice.load() && t.in_step && t.step == step) t.turned = step;
-    t.planned = kNoStep;
-    t.plan_more = t.turning = false;
+    if (!t.abort_notice.load() && t.in_step && t.step == step) t.turn.passed = step;
+    t.turn.planned = kNoStep;
+    t.turn.plan_more = t.turn.turning = false;
   }
   if (config_.flush_threads) workers_.wake();
 }
@@ -196,12 +199,12 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     Lock lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
-    if (ranks_.to_commit() >= t.cache_from) declared_by(t, step, &parts);
+    if (ranks_.to_commit() >= t.turn.from) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
-  t.boundary = {};
-  if (t.lines_elsewhere) t.boundary.number = ++t.boundaries;
+  t.remote_lines.boundary = {};
+  if (t.remote_lines.exist) t.remote_lines.boundary.number = ++t.remote_lines.boundaries;
   Vector<TableCache*> turned;
   Map<const Table*, Vector<UpdateRef>> committed;
   for (const Trainer::Late& late : backlog) committed[late.table.get()].push_back(late.update);
@@ -234,10 +237,10 @@ Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
   for (auto& [raw, of] : t.caches) of.forget();
   forget_places(t, step);
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
-  t.boundary = {};
+  t.remote_lines.boundary = {};
   Lock lock(mu_);
   t.backlog.clear();
-  if (!t.gpu && !t.lines_elsewhere) return FRUGAL_OK;
+  if (!t.gpu && !t.remote_lines.exist) return FRUGAL_OK;
   ranks_.begin_again(t);
   return s;
 }
@@ -266,7 +269,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
     Lock lock(mu_);
-    t->planned = kNoStep;
+    t->turn.planned = kNoStep;
   }
   if (table.window.opened())
     table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
@@ -280,7 +283,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
   Lock lock(mu_);
-  t.planned = kNoStep;
+  t.turn.planned = kNoStep;
 }
 
 }  // namespace frugal

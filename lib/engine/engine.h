@@ -123,7 +123,7 @@ class Engine final : public Session, private DataPath {
   Status flush(Deadline deadline) override;
   Status read(AnyTrainer* trainer, const frugal_op* ops, size_t n, Deadline deadline) override;
   static std::atomic<uint64_t>& cache_bytes(Trainer& t) {
-    return t.gpu || t.lines_elsewhere ? t.counts.hbm_cache_bytes : t.counts.host_cache_bytes;
+    return t.gpu || t.remote_lines.exist ? t.counts.hbm_cache_bytes : t.counts.host_cache_bytes;
   }
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;

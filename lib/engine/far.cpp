@@ -95,7 +95,7 @@ bool Engine::give_up_lines_of(Table& table) {
   if (!ranks_.caches_exist()) return false;
   return give_up_cache([&](TrainerRef* t) -> TableCache* {
     for (const TrainerRef& r : ranks_) {
-      if (!r || r->planning || r->turning || r->closing.load()) continue;
+      if (!r || r->turn.planning || r->turn.turning || r->closing.load()) continue;
       TableCache* of = cache_in(*r, table);
       if (!of || !of->any()) continue;
       *t = r;

@@ -130,7 +130,7 @@ Status Engine::metrics(String* text_out) {
     if (t.step != kNoStep) e.sample("rank", text("%u", t.rank), t.step);
   e.family("trainer_in_step", "gauge", "Whether the rank is inside of that step.");
   for (const OfTrainer& t : trainers) e.sample("rank", text("%u", t.rank), t.in_step);
-  using Counts = Trainer::Counts;
+  using Counts = TrainerCounts;
   const auto of_each = [&](const char* name, const char* type, const char* help,
                            std::atomic<uint64_t> Counts::*count) {
     e.family(name, type, help);

@@ -13,10 +13,10 @@ void Ranks::join(const TrainerRef& t, uint64_t recorded) {
     // have left. And what was pushed in them before the first GPU came is memory that no device
     // sees.
     const bool first = caches_.fetch_add(1) == 0 || t->gpu;
-    if (first) t->cache_from = std::max(t->cache_from, recorded);
+    if (first) t->turn.from = std::max(t->turn.from, recorded);
     for (const TrainerRef& o : trainers_)
       if (o && o->next_step != kNoStep)
-        t->cache_from = std::max(t->cache_from, first ? o->next_step : o->cache_from);
+        t->turn.from = std::max(t->turn.from, first ? o->next_step : o->turn.from);
   }
   trainers_[t->rank] = t;
   joined_[t->rank] = 1;
@@ -52,7 +52,7 @@ bool Ranks::find_silent(const Silence& silence) {
   bool found = false;
   for (const TrainerRef& t : trainers_) {
     if (!t || lost_[t->rank] || t->closing.load() || !late(*t, step)) continue;
-    const uint64_t heard = t->heard.load(), from = std::max(heard, went_on_);
+    const uint64_t heard = t->process.heard.load(), from = std::max(heard, went_on_);
     if (heard == 0 || now < from || now - from < silence.limit) continue;
     // Inside a call it is the engine that takes its time.
     if (!t->call_mu.try_lock()) continue;
@@ -89,7 +89,7 @@ void Ranks::begin(Trainer& t, uint64_t step) {
 
 void Ranks::undo(Trainer& t) const {
   t.in_step = false;
-  t.turned = kNoStep;
+  t.turn.passed = kNoStep;
   if (t.next_step != kNoStep) t.next_step = to_commit();
 }
 

@@ -104,13 +104,13 @@ Status LinesElsewhere::turn(const CachePlan& plan, const Vector<DueUpdate>& due)
 
 Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   Lock call(t.call_mu);
-  if (number > t.boundaries)
+  RemoteLines& there = t.remote_lines;
+  if (number > there.boundaries)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such boundary of a cache");
-  t.boundaries_done = number;
-  if (number == t.boundaries) return FRUGAL_OK;
-  if (table && std::find(t.no_lines.begin(), t.no_lines.end(), table) == t.no_lines.end() &&
-      t.no_lines.size() < t.caches.size())
-    t.no_lines.push_back(table);
+  there.done = number;
+  if (number == there.boundaries) return FRUGAL_OK;
+  if (table && !there.has_refused(table) && there.refused.size() < t.caches.size())
+    there.refused.push_back(table);
   Lock lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
   // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
@@ -121,17 +121,16 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
 
 void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
   Lock call(t.call_mu);
-  *out = std::move(t.boundary);
-  t.boundary = {};
+  *out = std::move(t.remote_lines.boundary);
+  t.remote_lines.boundary = {};
 }
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
 Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches) of.forget();
   for (auto& [raw, of] : t.caches)
-    if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table()->handle) != t.no_lines.end())
-      of.close();
-  t.boundaries_done = t.boundaries;
+    if (t.remote_lines.has_refused(of.table()->handle)) of.close();
+  t.remote_lines.done = t.remote_lines.boundaries;
   Lock lock(mu_);
   ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
@@ -220,11 +219,11 @@ void Engine::tell_used(const Trainer& by) {
   {
     Lock lock(mu_);
     for (const TrainerRef& t : ranks_)
-      if (t && t.get() != &by && t->heard.load()) others.push_back(t);
+      if (t && t.get() != &by && t->process.heard.load()) others.push_back(t);
   }
   for (const TrainerRef& t : others) {
-    Lock lock(t->elsewhere_mu);
-    if (t->elsewhere) t->elsewhere->tell();
+    Lock lock(t->process.mu);
+    if (t->process.used) t->process.used->tell();
   }
 }
 

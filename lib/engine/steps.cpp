@@ -57,7 +57,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     ~Turning() {
       if (!t) return;
       Lock lock(engine.mu_);
-      t->turning = false;
+      t->turn.turning = false;
     }
   } turning{*this};
   if (t.has_cache.load()) {
@@ -75,7 +75,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
           phase_.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
         ranks_.begin(t, step);
-        if (t.boundaries_done == t.boundaries) break;
+        if (t.remote_lines.done == t.remote_lines.boundaries) break;
         again = true;
       }
     }

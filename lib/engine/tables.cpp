@@ -61,7 +61,7 @@ void Engine::close_ranks() {
   {
     Lock lock(mu_);
     for (const TrainerRef& t : ranks_)
-      if (t && !t->told_elsewhere.load()) t->closing.store(true);
+      if (t && !t->process.notices.load()) t->closing.store(true);
   }
   workers_.progress();
 }

@@ -1,5 +1,6 @@
 // A trainer of the engine: its steps, its caches, and what others tell it.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -85,15 +86,53 @@ struct CreatedRows {
   }
 };
 
+// Lines of a trainer's caches in device memory of another process, which says with a step that it
+// begins which boundaries it has carried out. With the trainer's call_mu held.
+struct RemoteLines {
+  bool exist = false;
+  uint64_t boundaries = 0, done = 0;  // numbers of the last
+  Vector<uint64_t> refused;           // tables for whose lines that device has no memory
+  bool has_refused(uint64_t table) const {
+    return std::find(refused.begin(), refused.end(), table) != refused.end();
+  }
+  RemoteBoundary boundary;            // to be told next
+};
+
+// The process of a trainer, where that is another one.
+struct TrainerProcess {
+  // When it was last heard of (now_ns()); 0: the trainer is a thread of this process.
+  std::atomic<uint64_t> heard{0};
+  // Aborts that it is to be told of are counted in memory that it sees as well. Or null.
+  std::atomic<std::atomic<uint32_t>*> notices{nullptr};
+  Mutex mu;  // before call_mu
+  UsedElsewhere* used = nullptr;
+};
+
+// Where the caches of a trainer are between the boundaries of its steps.
+struct CacheTurn {
+  uint64_t passed = kNoStep;   // the step whose boundary they have passed: the next can be planned
+  uint64_t planned = kNoStep;  // the boundary that has been planned last
+  bool planning = false;       // somebody does
+  bool turning = false;        // the trainer is about to begin a step: its caches are its own
+  bool plan_more = false;      // something was declared for the step that has been planned
+  // Nothing is cached before this step is to be committed: steps before were begun while there was
+  // no cache. Set when the trainer joins.
+  uint64_t from = 0;
+};
+
+// Its share of the engine's counters, and the memory of its caches.
+struct TrainerCounts {
+  std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0},
+      gate_wait_ns{0};
+  std::atomic<uint64_t> host_cache_bytes{0}, hbm_cache_bytes{0};
+};
+
 struct Trainer : AnyTrainer {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
-  // It is on a GPU of another process, which has the lines of its caches. Boundaries are numbered.
-  // With a step that it begins that process tells which it has carried out. With call_mu held:
-  bool lines_elsewhere = false;
-  uint64_t boundaries = 0, boundaries_done = 0;
-  Vector<uint64_t> no_lines;     // tables for whose lines that device has no memory
-  RemoteBoundary boundary;
+  RemoteLines remote_lines;
+  TrainerProcess process;
+  TrainerCounts counts;
   std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed; that is seen to
   std::atomic<bool> pinning{false};  // counts among the pinner's
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
@@ -102,18 +141,8 @@ struct Trainer : AnyTrainer {
   // Guarded by the engine's mu_ (its own calls may look at in_step without):
   std::atomic<bool> in_step{false};
   uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
-  uint64_t turned = kNoStep;     // whose boundary its caches have passed: the next can be planned
-  uint64_t planned = kNoStep;    // the boundary that has been planned last
-  bool planning = false;         // somebody does
-  bool turning = false;          // it is about to begin a step: its caches are its own
-  bool plan_more = false;        // something was declared for the step that has been planned
+  CacheTurn turn;
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
-  // Where else that is counted: in memory that the rank's own process sees. Or null.
-  std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
-  Mutex elsewhere_mu;  // before call_mu
-  UsedElsewhere* elsewhere = nullptr;
-  // When its process was last heard of (now_ns()); 0: a thread of this process.
-  std::atomic<uint64_t> heard{0};
   // Whose loss the last abort was for; until the rank begins a step.
   std::atomic<uint32_t> lost_peer{kNoRank};
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
@@ -122,19 +151,10 @@ struct Trainer : AnyTrainer {
     TableRef table;
   };
   Vector<Late> backlog;  // committed updates that the caches have not applied
-  // Guarded by call_mu (`caches` also by `planning`, and outside steps):
+  // Guarded by call_mu (`caches` also by `turn.planning`, and outside steps):
   Vector<CreatedRows> created;
   Map<const Table*, TableCache> caches;
   std::atomic<bool> has_cache{false};
-  // Nothing is cached before this step is to be committed: steps before were begun while there was
-  // no cache. Set when it joins.
-  uint64_t cache_from = 0;
-  // Its share of the engine's counters, and the memory of its caches.
-  struct Counts {
-    std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0},
-        gate_wait_ns{0};
-    std::atomic<uint64_t> host_cache_bytes{0}, hbm_cache_bytes{0};
-  } counts;
 };
 using TrainerRef = std::shared_ptr<Trainer>;
 

@@ -31,7 +31,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
-    if (elsewhere) t->lines_elsewhere = true;
+    if (elsewhere) t->remote_lines.exist = true;
     else FRUGAL_TRY(join_gpu(config.device, *t));
     // With staleness rows are gathered by the host, under their locks: lines would not be read.
     if (stale()) {
@@ -138,7 +138,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
     // An operation outside steps, or a thread that plans, may be looking into the caches.
     workers_.settle(lock, [&] {
       mu_.assert_held();
-      return phase_.may(Phase::kLeave) && !t->planning;
+      return phase_.may(Phase::kLeave) && !t->turn.planning;
     });
     caches.swap(t->caches);
   }
@@ -271,7 +271,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(arrival), &alone));
     coming_keys.gpu = nullptr;
     if (want_handle) *batch_out = batch->handle;
-    if (step == t.planned || (t.planning && step == t.next_step)) t.plan_more = true;
+    if (step == t.turn.planned || (t.turn.planning && step == t.next_step)) t.turn.plan_more = true;
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);

@@ -57,7 +57,7 @@ class Client::AttachedStep final : public StepView {
   Status begin(Use use) override {
     FRUGAL_TRY(client_.enter(t_));
     FRUGAL_TRY(t_.inside());
-    if (use == Use::kPush && t_.ending)
+    if (use == Use::kPush && t_.end.begun)
       return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first",
                   t_.rank);
     return FRUGAL_OK;

@@ -119,7 +119,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status pin_tables();
   Status show_device(const Access& access, Flight& flight);
   class Told;
-  Status lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::OfTable** out,
+  Status lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::Caches::OfTable** out,
                   uint64_t* without);
   Status take_due(Told& told, Flight& flight, DueUpdate* due);
   Status turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,

@@ -80,15 +80,15 @@ class Client::Told {
   RegionRefs reads_;
 };
 
-Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::OfTable** out,
-                        uint64_t* without) {
-  auto known = t.lines.find(of.table);
-  if (known != t.lines.end() && known->second.kinds != known->second.table->kinds) {
-    t.lines.erase(known);  // of rows with other state
-    known = t.lines.end();
+Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of,
+                        RemoteTrainer::Caches::OfTable** out, uint64_t* without) {
+  auto known = t.caches.lines.find(of.table);
+  if (known != t.caches.lines.end() && known->second.kinds != known->second.table->kinds) {
+    t.caches.lines.erase(known);  // of rows with other state
+    known = t.caches.lines.end();
   }
-  if (known == t.lines.end()) {
-    RemoteTrainer::OfTable made;
+  if (known == t.caches.lines.end()) {
+    RemoteTrainer::Caches::OfTable made;
     {
       Lock lock(mu_);
       for (auto& weak : tables_)
@@ -102,7 +102,7 @@ Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::O
                   t.gpu->runtime().name());
     }
     made.kinds = made.table->kinds;
-    known = t.lines.emplace(of.table, std::move(made)).first;
+    known = t.caches.lines.emplace(of.table, std::move(made)).first;
   }
   *out = &known->second;
   return FRUGAL_OK;
@@ -144,7 +144,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
   for (uint64_t i = 0; i < tables; ++i) {
     LinesPlace of;
     FRUGAL_TRY(told.take(&of));
-    RemoteTrainer::OfTable* known;
+    RemoteTrainer::Caches::OfTable* known;
     FRUGAL_TRY(lines_of(t, of, &known, without));
     RemoteTable& table = *known->table;
     Lines& lines = *known->lines;
@@ -165,7 +165,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
     turned.push_back(&lines);
   }
   // Tables that the controller does not name have been dropped.
-  std::erase_if(t.lines, [&](auto& item) {
+  std::erase_if(t.caches.lines, [&](auto& item) {
     return std::find(turned.begin(), turned.end(), item.second.lines.get()) == turned.end();
   });
   FRUGAL_TRY(gpu.end_boundary(flight));
@@ -184,13 +184,13 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
 template <class Wait>
 Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
-  t.said = now_ns();
+  t.device.said = now_ns();
   return wait([&]() -> Status {
     FRUGAL_TRY(controller_.check());
     if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
     if (until.passed()) return fail(FRUGAL_ERR_TIMEOUT, "%s; call again", what);
-    if (now_ns() - t.said < silence()) return FRUGAL_OK;
-    t.said = now_ns();
+    if (now_ns() - t.device.said < silence()) return FRUGAL_OK;
+    t.device.said = now_ns();
     Exchange e{Call::kInside, {}, {}};
     return t.ask(e);
   });
@@ -202,8 +202,8 @@ uint64_t Client::silence() const { return ns_of_ms(config_.timeout_ms) / 4; }
 // In waits that go on until the device has done its work, since they may not leave it the memory.
 void Client::say_here(RemoteTrainer& t) noexcept {
   const uint64_t now = now_ns();
-  if (now - t.said < silence()) return;
-  t.said = now;
+  if (now - t.device.said < silence()) return;
+  t.device.said = now;
   const KeepError why;
   try {
     (void)t.say_here();
@@ -272,11 +272,11 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
 // The device does not work any more: the step is undone on all ranks, of which the controller is
 // told once. With call_mu held.
 Status Client::device_failed(RemoteTrainer& t) {
-  if (!t.failed) {
+  if (!t.device.failed) {
     pins_->failed(&t.gpu->runtime());
     Exchange e{Call::kAbort, {1}, {}};
-    t.failed = t.ask(e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
-    if (t.failed && !controller_.is_lost()) t.begun.store(kNoStep);
+    t.device.failed = t.ask(e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
+    if (t.device.failed && !controller_.is_lost()) t.begun.store(kNoStep);
     t.leave_step();
   }
   return t.gpu->ready();

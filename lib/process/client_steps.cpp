@@ -41,11 +41,11 @@ Status Client::enter(RemoteTrainer& t) {
     return t.concluded(t.talk.not_answered(s));
   }
   t.take_releases();
-  if (t.notices->load() == t.told) return FRUGAL_OK;
+  if (t.notices.counted->load() == t.notices.told) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
   s = t.ask(e);
   if (s == FRUGAL_ERR_NOT_IN_STEP) s = FRUGAL_OK;
-  if (s == FRUGAL_OK) t.told = t.notices->load();
+  if (s == FRUGAL_OK) t.notices.told = t.notices.counted->load();
   return s;
 }
 
@@ -207,7 +207,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   bool traced = false;
   for (uint64_t without = 0;;) {
     Exchange e{
-        Call::kStepBegin, {step, left_until(deadline), t.boundary, without}, {}, deadline.at};
+        Call::kStepBegin, {step, left_until(deadline), t.caches.boundary, without}, {}, deadline.at};
     t.forget_used();
     t.parts.clear();
     t.reads.clear();
@@ -238,7 +238,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
                "no memory to bring the cache of rank %u up to date; call again", t.rank);
     }
     if (s == FRUGAL_OK) {
-      t.boundary = e.args[2];
+      t.caches.boundary = e.args[2];
       break;
     }
     // The controller sees from the number that the lines are lost.
@@ -248,7 +248,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   }
   t.in_step = true;
   t.begun.store(step);
-  t.traced = traced;
+  t.traced.on = traced;
   // Until it is committed a step may be undone, and is done again with the same declarations. No
   // rank is more than 62 steps ahead of the last commit.
   std::erase_if(t.batches, [&](auto& item) {
@@ -272,7 +272,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   if (flags & ~FRUGAL_STEP_SKIP)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
-  if (!t.ending) {
+  if (!t.end.begun) {
     Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
     if (found != Flight::Found::kNothing) {
@@ -283,22 +283,22 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   }
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
-  Exchange e{Call::kStepEnd, {step, flags, t.places.size(), t.events.size()}, {}};
+  Exchange e{Call::kStepEnd, {step, flags, t.end.places.size(), t.traced.events.size()}, {}};
   e.add(&t.counts, sizeof t.counts);
-  e.add(t.places.data(), t.places.size() * sizeof(PushPlace));
-  e.add(t.events.data(), t.events.size() * sizeof(TraceEvent));
+  e.add(t.end.places.data(), t.end.places.size() * sizeof(PushPlace));
+  e.add(t.traced.events.data(), t.traced.events.size() * sizeof(TraceEvent));
   // So that nothing can fail when they are the controller's, which tells when it has read them. An
   // attempt that failed may have had some for a while: what it told of that is taken by now, and
   // they are still here.
-  for (const Handover& h : t.sent)
+  for (const Handover& h : t.end.sums)
     if (h.sums) t.handed[t.place(h.sums)] = Buffer();
   Status s = t.ask(e);
   t.cpu_ns = cpu;
   t.counts = {};
-  t.events.clear();
+  t.traced.events.clear();
   if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
   if (s != FRUGAL_OK) return s;
-  for (Handover& h : t.sent) {
+  for (Handover& h : t.end.sums) {
     if (!h.sums) continue;
     const uint64_t at = t.place(h.sums);
     t.handed[at] = std::move(h.sums);

@@ -54,7 +54,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     if (reply.numbers.size() != 2)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];
-    FRUGAL_TRY(controller_.in_arena(reply.numbers[1], &t->home, &t->notices));
+    FRUGAL_TRY(controller_.in_arena(reply.numbers[1], &t->notices.home, &t->notices.counted));
     std::unique_ptr<Channel> channel;
     FRUGAL_TRY(d.channel(0, true, &channel));
     t->talk.open(std::move(channel));
@@ -154,8 +154,8 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
                  : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   t->leave_step();
   t->handed.clear();
-  t->lines.clear();
-  if (t->gpu && !std::exchange(t->left_gpu, true)) pins_->remove(&t->gpu->runtime());
+  t->caches.lines.clear();
+  if (t->gpu && !std::exchange(t->device.left, true)) pins_->remove(&t->gpu->runtime());
   // The controller may not know it any more, if another process has taken its place, or if it has
   // been told already.
   closer.s = s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED

@@ -26,7 +26,8 @@ void RemoteTrainer::add_used(Exchange* e) const {
 // What an answer says of the step.
 Status RemoteTrainer::concluded(Status s) {
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
-    if (const uint32_t now = notices->load(); std::exchange(told, now) != now) begun.store(kNoStep);
+    const uint32_t now = notices.counted->load();
+    if (std::exchange(notices.told, now) != now) begun.store(kNoStep);
     leave_step();
   }
   if (s == FRUGAL_ERR_PEER_LOST && closing.load())
@@ -144,14 +145,14 @@ Status RemoteTrainer::abort() {
 
 void RemoteTrainer::leave_step() {
   if (gpu) gpu->take_flight();  // waits until the device has done with it
-  in_step = ending = false;
+  in_step = end.begun = false;
   forget_used();
   parts.clear();
   used.clear();
   pushes.clear();
   reads.clear();
-  places.clear();
-  sent.clear();
+  end.places.clear();
+  end.sums.clear();
   lent.clear();
 }
 
@@ -234,7 +235,7 @@ void RemoteTrainer::forget_used() {
 }
 
 void RemoteTrainer::trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept {
-  if (!traced || events.size() >= kMostEvents) return;
+  if (!traced.on || traced.events.size() >= kMostEvents) return;
   TraceEvent e;
   e.span = span;
   e.begin = begin;
@@ -243,7 +244,7 @@ void RemoteTrainer::trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept
   e.count = keys;
   e.thread = trace_thread_number();
   try {
-    events.push_back(e);
+    traced.events.push_back(e);
   } catch (const std::bad_alloc&) {
   }
 }
@@ -277,15 +278,15 @@ Status RemoteTrainer::place_sums() {
   }
   // Nothing fails from here on.
   for (Handover* h : alone) taken.push_back(std::move(*h));
-  places.swap(placed);
-  sent.swap(taken);
-  ending = true;
+  end.places.swap(placed);
+  end.sums.swap(taken);
+  end.begun = true;
   return FRUGAL_OK;
 }
 
 device::RowsPtr RemoteTrainer::device_lines(const AnyTable& table) const {
-  const auto at = lines.find(static_cast<const RemoteTable&>(table).id);
-  return at == lines.end() ? device::RowsPtr{} : at->second.lines->at().device;
+  const auto at = caches.lines.find(static_cast<const RemoteTable&>(table).id);
+  return at == caches.lines.end() ? device::RowsPtr{} : at->second.lines->at().device;
 }
 
 }  // namespace frugal

@@ -82,11 +82,13 @@ struct RemoteTrainer : AnyTrainer {
   device::RowsPtr device_lines(const AnyTable& table) const;
 
   Talk talk;
-  RegionRefs home,
-      reads;  // of the controller's memory: where `notices` are, and what `parts` look at
+  RegionRefs reads;  // of the controller's memory: what `parts` look at
   // Aborts that the controller has counted for this rank, and those that it has told of.
-  const std::atomic<uint32_t>* notices = nullptr;
-  uint32_t told = 0;
+  struct Notices {
+    RegionRefs home;
+    const std::atomic<uint32_t>* counted = nullptr;
+    uint32_t told = 0;
+  } notices;
   std::atomic<bool> closer{false};  // a thread is about it
   Arena staging;
   BufferPool sums;  // and declared keys: in the staging memory, which its GPU sees; before who has
@@ -94,30 +96,40 @@ struct RemoteTrainer : AnyTrainer {
   std::optional<Patience> patience;
   uint64_t last_batch = 0;     // number of the last declaration
   bool in_step = false;
-  bool ending = false;  // step_end has sent what follows; if it has failed it is to be called again
-  Vector<PushPlace> places;
-  Vector<Handover> sent;       // whose memory the places name
-  bool failed = false;         // its GPU has, and the controller knows
-  bool left_gpu = false;       // while it is closed
+  // The end of the step: what is sent, and whether it has been. If step_end has failed it is to be
+  // called again.
+  struct End {
+    bool begun = false;
+    Vector<PushPlace> places;
+    Vector<Handover> sums;     // whose memory the places name
+  } end;
+  struct Device {
+    bool failed = false;       // and the controller knows
+    bool left = false;         // while it is closed
+    uint64_t said = 0;  // when the controller was told last that this process waits for its device
+  } device;
   bool let_go = false;  // it has lost its rank, and the controller holds nothing of it any more
   // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants
   // done to them.
-  struct OfTable {
-    RemoteTableRef table;
-    std::unique_ptr<Lines> lines;
-    uint64_t kinds = 0;  // of the table, when they were made
-  };
-  Map<uint64_t, OfTable> lines;
-  uint64_t boundary = 0;       // the last that was carried out
-  uint64_t said = 0;    // when the controller was told last that this process waits for its device
+  struct Caches {
+    struct OfTable {
+      RemoteTableRef table;
+      std::unique_ptr<Lines> lines;
+      uint64_t kinds = 0;  // of the table, when they were made
+    };
+    Map<uint64_t, OfTable> lines;
+    uint64_t boundary = 0;     // the last that was carried out
+  } caches;
   uint64_t joined = 0;  // what the controller knows this trainer by, of all that had the rank
   std::atomic<uint64_t> begun{kNoStep};  // the last step that it has begun, if that was not undone
   Map<uint64_t, Buffer> handed;  // sums and declared keys, by place, until they have been read
   Map<uint64_t, RemoteBatchRef> batches;
   RemoteCounts counts;
   uint64_t cpu_ns = 0;
-  bool traced = false;         // the controller records a trace
-  Vector<TraceEvent> events;   // of the step, for it
+  struct Traced {
+    bool on = false;             // the controller records a trace
+    Vector<TraceEvent> events;   // of the step, for it
+  } traced;
 
   // A declaration whose answer its call has not waited for. Any thread takes the answer, with `mu`;
   // the trainer's calls do what follows from it.

@@ -22,20 +22,20 @@ Status TrainerLane::start() {
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   {
-    Lock lock(trainer_->elsewhere_mu);
-    trainer_->elsewhere = this;
+    Lock lock(trainer_->process.mu);
+    trainer_->process.used = this;
   }
-  trainer_->told_elsewhere.store(notices);
-  trainer_->heard.store(now_ns());
+  trainer_->process.notices.store(notices);
+  trainer_->process.heard.store(now_ns());
   return Lane::start();
 }
 
 TrainerLane::~TrainerLane() {
   end();
-  trainer_->told_elsewhere.store(nullptr);
+  trainer_->process.notices.store(nullptr);
   {
-    Lock lock(trainer_->elsewhere_mu);
-    if (trainer_->elsewhere == this) trainer_->elsewhere = nullptr;
+    Lock lock(trainer_->process.mu);
+    if (trainer_->process.used == this) trainer_->process.used = nullptr;
   }
   if (staging_) staging_->let_go();
   parts_.clear();
@@ -49,7 +49,7 @@ void TrainerLane::begins(const Header& request, Patience& patience) {
 }
 
 void TrainerLane::answered(const Header& request, Status status, uint64_t began, uint64_t now) {
-  if (heard_of(status)) trainer_->heard.store(now);
+  if (heard_of(status)) trainer_->process.heard.store(now);
   const Call call = static_cast<Call>(request.type);
   if (call == Call::kPrefetch && !request.args[3]) here_.prefetch_ns += now - began;
   if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
@@ -89,7 +89,7 @@ Status TrainerLane::handle(const Header& request) {
     case Call::kAbort:
       return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
     case Call::kHere:
-      return trainer_->lines_elsewhere ? FRUGAL_OK
+      return trainer_->remote_lines.exist ? FRUGAL_OK
                                        : broken("a rank on the cpu has no device to wait for");
     case Call::kInside:
       return engine_->inside_step(*trainer_);
@@ -119,7 +119,7 @@ Status TrainerLane::take_used(uint64_t count) {
   const Status s = engine_->use_parts(*trainer_, used);
   // The call itself tells what has become of the step; where that is undone nothing is taken.
   if (s != FRUGAL_OK) return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
-  Lock lock(trainer_->elsewhere_mu);
+  Lock lock(trainer_->process.mu);
   for (uint32_t at : numbers) parts_[at].used |= parts_[at].whole;
   return FRUGAL_OK;
 }
@@ -197,7 +197,7 @@ Status TrainerLane::prefetch(const Header& request) {
 Status TrainerLane::step_begin(const Header& request) {
   {
     // Not while others look at those of the step before.
-    Lock lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->process.mu);
     parts_.clear();
   }
   const uint64_t step = request.args[0];
@@ -215,7 +215,7 @@ Status TrainerLane::step_begin(const Header& request) {
   for (auto& [number, handle] : batches_) numbers[handle] = number;
   for (RemotePart& p : parts) p.batch = p.batch ? numbers[p.batch] : 0;
   {
-    Lock lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->process.mu);
     parts_.swap(parts);
   }
   args_[0] = engine_->tracing();
@@ -257,7 +257,7 @@ Status TrainerLane::access(const Header& request) {
   if (request.args[1] > parts_.size()) return no_part("there are not so many parts");
   {
     // Those whose answer the trainer could not take, for lack of memory.
-    Lock lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->process.mu);
     parts_.erase(parts_.begin() + static_cast<ptrdiff_t>(request.args[1]), parts_.end());
   }
   Ops ops;
@@ -266,7 +266,7 @@ Status TrainerLane::access(const Header& request) {
   FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.numbers, &found));
   const size_t from = parts_.size();
   {
-    Lock lock(trainer_->elsewhere_mu);
+    Lock lock(trainer_->process.mu);
     for (RemotePart& p : found) parts_.push_back(std::move(p));
   }
   args_[0] = from;

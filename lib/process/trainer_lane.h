@@ -54,7 +54,7 @@ class TrainerLane final : public Lane, private UsedElsewhere {
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart>
-      parts_;  // of the step, then those that were asked for; changed with elsewhere_mu
+      parts_;  // of the step, then those that were asked for; changed with process.mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
   RemoteBoundary boundary_;  // of the last step: what it reads stays until the next one's is there
   uint64_t handed_over_ =

@@ -48,7 +48,7 @@ struct AbortTest : testing::Test {
 
 TEST_F(AbortTest, TheStepIsUndoneOnAllRanksAndBegunAgain) {
   std::atomic<uint32_t> elsewhere{0};
-  a->told_elsewhere.store(&elsewhere);
+  a->process.notices.store(&elsewhere);
   begin(3);
   for (const TrainerRef& t : {a, b}) t->pushes[table.get()].table = table;
   parts.end(a, table, {1, 2});

@@ -161,7 +161,7 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   begin(a, 5);
   begin(b, 4);
   EXPECT_EQ(ranks.begun(), 6u);
-  a->turned = 5;
+  a->turn.passed = 5;
   for (const TrainerRef& t : {a, b, c}) ranks.undo(*t);
   ranks.undone();
   EXPECT_EQ(ranks.begun(), 4u);
@@ -169,7 +169,7 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   for (const TrainerRef& t : {a, b, c}) {
     EXPECT_FALSE(t->in_step.load());
     EXPECT_EQ(t->next_step, 4u);
-    EXPECT_EQ(t->turned, kNoStep);
+    EXPECT_EQ(t->turn.passed, kNoStep);
   }
   EXPECT_EQ(ranks.not_inside(*a), FRUGAL_ERR_NOT_IN_STEP);
   a->lost_peer.store(1);
@@ -204,7 +204,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
   end(a);
   std::vector<uint32_t> told;
   const uint64_t long_ago = now_ns() - 1'000'000'000;
-  for (const TrainerRef& t : {a, b}) t->heard.store(long_ago);  // c is a thread of this process
+  for (const TrainerRef& t : {a, b}) t->process.heard.store(long_ago);  // c is a thread of this process
   ranks.note_awaited(0);
   const auto find = [&](uint64_t limit) { return ranks.find_silent({limit, UINT64_MAX}); };
   EXPECT_FALSE(find(0)) << "nobody is to be told";
@@ -235,15 +235,15 @@ TEST_F(RanksTest, ACacheServesFromTheFirstStepWhoseDeclarationsAreLinked) {
   EXPECT_TRUE(ranks.caches_exist());
   EXPECT_TRUE(ranks.has_cache(1));
   EXPECT_FALSE(ranks.has_cache(0) || ranks.has_cache(2));
-  EXPECT_EQ(b->cache_from, 13u) << "ranks that have left had ended steps before";
+  EXPECT_EQ(b->turn.from, 13u) << "ranks that have left had ended steps before";
   const TrainerRef c = join(2, true, 20);
-  EXPECT_EQ(c->cache_from, 13u) << "as the first";
+  EXPECT_EQ(c->turn.from, 13u) << "as the first";
   for (int twice = 0; twice < 2; ++twice) ranks.leave(*b);
   EXPECT_TRUE(ranks.caches_exist());
   ranks.leave(*c);
   EXPECT_FALSE(ranks.caches_exist());
   begin(a, 11);
-  EXPECT_EQ(join(1, true, 5)->cache_from, 12u);
+  EXPECT_EQ(join(1, true, 5)->turn.from, 12u);
 }
 
 TEST_F(RanksTest, CommittedUpdatesWaitForTheCachesThatThereIsRoomFor) {
