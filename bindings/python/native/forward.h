@@ -24,7 +24,7 @@
 
 namespace frugal_torch {
 
-constexpr Py_ssize_t kMostHeld = 64;  // _anchor._MOST_HELD
+constexpr Py_ssize_t kMostHeld = 64;  // _gradient._MOST_HELD
 
 // Of a module with one table: what does not change from call to call.
 struct Forward {

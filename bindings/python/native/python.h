@@ -52,9 +52,9 @@ inline Names names;
 // Classes of frugal.torch, which it tells once.
 struct Classes {
   PyObject* lock;            // of Steps: another one is a forked child's
-  PyObject* held;            // _anchor.Held
-  PyObject* part;            // _anchor.Part
-  PyObject* gradient;        // _anchor.Gradient
+  PyObject* held;            // _gradient.Held
+  PyObject* part;            // _gradient.Part
+  PyObject* gradient;        // _gradient.Gradient
   PyObject* lookup;          // _lookup.Lookup
   PyObject* count;           // _hook._Count
   PyObject* default_device;  // torch.utils._device.DeviceContext

@@ -26,7 +26,7 @@ from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapsho
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _anchor, _hook
+from frugal.torch import _anchor, _gradient, _hook
 
 Maker = Callable[[Any], torch.optim.Optimizer]
 
@@ -785,13 +785,13 @@ def test_two_bounds_that_are_one_are_the_engine_s(
     models = pair(trainer)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     sums: List[Any] = []
-    fold = _anchor.Gradient.fold
+    fold = _gradient.Gradient.fold
 
     def counted(*args: Any) -> None:
         sums.append(args)
         fold(*args)
 
-    monkeypatch.setattr(_anchor.Gradient, "fold", counted)
+    monkeypatch.setattr(_gradient.Gradient, "fold", counted)
     backward(models, keys(), integers(6, 2))
     for model in models:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -1756,7 +1756,7 @@ def test_a_forgotten_step_is_bounded_and_warned_of_once(trainer: frugal.Trainer)
             ours(ids).backward(grad)
             theirs(ids).backward(grad)
             grad_now = anchor.grad
-            assert isinstance(grad_now, _anchor.Gradient)
+            assert isinstance(grad_now, _gradient.Gradient)
             held = [part.held for part in grad_now.parts]
             most_parts = max(most_parts, len(held))
             most_bytes = max(
@@ -1765,9 +1765,9 @@ def test_a_forgotten_step_is_bounded_and_warned_of_once(trainer: frugal.Trainer)
             )
     found = [str(w.message) for w in caught if "embedding_bag_0" in str(w.message)]
     assert len(found) == 1 and "optimizer" in found[0]
-    assert most_parts <= _anchor._MOST_HELD
+    assert most_parts <= _gradient._MOST_HELD
     one = batch * (DIM * 4 + 8) + (batch + 1) * 8
-    assert most_bytes <= _anchor._MOST_HELD * one + rows * (DIM * 4 + 8)
+    assert most_bytes <= _gradient._MOST_HELD * one + rows * (DIM * 4 + 8)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
     steps(optimizers)
     assert torch.equal(ours.weight, theirs.weight.detach())
@@ -1799,7 +1799,7 @@ def test_sums_of_what_is_held_are_scaled_and_clipped_alike(trainer: frugal.Train
     steps(optimizers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for i in range(_anchor._MOST_HELD * 2 + 3):
+        for i in range(_gradient._MOST_HELD * 2 + 3):
             batch, grad = keys(), integers(6, DIM)
             for module in (ours, theirs):
                 module(batch).backward(grad)

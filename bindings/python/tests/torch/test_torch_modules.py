@@ -18,7 +18,8 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 import frugal
 import frugal.torch as ft
 from frugal.torch import _default, _inputs, _steps, _weight
-from frugal.torch._anchor import Anchor, Gradient
+from frugal.torch._anchor import Anchor
+from frugal.torch._gradient import Gradient
 
 
 def other_keys(*shape: int, but: Optional[int]) -> torch.Tensor:

@@ -25,7 +25,7 @@ import frugal.torch as ft
 from frugal import _abi
 from frugal._lib import lib
 from frugal.torch import _steps, _usual
-from frugal.torch._anchor import Gradient
+from frugal.torch._gradient import Gradient
 
 NODE = "FrugalBackward"
 needs_native = pytest.mark.skipif(_usual.native is None, reason="frugal.torch was not built in C++ for this torch")

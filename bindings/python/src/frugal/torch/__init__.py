@@ -10,7 +10,7 @@ for keys, offsets, grad in loader:
 
 from torch._dynamo import trace_rules
 
-from . import _anchor, _hook, _lookup, _usual  # with _hook PyTorch's optimizers step tables from here on
+from . import _gradient, _hook, _lookup, _usual  # with _hook PyTorch's optimizers step tables from here on
 from ._convert import convert
 from ._default import trainer as default_trainer
 from ._lookahead import Lookahead
@@ -18,7 +18,7 @@ from ._modules import Embedding, EmbeddingBag, EmbeddingBagCollection, TableConf
 from ._optimizer import Optimizer
 from ._ranks import attach
 
-_usual.tell(_anchor.Held, _anchor.Part, _anchor.Gradient, _lookup.Lookup, _hook._Count)
+_usual.tell(_gradient.Held, _gradient.Part, _gradient.Gradient, _lookup.Lookup, _hook._Count)
 
 __all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig",
     "attach",
@@ -27,7 +27,7 @@ __all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "
 
 # torch.compile looks at the forward of a module alone, and breaks the graph there. What runs then is left as it is.
 for _file in (
-    "anchor", "computed", "convert", "default", "hook", "inputs", "lookahead", "lookup", "native", "optimizer", "renorm",
-    "state", "steps", "usual", "weight",
+    "anchor", "computed", "convert", "default", "gradient", "hook", "inputs", "lookahead", "lookup", "native", "optimizer",
+    "renorm", "state", "steps", "usual", "weight",
 ):  # fmt: skip
     trace_rules.add(f"{__name__}._{_file}")

@@ -1,45 +1,32 @@
-"""What a table shows to PyTorch: a parameter of one element, and its gradient, which stands for the table's.
+"""What a table shows to PyTorch: a parameter of one element, whose gradient stands for the table's.
 
 Optimizers, GradScaler, clip_grad_norm_, zero_grad, requires_grad_ and DistributedDataParallel know parameters and their
 gradients. A table has no tensor of its rows, so it gives them an `Anchor`, which has one element for PyTorch's C++, and
-whose shape and values in Python are those of `module.weight`. The anchor's gradient is a `Gradient`: it holds what
-backwards delivered, it scales that when it is multiplied, and it computes a norm when somebody asks for one.
+whose shape and values in Python are those of `module.weight`. Its gradient is a `Gradient`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import math
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from typing import (
-    TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, cast,
-)  # fmt: skip
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, Tuple, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, call_with, check_whole, flat
+from ._computed import SHAPE, call_with, flat
+from ._gradient import (
+    Gradient, Held, add, as_itself, get_grad, graph_task, is_distributed, is_of_torch, is_shared, of_a_reducer, set_grad,
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    from ._lookup import Lookup
     from ._steps import Table
 
 _aten = torch.ops.aten
-_task: Callable[[], int] = torch._C._current_graph_task_id
-
-# Backwards that are held one by one; more of them are summed into one, so that memory is bounded by the table's rows.
-_MOST_HELD = 64
-_SMALL = 16384  # elements of a table that is small
-_CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
-
-# In it an anchor is its element.
-as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-
 
 # What a backward that runs has for an input.
 NOT_ASKED, ACCUMULATED, RETURNED = 0, 1, 2
@@ -56,49 +43,8 @@ def use_of(node: Any) -> int:
         return RETURNED if "leaf node" in str(error) else NOT_ASKED
 
 
-class Held:
-    """What one backward of a module delivered: the gradient of its output, and the keys of the forward."""
-
-    __slots__ = ("lookup", "tensors", "grad", "number", "version", "graph")
-
-    def __init__(self, lookup: "Lookup", tensors: Sequence[Any], grad: torch.Tensor, number: int) -> None:
-        self.lookup = lookup
-        self.tensors = tensors
-        self.grad = grad
-        self.number = number  # backwards are pushed in their order
-        self.version = grad._version
-        self.graph = False  # whether PyTorch's gradients of this backward have one (create_graph=True)
-
-    def move(self, device: torch.device) -> None:
-        """To another device, where the table's outputs are now."""
-        changed = self.grad._version - self.version
-        self.grad = self.grad.to(device)
-        self.tensors = [None if tensor is None else tensor.to(device) for tensor in self.tensors]
-        self.version = self.grad._version - changed
-
-    def check(self) -> None:
-        """An error, if somebody has written to the gradient since."""
-        if self.grad._version != self.version:
-            raise RuntimeError(
-                "a gradient that a backward delivered was changed in place before the optimizer's step: give backward()"
-                " a copy"
-            )
-
-
-_LARGEST = torch.finfo(torch.float32).max
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _tensor: Any = torch.Tensor  # whose properties have types of their values
-
-
-def get_grad(anchor: "Anchor") -> Optional[torch.Tensor]:
-    with as_itself():
-        return cast(Optional[torch.Tensor], _tensor.grad.__get__(anchor))
-
-
-def set_grad(anchor: "Anchor", value: Optional[torch.Tensor]) -> None:
-    """For what is no caller's tensor."""
-    with as_itself():
-        _tensor.grad.__set__(anchor, value)
 
 
 class Anchor(torch.nn.Parameter):
@@ -109,10 +55,10 @@ class Anchor(torch.nn.Parameter):
     _dtype: torch.dtype
     _requires_grad: bool
     seen: int  # the value's version that is known to be ours
-    given: Dict[int, Tuple["Gradient", bool]]  # of backwards that run, and whether they return it, see `give`
+    given: Dict[int, Tuple[Gradient, bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
-    begun: Optional["Gradient"]  # the newest; used again when nobody else has it
-    aside: Optional["Gradient"]  # while an optimizer's step has it hidden; backwards of other threads add to it
+    begun: Optional[Gradient]  # the newest; used again when nobody else has it
+    aside: Optional[Gradient]  # while an optimizer's step has it hidden; backwards of other threads add to it
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
@@ -154,7 +100,7 @@ class Anchor(torch.nn.Parameter):
 
             if any(isinstance(value, Weight) for value in flat([*args, *kwargs.values()])):
                 return Weight.__torch_function__(func, types, args, kwargs)
-        if func in _OF_THE_ELEMENT or _is_of_torch():
+        if func in _OF_THE_ELEMENT or is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
         return call_with(lambda value: value.rows() if isinstance(value, Anchor) else value, func, args, kwargs)
@@ -222,7 +168,7 @@ class Anchor(torch.nn.Parameter):
         self.rows().data = value
 
     def detach(self) -> torch.Tensor:
-        if _is_of_torch():
+        if is_of_torch():
             with as_itself():
                 return torch.Tensor.detach(self)
         return cast(torch.Tensor, self.rows().detach())
@@ -231,7 +177,7 @@ class Anchor(torch.nn.Parameter):
         if value is None:
             set_grad(self, None)
             self.aside = None
-            if self.given and _task() < 0:
+            if self.given and graph_task() < 0:
                 self.given.clear()  # of backwards that have failed
             begun: Any = self.begun
             if begun is not None:
@@ -242,7 +188,7 @@ class Anchor(torch.nn.Parameter):
             return
         if isinstance(value, Gradient) and value.table is not self.table:
             value = value.dense()  # as a worker's is given to a copy of the model
-        if isinstance(value, Gradient) or (_is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
+        if isinstance(value, Gradient) or (is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
             set_grad(self, value)
         else:
             self.rows().grad = value
@@ -250,7 +196,7 @@ class Anchor(torch.nn.Parameter):
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
     grad = _grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
 
-    def begin(self, left: Optional["Gradient"] = None) -> "Gradient":
+    def begin(self, left: Optional[Gradient] = None) -> Gradient:
         """The gradient that backwards add to: what is left of another, or one of nothing."""
         grad = self.begun if left is None else left
         if grad is None or (left is None and (grad.parts or grad.clip_limit)):
@@ -259,14 +205,14 @@ class Anchor(torch.nn.Parameter):
         return grad
 
     @property
-    def last(self) -> Optional["Gradient"]:
+    def last(self) -> Optional[Gradient]:
         """Where DistributedDataParallel puts a tensor of its own in the gradient's place, the gradient."""
-        return self.begun if _is_shared(self.table) else None
+        return self.begun if is_shared(self.table) else None
 
     def check(self) -> None:
         """An error, if somebody has written the element: rows are as before."""
         self.seen = self._version
-        if _is_distributed() and not bool(self.value.any()):
+        if is_distributed() and not bool(self.value.any()):
             return  # DistributedDataParallel sends it from rank to rank
         with torch.no_grad(), as_itself():
             torch.Tensor.zero_(self)
@@ -297,7 +243,7 @@ class Anchor(torch.nn.Parameter):
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _check_alone(self, what: str) -> None:
-        if _is_shared(self.table):
+        if is_shared(self.table):
             raise NotImplementedError(
                 f"table {self.table.name!r}: {what} of a gradient that ranks share, which is not known before the step ends:"
                 " use clip_norm and clip_value of a frugal optimizer, and step after backward()"
@@ -311,7 +257,7 @@ class Anchor(torch.nn.Parameter):
 
         def deliver(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
             anchor = weak()
-            given = None if anchor is None else anchor.given.pop(_task(), None)
+            given = None if anchor is None else anchor.given.pop(graph_task(), None)
             if anchor is None or given is None:
                 return None
             grad, returned = given
@@ -327,13 +273,13 @@ class Anchor(torch.nn.Parameter):
                 if had is None:
                     set_grad(anchor, grad)
                 else:
-                    _add(_aten.add_.Tensor, had, grad)
+                    add(_aten.add_.Tensor, had, grad)
             return None
 
         super().register_hook(deliver)  # type: ignore[no-untyped-call]
         self._delivers = True
 
-    def _through_hooks(self, grad: "Gradient") -> "Gradient":
+    def _through_hooks(self, grad: Gradient) -> Gradient:
         for hook in list(self.hooks.values()):
             found = hook(grad)
             if found is None:
@@ -377,7 +323,7 @@ class Anchor(torch.nn.Parameter):
                 grad = self.begin(left)
                 set_grad(self, grad)
             grad.hold(held, features)
-        if self.table.steps.world_size > 1 and _is_distributed():
+        if self.table.steps.world_size > 1 and is_distributed():
             self._await_reducer()
 
     def _await_reducer(self) -> None:
@@ -388,7 +334,7 @@ class Anchor(torch.nn.Parameter):
             grad = get_grad(self)
             if grad is not None and type(grad) is not Gradient:
                 with torch.no_grad():
-                    grad.fill_(_of_a_reducer(self.table, float(grad)))
+                    grad.fill_(of_a_reducer(self.table, float(grad)))
 
         # What is queued by a call that is queued comes behind the reducer's.
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -396,14 +342,14 @@ class Anchor(torch.nn.Parameter):
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
         """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
-        task = _task()
+        task = graph_task()
         given = self.given.get(task)
         if given is None:
             self._deliver()
             given = self.given[task] = Gradient(self), returned
         given[0].hold(held, features)
 
-    def gradient(self) -> Optional["Gradient"]:
+    def gradient(self) -> Optional[Gradient]:
         """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts, which is a
         gradient of zeros."""
         if self.is_written():
@@ -414,7 +360,7 @@ class Anchor(torch.nn.Parameter):
         if not isinstance(grad, Gradient):
             found = _replaced(self, grad)
             if found is None:
-                if self.last is None and not _is_distributed():
+                if self.last is None and not is_distributed():
                     raise self.penalty()
                 return None
             grad = found
@@ -445,714 +391,10 @@ EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left an
 _OF_BOTH = {*EQUAL, torch.autograd.backward, torch.autograd.grad}
 
 
-# Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
-_OF_TORCH = (
-    "torch.optim.", "torch.distributed.", "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch._functorch",
-    "torch.fx.",
-)  # fmt: skip
-
-
-def _is_of_torch(depth: int = 2) -> bool:
-    """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
-    name: str = sys._getframe(depth).f_globals.get("__name__", "")
-    return name.startswith(_OF_TORCH)
-
-
-def without_writes(array: Any) -> Any:
-    """NumPy's view of what is read: who wrote to it would write to nothing."""
-    flags = getattr(array, "flags", None)
-    if flags is not None:
-        flags.writeable = False
-    return array
-
-
-def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional["Gradient"]:
+def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional[Gradient]:
     """The gradient that a plain tensor took the place of; the tensor's element is its factor."""
     grad, factor = anchor.last, float(value)
     if grad is None or factor == 0.0:
         return None
     grad.rescale(factor)
     return grad
-
-
-def _is_distributed() -> bool:
-    return False
-
-
-if torch.distributed.is_available():
-    _is_distributed = torch.distributed.is_initialized
-
-
-def _is_shared(table: "Table") -> bool:
-    """Whether ranks share the table's gradient, or may do so by a reducer."""
-    return table.steps.world_size > 1 or _is_distributed()
-
-
-class Part:
-    """Of one backward: which features of its module are the table's, and the factor of their gradients."""
-
-    __slots__ = ("held", "features", "factor")
-
-    def __init__(self, held: Held, features: Tuple[int, ...], factor: float) -> None:
-        self.held = held
-        self.features = features
-        self.factor = factor
-
-
-class Gradient(OfGradient):
-    """A table's gradient since the last zero_grad(), as a tensor of one element in the anchor's place.
-
-    To multiply it multiplies the rows' gradients. Its norm is that of the table's gradient. What it has no answer for is
-    computed of `module.weight.grad`.
-    """
-
-    parts: List[Part]
-    table: "Table"
-    clip_limit: float  # of each element, 0: off; after the factors
-
-    @staticmethod
-    def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
-        return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=dtype or anchor.dtype, device=anchor.device)
-
-    def __init__(self, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> None:
-        self.table = anchor.table
-        self.parts = []
-        self.clip_limit = 0.0
-
-    def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
-        return cast(torch.Tensor, memo.setdefault(id(self), self.clone()))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.check_alone("the values")
-        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
-        anchor = self.table.anchor
-        if self.table.hashed or self.table.steps.world_size > 1:
-            raise why
-        if get_grad(anchor) is self:
-            return cast(torch.Tensor, anchor.rows().grad)
-        if writes:
-            raise why
-        return self.dense()
-
-    @classmethod
-    def of(cls, anchor: Anchor, held: Held, features: Tuple[int, ...]) -> "Gradient":
-        """That of one backward."""
-        grad = cls(anchor)
-        grad.parts.append(Part(held, features, 1.0))
-        return grad
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Gradient of the table {self.table.name!r}, of {len(self.parts)} backwards"
-
-    # torch's own would swap memory that this has not.
-
-    @property
-    def data(self) -> "Gradient":
-        return self
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if value.shape != self.shape:
-            raise RuntimeError(
-                f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(self.shape)}"
-            )
-        with torch.no_grad():
-            self.copy_(value)
-
-    def sizes(self) -> Tuple[int, ...]:
-        return SHAPE if _is_of_torch(3) else tuple(self.table.anchor.rows().shape)
-
-    def hold(self, held: Held, features: Tuple[int, ...]) -> None:
-        if self.clip_limit:
-            self.fold()
-        self.parts.append(Part(held, features, 1.0))
-        if len(self.parts) > _MOST_HELD:
-            self.table.warn_if_nobody_steps()
-            self.fold()
-
-    def become(self, other: "Gradient") -> None:
-        """Becomes as the other is."""
-        self.clip_limit = other.clip_limit
-        self.parts = [Part(part.held, part.features, part.factor) for part in other.parts]
-
-    def fold(self, change: Optional[Callable[[torch.Tensor], Any]] = None) -> None:
-        """Sums what is held into one gradient for each row, and clips it, if it is to be, and changes it."""
-        if not self.parts:
-            self.clip_limit = 0.0
-            return
-        keys, rows = self.summed()
-        if change is not None:
-            change(rows)
-        last = self.parts[-1].held
-        held = Held(last.lookup.rows_of(self.table), (keys, None, None), rows, last.number)
-        held.graph = any(part.held.graph for part in self.parts)
-        self.parts = [Part(held, (0,), 1.0)]
-        self.clip_limit = 0.0
-
-    def rescale(self, factor: float) -> None:
-        """Multiplies the gradients of all backwards so far."""
-        if factor == 1.0:
-            return
-        if self.clip_limit:
-            self.fold()
-        for part in self.parts:
-            part.factor *= factor
-
-    def common(self) -> float:
-        """The factor of the newest backward, and as a rule of all. One that is no number is left to the rows, of which the
-        engine names the first."""
-        factor = self.parts[-1].factor if self.parts else 1.0
-        return factor if factor == 1.0 or math.isfinite(factor) else 1.0
-
-    def scales(self) -> bool:
-        """Whether its factors are finite: a GradScaler's are not where gradients were not."""
-        return all(math.isfinite(part.factor) for part in self.parts)
-
-    def finite(self) -> bool:
-        """Whether there is no infinity and no NaN."""
-        rows = self.large()
-        return rows is None or bool(torch.isfinite(rows).all())
-
-    def large(self) -> Optional[torch.Tensor]:
-        """The sums of the gradients of each key, and a row of those without one, as PyTorch's dense gradient has them;
-        None: they are finite, as nothing is large enough to be another sum."""
-        if sum(map(_most, self.parts)) <= _LARGEST:  # not of a NaN
-            return None
-        each = [list(_spread(part)) for part in self.parts]
-        keys = [some_keys for some in each for some_keys, _ in some] or [self.per_key()[0]]
-        distinct, at = torch.unique(torch.cat(keys), return_inverse=True)
-        places = iter(at.split([some_keys.numel() for some_keys in keys]))
-        shape = min(distinct.numel() + 1, self.table.capacity), self.table.dim
-        total = torch.zeros(shape, dtype=torch.float32, device=at.device)
-        factors = [*[part.factor for part in self.parts], 1.0]
-        for some, factor, after in zip(each, factors, factors[1:]):
-            for _, rows in some:
-                total.index_add_(0, next(places), rows)
-            if factor != after:  # multiplied before the next backward
-                total = (total.double() * (factor / after if after else math.nan)).float()
-        return total.clamp_(-self.clip_limit, self.clip_limit) if self.clip_limit else total
-
-    def per_key(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """All keys, and the gradient of each, not summed: a sparse gradient's indices and values."""
-        keys, rows = [], []
-        for part in self.parts:
-            for some_keys, some_rows in _spread(part):
-                keys.append(some_keys)
-                rows.append(some_rows * part.factor if part.factor != 1.0 else some_rows)
-        if not keys:
-            device = self.device
-            return (
-                torch.empty(0, dtype=torch.int64, device=device),
-                torch.empty((0, self.table.dim), dtype=torch.float32, device=device),
-            )
-        at, values = (keys[0], rows[0]) if len(keys) == 1 else (torch.cat(keys), torch.cat(rows))
-        if self.clip_limit:
-            at, values = _sum(at, values)
-            values.clamp_(-self.clip_limit, self.clip_limit)
-        return at, values
-
-    def summed(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Distinct keys, and the sum of the gradients of each."""
-        return _sum(*self.per_key())
-
-    def check_graph(self, func: Any) -> None:
-        """An error, if a computation of it would be differentiated."""
-        if any(part.held.graph for part in self.parts):
-            raise NotImplementedError(
-                f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of it is not"
-                " possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
-            )
-
-    def norm_of(self, order: float) -> torch.Tensor:
-        if not order > 0.0:
-            raise NoAnswer(f"table {self.table.name!r}: a norm of order {order} of a gradient")
-        rows = self.sums("the norm")
-        if not rows.numel():
-            return torch.zeros((), dtype=torch.float32, device=self.device)
-        norm: torch.Tensor = torch.linalg.vector_norm(rows, order)
-        return norm
-
-    def check_alone(self, what: str) -> None:
-        """An error, if ranks share the gradient, of which somebody wants `what`."""
-        if self.table.steps.world_size > 1:
-            raise NotImplementedError(
-                f"table {self.table.name!r}: {what} of a gradient that {self.table.steps.world_size} ranks share is"
-                " not known before the step ends; clip the parameters of the dense layers, and tables by clip_norm of"
-                " a frugal optimizer"
-            )
-
-    def dense(self) -> torch.Tensor:
-        """One of the table's shape."""
-        table, dtype = self.table, self.table.anchor.dtype
-        if table.hashed:
-            raise NotImplementedError(f"table {table.name!r} is hashed: the gradient of its rows has no shape")
-        # Sums are float32, for those of bfloat16 stand still soon.
-        keys, rows = self.per_key() if dtype.itemsize >= 4 else self.summed()
-        out = torch.zeros(table.capacity, table.dim, dtype=dtype, device=rows.device)
-        return out.index_add_(0, keys, rows.to(dtype))
-
-    # torch's own are for no class but its own. They have all rows, as a copy.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        self.check_alone("the values")
-        return without_writes(self.dense().numpy(force=force))
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    def tolist(self) -> Any:
-        self.check_alone("the values")
-        return self.dense().tolist()
-
-    def elements(self, what: str) -> Computed:
-        """Its elements, for who makes `what` of them."""
-        self.check_alone(what)
-        (keys, rows), table = self._sums(), self.table
-        return Computed(rows.to(self.dtype), keys, None if table.hashed else table.capacity, table.name)
-
-    def sums(self, what: str) -> torch.Tensor:
-        """The sum of the gradients of each distinct key, for who makes `what` of it."""
-        self.check_alone(what)
-        return self._sums()[1]
-
-    def _sums(self) -> Tuple[Optional[torch.Tensor], torch.Tensor]:
-        """Keys, None: all, and the sum of the gradients of each."""
-        keys, rows = self.per_key()
-        table = self.table
-        if not table.hashed and table.capacity * table.dim <= max(_SMALL, 4 * rows.numel()):
-            # Rows of zeros add nothing, and to sort the keys would take longer.
-            all_rows = torch.zeros(table.capacity, table.dim, dtype=torch.float32, device=rows.device)
-            return None, all_rows.index_add_(0, keys, rows)
-        return _sum(keys, rows)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        if not kwargs:
-            answer = _DIRECT.get(func)
-            if answer is not None and isinstance(args[0], Gradient):
-                try:
-                    return answer(*args)
-                except NoAnswer:
-                    pass
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        answer = _ANSWERS.get(func.overloadpacket)
-        if answer is None:
-            grad = next(a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, Gradient))
-            raise _no_answer(func, grad)
-        if func.overloadpacket in _VALUES and torch.is_grad_enabled():
-            for grad in flat(args):
-                if isinstance(grad, Gradient):
-                    grad.check_graph(func)
-        return answer(func, *args, **(kwargs or {}))
-
-
-def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
-    if "c10d" in str(func):
-        return NotImplementedError(
-            f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
-            " step, so leave the table's parameter (module.anchor) out of what is reduced"
-        )
-    return NoAnswer(
-        f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms, clipping, sums and"
-        " means are possible, and module.weight.grad gives the gradient of the rows"
-    )
-
-
-def _sum(keys: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    distinct, at = torch.unique(keys, return_inverse=True)
-    out = torch.zeros(distinct.numel(), rows.shape[1], dtype=torch.float32, device=rows.device)
-    return distinct, out.index_add_(0, at, rows)
-
-
-def _spread(part: Part) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-    """The keys of a backward, and the gradient of each before it was multiplied, some at a time."""
-    part.held.check()
-    for feature in part.features:
-        yield from part.held.lookup.spread(feature, part.held, _CHUNK)
-
-
-def _most(part: Part) -> float:
-    """What no sum of a backward's gradients of a key is above, before or after it is multiplied; NaN, if one may be."""
-    held, total = part.held, 0.0
-    largest = _magnitude(held.grad) * max(abs(part.factor), 1.0)
-    for feature in part.features:
-        keys, _, weights = held.tensors[3 * feature : 3 * feature + 3]
-        total += largest * keys.numel() * (1.0 if weights is None else _magnitude(weights))
-    return total if math.isfinite(part.factor) else math.nan
-
-
-def _magnitude(tensor: torch.Tensor) -> float:
-    """The largest absolute value, in one pass without a copy; a NaN comes through."""
-    return max([abs(bound.item()) for bound in torch.aminmax(tensor)]) if tensor.numel() else 0.0
-
-
-# Answers to PyTorch's calls, by operator.
-
-
-def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
-    return grad
-
-
-def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
-    copied = Gradient.__new__(Gradient, grad, kwargs.get("dtype"))  # type: ignore[arg-type]
-    copied.table = grad.table
-    copied.become(grad)
-    return copied
-
-
-def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
-    """As autograd does where a table's gradient comes from two forwards, or has come already."""
-    if not isinstance(grad, Gradient) or not isinstance(other, Gradient):
-        mine = grad if isinstance(grad, Gradient) else other
-        if isinstance(other, torch.Tensor) and _task() >= 0:  # autograd adds it
-            raise mine.table.anchor.penalty()
-        raise NoAnswer(
-            f"table {mine.table.name!r}: {func} of its gradient, which the engine holds, and something else: give the"
-            " optimizer a weight_decay, or add to module.weight.grad what rows are to have, such as module.weight"
-        )
-    if grad.table is not other.table or alpha != 1:
-        raise NoAnswer(f"table {grad.table.name!r}: {func} of its gradient and another")
-    total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)
-    for clipped in (total, other):
-        if clipped.clip_limit:
-            clipped.fold()
-    total.parts += [Part(part.held, part.features, part.factor) for part in other.parts]
-    if len(total.parts) > _MOST_HELD:
-        total.fold()
-    return total
-
-
-def _total(func: Any, grad: Gradient, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    check_whole(func, grad.table.name, dim)
-    total = grad.sums("the sum").sum().to(dtype or grad.dtype)
-    return total.reshape(SHAPE) if keepdim else total
-
-
-def _mean(func: Any, grad: Gradient, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    if grad.table.hashed:
-        raise _no_answer(func, grad)
-    return _total(func, grad, dim, keepdim, dtype=dtype) / (grad.table.capacity * grad.table.dim)
-
-
-def _zero(func: Any, grad: Gradient) -> Gradient:
-    grad.parts = []
-    grad.clip_limit = 0.0
-    return grad
-
-
-def _fill(func: Any, grad: Gradient, value: Any) -> Gradient:
-    if float(value) != 0.0:
-        raise _no_answer(func, grad)
-    return _zero(func, grad)
-
-
-def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
-    for grad in grads:
-        grad.zero_()
-
-
-def _factor_of(func: Any, grad: Gradient, by: Any) -> float:
-    if isinstance(by, Anchor) or (isinstance(by, torch.Tensor) and by.numel() != 1):
-        raise _no_answer(func, grad)
-    value = float(by)
-    return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value
-
-
-def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
-    if isinstance(by, Gradient) and isinstance(grad, Gradient):
-        raise _no_answer(func, grad)
-    if not isinstance(grad, Gradient):
-        raise NoAnswer("a tensor cannot be scaled by the gradient of a table")
-    grad.rescale(_factor_of(func, grad, by))
-    return grad
-
-
-def _scale_all(func: Any, grads: List[torch.Tensor], by: Any) -> None:
-    each = by if isinstance(by, (list, tuple)) else [by] * len(grads)
-    for grad, factor in zip(grads, each):
-        if isinstance(grad, Gradient):
-            grad.rescale(_factor_of(func, grad, factor))
-        elif func.overloadpacket is _aten._foreach_div_:
-            grad.div_(factor)
-        else:
-            grad.mul_(factor)
-
-
-def _unscale_all(func: Any, grads: List[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
-    others = [grad for grad in grads if not isinstance(grad, Gradient)]
-    if others:
-        func(others, found, inverse)
-    for grad in grads:
-        if isinstance(grad, Gradient):
-            if not grad.finite():
-                found.fill_(1.0)
-            grad.rescale(float(inverse))
-
-
-def _norm(
-    func: Any, grad: Gradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> torch.Tensor:
-    check_whole(func, grad.table.name, dim)
-    norm = grad.norm_of(2.0 if order is None else float(order)).to(dtype or grad.dtype)
-    return norm.reshape(SHAPE) if keepdim else norm
-
-
-def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = None) -> List[torch.Tensor]:
-    return [
-        grad.norm_of(float(order)).to(grad.dtype)
-        if isinstance(grad, Gradient)
-        else torch.linalg.vector_norm(grad, order, dtype=dtype)
-        for grad in grads
-    ]
-
-
-class _Clipped(Held):
-    """What a gradient that was clipped to other bounds than the engine's is. It is computed when somebody asks for it:
-    as a rule another bound comes first, for `foreach` clips from below and then from above."""
-
-    __slots__ = ("before", "least", "most")
-
-    def __init__(self, before: Gradient, least: float, most: float) -> None:
-        self.before: Optional[Gradient] = before  # until it is computed
-        self.least, self.most = least, most
-
-    def __getattr__(self, name: str) -> Any:
-        before = self.before
-        if before is None:
-            raise AttributeError(name)
-        before.fold(lambda rows: rows.clamp_(self.least, self.most))
-        for each in Held.__slots__:
-            setattr(self, each, getattr(before.parts[0].held, each))
-        self.before = None
-        return getattr(self, name)
-
-
-def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs: Any) -> Gradient:
-    low, high = kwargs.get("min", low), kwargs.get("max", high)
-    least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
-    if not least <= 0.0 <= most:
-        raise NoAnswer(
-            f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0, which rows that have none"
-            " would leave: clip module.weight.grad"
-        )
-    held = grad.parts[0].held if len(grad.parts) == 1 and grad.parts[0].factor == 1.0 and not grad.clip_limit else None
-    if type(held) is _Clipped and held.before is not None:
-        least, most = max(least, held.least), min(most, held.most)
-        grad.become(held.before)
-    if least == -most and most > 0.0:
-        return grad if math.isinf(most) else _clip_to(grad, most)
-    _check_clip(grad)
-    if grad.parts:
-        before = _copy_of(func, grad)
-        grad.parts, grad.clip_limit = [Part(_Clipped(before, least, most), (0,), 1.0)], 0.0
-    return grad
-
-
-def _clipped(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
-    return _clip(func, _copy_of(func, grad), *args, **kwargs)
-
-
-def _check_clip(grad: Gradient) -> None:
-    if grad.table.steps.world_size > 1:
-        raise NotImplementedError(
-            f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known before"
-            " the step ends; tables are clipped by clip_value of a frugal optimizer"
-        )
-
-
-def _clip_to(grad: Gradient, limit: float) -> Gradient:
-    _check_clip(grad)
-    grad.clip_limit = min(limit, grad.clip_limit) if grad.clip_limit else limit
-    return grad
-
-
-def _clip_all(func: Any, grads: List[torch.Tensor], limit: Any) -> None:
-    side = "min" if func.overloadpacket is _aten._foreach_clamp_min_ else "max"
-    for grad, bound in zip(grads, limit if isinstance(limit, (list, tuple)) else [limit] * len(grads)):
-        grad.clamp_(**{side: bound})
-
-
-def _is(func: Any, grad: Gradient) -> torch.Tensor:
-    if func.overloadpacket is _aten.isfinite:
-        found = grad.finite()
-    else:
-        rows = grad.large()
-        found = rows is not None and bool(func(rows).any())
-    return torch.full(SHAPE, found, dtype=torch.bool, device=grad.device)
-
-
-def _for_a_reducer(grad: Gradient) -> float:
-    """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
-    1, or an infinity, which all ranks see then."""
-    if not _is_shared(grad.table):
-        raise NoAnswer(
-            f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
-            " the rows"
-        )
-    if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
-        raise RuntimeError(
-            f"table {grad.table.name!r}: its engine has one rank and torch.distributed"
-            f" {torch.distributed.get_world_size()}, so that its gradients would not be averaged: start frugal-controller"
-            " ADDRESS, give the address in FRUGAL_SERVICE, and make modules after torch.distributed.init_process_group()"
-        )
-    return 1.0 if grad.finite() else math.inf
-
-
-def _of_a_reducer(table: "Table", answer: float) -> float:
-    """The factor that a reducer's answer is: an infinity of some rank, or what a communication hook has multiplied by. Ranks
-    whose graph does not use the table have given 0 for the 1 of others: the engine's mean is over all ranks already."""
-    ranks = answer * table.steps.world_size
-    if 0.5 < ranks < table.steps.world_size + 0.5 and abs(ranks - round(ranks)) < 0.01:
-        return 1.0
-    return answer
-
-
-def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
-    if isinstance(grad, Gradient) and isinstance(by, Gradient):
-        if grad is not by or func.overloadpacket is not _aten.mul or out is not None:
-            raise _no_answer(func, grad)
-        if torch.is_grad_enabled():
-            grad.check_graph(func)
-        return _of_elements(_aten.pow.Tensor_Scalar, grad, 2)
-    if out is None:  # grad * 0.5, which may become the anchor's
-        grad, by = (grad, by) if isinstance(grad, Gradient) else (by, grad)
-        scaled = _copy_of(func, grad)
-        scaled.rescale(_factor_of(func, grad, by))
-        return scaled
-    if not isinstance(grad, Gradient):
-        raise NoAnswer("a tensor cannot be scaled by the gradient of a table")
-    return out.fill_(_for_a_reducer(grad) * float(by))
-
-
-def _negative(func: Any, grad: Gradient) -> Gradient:
-    out = grad if func.overloadpacket is _aten.neg_ else _copy_of(func, grad)
-    out.rescale(-1.0)
-    return out
-
-
-def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
-    if isinstance(to, Gradient):
-        if isinstance(source, Gradient):
-            if source.table is not to.table:
-                raise NoAnswer("the gradient of a table cannot be copied into that of another")
-            to.become(source)
-            return to
-        if not _is_shared(to.table):
-            anchor = to.table.anchor
-            if get_grad(anchor) is not to:
-                raise _no_answer(func, to)
-            anchor.rows().set_grad(source)
-            return to
-        to.rescale(_of_a_reducer(to.table, float(source)))
-        return to
-    return to.fill_(_for_a_reducer(cast(Gradient, source)))
-
-
-def _scaled(func: Any, grad: Any, by: Any, **kwargs: Any) -> torch.Tensor:
-    if not isinstance(grad, Gradient) or kwargs:
-        raise NoAnswer("a tensor cannot be divided by the gradient of a table")
-    return _share(func, grad, by)
-
-
-def _value(func: Any, grad: Gradient) -> Any:
-    return float(grad.norm_of(2.0))
-
-
-def _of_elements(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> torch.Tensor:
-    found: torch.Tensor = REDUCED[func.overloadpacket](func, grad.elements(str(func)), *args, **kwargs)
-    return found
-
-
-def _without_nan(func: Any, grad: Gradient, *values: Any, out: Optional[torch.Tensor] = None, **named: Any) -> Gradient:
-    """nan_to_num: of the sum of all backwards, as PyTorch's gradient is."""
-    grad.check_alone("the values")
-    if out is not None and not (isinstance(out, Gradient) and out.table is grad.table):
-        raise _no_answer(func, grad)
-    changed = grad if func.overloadpacket is _aten.nan_to_num_ or out is grad else _copy_of(func, grad)
-    if not grad.finite():
-        changed.fold(lambda rows: rows.nan_to_num_(*values, **named))
-    if isinstance(out, Gradient) and out is not grad:
-        out.become(changed)
-    return changed if out is None else out
-
-
-def _zeros(func: Any, grad: Gradient, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
-    return torch.zeros(grad.shape, dtype=dtype or grad.dtype, device=grad.device)
-
-
-_ANSWERS: Dict[Any, Callable[..., Any]] = {
-    _aten.detach: _itself,
-    _aten.detach_: _itself,
-    _aten.alias: _itself,
-    _aten.add: _add,
-    _aten.add_: _add,
-    _aten.sum: _total,
-    _aten.mean: _mean,
-    _aten.clone: _copy_of,
-    _aten._to_copy: _copy_of,
-    _aten.zero_: _zero,
-    _aten.fill_: _fill,
-    _aten._foreach_zero_: _zero_all,
-    _aten.mul_: _scale,
-    _aten.div_: _scale,
-    _aten._foreach_mul_: _scale_all,
-    _aten._foreach_div_: _scale_all,
-    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
-    _aten.linalg_vector_norm: _norm,
-    _aten.norm: _norm,
-    _aten._foreach_norm: _norms,
-    _aten.clamp_: _clip,
-    _aten.clamp: _clipped,
-    _aten._foreach_clamp_min_: _clip_all,
-    _aten._foreach_clamp_max_: _clip_all,
-    _aten.isnan: _is,
-    _aten.isinf: _is,
-    _aten.isfinite: _is,
-    _aten.div: _scaled,
-    _aten.mul: _share,
-    _aten.neg: _negative,
-    _aten.neg_: _negative,
-    _aten.copy_: _copy,
-    _aten._local_scalar_dense: _value,
-    _aten.nan_to_num: _without_nan,
-    _aten.nan_to_num_: _without_nan,
-    _aten.zeros_like: _zeros,
-    **dict.fromkeys(REDUCED, _of_elements),
-}
-
-# Of these a computation can go on that PyTorch would differentiate.
-_VALUES = {_aten.sum, _aten.mean, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, *REDUCED}
-
-
-def _norm_of(grad: Gradient, *args: Any) -> torch.Tensor:
-    if torch.is_grad_enabled():
-        grad.check_graph(_aten.linalg_vector_norm)
-    return _norm(_aten.linalg_vector_norm, grad, *args)
-
-
-# What clipping asks of each gradient, without the way through PyTorch's dispatcher; and what is made of operators that want
-# values.
-_DIRECT: Dict[Any, Callable[..., Any]] = {
-    torch.linalg.vector_norm: _norm_of,
-    torch.Tensor.mul_: functools.partial(_scale, _aten.mul_.Tensor),
-    torch.isfinite: functools.partial(_is, _aten.isfinite.default),
-    torch.Tensor.isfinite: functools.partial(_is, _aten.isfinite.default),
-}

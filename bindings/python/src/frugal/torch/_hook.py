@@ -29,8 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import frugal
 
 from . import _ranks, _state, _usual
-from ._anchor import Anchor, Gradient, get_grad, set_grad, without_writes
+from ._anchor import Anchor
 from ._computed import SHAPE, flat, in_place
+from ._gradient import Gradient, get_grad, set_grad, without_writes
 from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
 from ._weight import Weight
 

@@ -14,8 +14,9 @@ from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional
 import torch
 
 from . import _inputs, _native
-from ._anchor import ACCUMULATED, NOT_ASKED, Held, as_itself, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, use_of
 from ._computed import SHAPE
+from ._gradient import Held, as_itself
 from ._steps import Moment, Steps, Table
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

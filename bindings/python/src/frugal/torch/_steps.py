@@ -30,7 +30,8 @@ from frugal import _wait
 from frugal.errors import FORKED
 
 from . import _native, _ranks
-from ._anchor import Anchor, Gradient, Part, get_grad
+from ._anchor import Anchor
+from ._gradient import Gradient, Part, get_grad
 
 T = TypeVar("T")
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn,
 import torch
 
 from . import _default, _native, _state
-from ._anchor import (
-    ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, Gradient, Held, use_of, without_writes,
-)  # fmt: skip
+from ._anchor import ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, use_of
 from ._computed import SHAPE, call_with, flat, in_place
+from ._gradient import Gradient, Held, without_writes
 from ._steps import Kept, Table
 
 if TYPE_CHECKING:
