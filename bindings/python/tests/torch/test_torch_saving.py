@@ -306,3 +306,16 @@ def test_what_is_no_tensor_or_negated_is_said_or_made_good(trainer: frugal.Train
     assert ones.is_neg()
     module.load_state_dict({"weight": ones})
     assert torch.equal(module.weight, -torch.ones(ROWS, DIM))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float32])
+def test_loading_with_assign_takes_the_dtype(trainer: frugal.Trainer, dtype: torch.dtype) -> None:
+    saved = {"weight": integers(ROWS, DIM).to(dtype)}
+    keys = torch.tensor([[1, 2], [3, 3]])
+    for module in bag_pair(trainer, integers(ROWS, DIM), mode="sum"):
+        module(keys).sum().backward()
+        module.load_state_dict(saved, assign=True)
+        (parameter,) = module.parameters()
+        assert parameter.grad is None and parameter.dtype == dtype and parameter.requires_grad
+        out = module(keys)
+        assert out.dtype == dtype and torch.equal(out, saved["weight"][keys].sum(1))

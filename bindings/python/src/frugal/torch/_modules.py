@@ -315,7 +315,10 @@ class _Module(torch.nn.Module):
                 missing_keys.append(begin + "weight")
                 continue
             try:
-                _state.load_rows(self._steps, table, rows[begin + "weight"], rows.get(begin + "keys"))
+                loaded = rows[begin + "weight"]
+                _state.load_rows(self._steps, table, loaded, rows.get(begin + "keys"))
+                if local_metadata.get("assign_to_params_buffers") and loaded.dtype.is_floating_point:
+                    table.anchor.become(loaded.dtype, None)  # outputs have the dtype of what is loaded
             except (ValueError, TypeError, RuntimeError, frugal.Error) as error:
                 error_msgs.append(f"{begin}weight: {error}")
         missing_keys += [key for key in missing if key not in self._anchor_keys(prefix)]
