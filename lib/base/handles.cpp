@@ -1,6 +1,7 @@
 #include "base/handles.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <memory>
 
@@ -15,16 +16,67 @@ namespace {
 constexpr uint32_t kIndexBits = 20;
 constexpr uint64_t kIndexMask = (uint64_t{1} << kIndexBits) - 1;
 
-struct Slot {
-  HandleKind kind = HandleKind::kFree;
-  uint64_t generation = 1;
-  std::shared_ptr<void> object;
+// What a slot has changes with its lock, which is held for some instructions: calls of different
+// trainers do not meet at one lock.
+class Slot {
+ public:
+  std::shared_ptr<void> get(HandleKind kind, uint64_t generation) {
+    const Held held(*this);
+    return kind_ == kind && generation_ == generation ? object_ : nullptr;
+  }
+  uint64_t put(HandleKind kind, std::shared_ptr<void> object) {
+    const Held held(*this);
+    kind_ = kind;
+    object_ = std::move(object);
+    return generation_;
+  }
+  std::shared_ptr<void> take(HandleKind kind, uint64_t generation) {
+    const Held held(*this);
+    if (kind_ != kind || generation_ != generation) return nullptr;
+    kind_ = HandleKind::kFree;
+    ++generation_;
+    return std::move(object_);
+  }
+  // In a child, where nobody is inside.
+  void reset_lock() { locked_.store(false, std::memory_order_relaxed); }
+
+ private:
+  class Held {
+   public:
+    explicit Held(Slot& slot) : slot_(slot) {
+      while (slot.locked_.exchange(true, std::memory_order_acquire))
+        while (slot.locked_.load(std::memory_order_relaxed)) yield_thread();
+    }
+    ~Held() { slot_.locked_.store(false, std::memory_order_release); }
+
+   private:
+    Slot& slot_;
+  };
+
+  std::atomic<bool> locked_{false};
+  HandleKind kind_ = HandleKind::kFree;
+  uint64_t generation_ = 1;
+  std::shared_ptr<void> object_;
 };
 
+// Slots stay where they are, in blocks that come one after the other.
+constexpr size_t kBlock = 1024;
 struct Registry : HeapObject {
+  std::array<std::atomic<Slot*>, (kIndexMask + kBlock) / kBlock> blocks{};
   Mutex mu;
-  Vector<Slot> slots GUARDED_BY(mu);
+  size_t slots GUARDED_BY(mu) = 0;
   Vector<uint32_t> free GUARDED_BY(mu);
+
+  Slot& slot(size_t index) {
+    return blocks[index / kBlock].load(std::memory_order_acquire)[index % kBlock];
+  }
+  // Of a handle; null: there has never been one with this number.
+  Slot* of(uint64_t handle) {
+    const uint64_t number = handle & kIndexMask;
+    if (number == 0 || !blocks[(number - 1) / kBlock].load(std::memory_order_acquire))
+      return nullptr;
+    return &slot(number - 1);
+  }
 };
 
 std::atomic<uint32_t> g_generation{1};
@@ -38,6 +90,7 @@ Registry& registry() {
     os_at_fork([]() NO_THREAD_SAFETY_ANALYSIS { registry().mu.lock(); },
                []() NO_THREAD_SAFETY_ANALYSIS { registry().mu.unlock(); },
                []() NO_THREAD_SAFETY_ANALYSIS {
+                 for (size_t i = 0; i < registry().slots; ++i) registry().slot(i).reset_lock();
                  registry().mu.unlock();
                  g_generation.fetch_add(1);
                });
@@ -46,55 +99,47 @@ Registry& registry() {
   return *r;
 }
 
-Slot* locate(Registry& r, HandleKind kind, uint64_t handle) REQUIRES(r.mu) {
-  uint64_t index = handle & kIndexMask;
-  if (index == 0 || index > r.slots.size()) return nullptr;
-  Slot& s = r.slots[index - 1];
-  return s.kind == kind && s.generation == handle >> kIndexBits ? &s : nullptr;
-}
-
 }  // namespace
 
 uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
   Registry& r = registry();
   Lock lock(r.mu);
-  uint32_t index;
+  size_t index;
   if (!r.free.empty()) {
     index = r.free.back();
     r.free.pop_back();
   } else {
-    if (r.slots.size() == kIndexMask) {
+    if (r.slots == kIndexMask) {
       fail(FRUGAL_ERR_OUT_OF_MEMORY,
            "a million handles are open: close some, or end steps that keep many batches");
       return 0;
     }
-    index = static_cast<uint32_t>(r.slots.size());
+    index = r.slots;
     // Removing a handle must not want memory: what it names would stay, out of reach.
-    if (r.free.capacity() <= index) r.free.reserve(std::max<size_t>(64, size_t{index} * 2));
-    r.slots.emplace_back();
+    if (r.free.capacity() <= index) r.free.reserve(std::max<size_t>(64, index * 2));
+    if (index % kBlock == 0) {
+      auto* made = static_cast<Slot*>(heap_alloc(kBlock * sizeof(Slot)));
+      std::uninitialized_default_construct_n(made, kBlock);
+      r.blocks[index / kBlock].store(made, std::memory_order_release);
+    }
+    ++r.slots;
   }
-  Slot& s = r.slots[index];
-  s.kind = kind;
-  s.object = std::move(object);
-  return s.generation << kIndexBits | (index + 1);
+  return r.slot(index).put(kind, std::move(object)) << kIndexBits | (index + 1);
 }
 
 std::shared_ptr<void> handle_get(HandleKind kind, uint64_t handle) {
-  Registry& r = registry();
-  Lock lock(r.mu);
-  Slot* s = locate(r, kind, handle);
-  return s ? s->object : nullptr;
+  Slot* s = registry().of(handle);
+  return s ? s->get(kind, handle >> kIndexBits) : nullptr;
 }
 
 std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle) {
   Registry& r = registry();
+  Slot* s = r.of(handle);
+  std::shared_ptr<void> object = s ? s->take(kind, handle >> kIndexBits) : nullptr;
+  if (!object) return nullptr;
   Lock lock(r.mu);
-  Slot* s = locate(r, kind, handle);
-  if (!s) return nullptr;
-  s->kind = HandleKind::kFree;
-  ++s->generation;
   r.free.push_back(static_cast<uint32_t>(handle & kIndexMask) - 1);
-  return std::move(s->object);
+  return object;
 }
 
 uint32_t process_generation() {

@@ -260,13 +260,17 @@ void Engine::LocalStep::count(Use use, const Counts& c) {
   auto add = [](std::atomic<uint64_t>& counter, uint64_t n) {
     if (n) counter.fetch_add(n, std::memory_order_relaxed);
   };
+  // The trainer's own are written here alone, with its call_mu held.
+  auto add_own = [](std::atomic<uint64_t>& counter, uint64_t n) {
+    if (n) counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  };
   const bool push = use == Use::kPush;
   add(push ? engine_.counters_.keys_pushed : engine_.counters_.keys_looked_up, c.keys);
-  add(push ? t_.counts.keys_pushed : t_.counts.keys_looked_up, c.keys);
+  add_own(push ? t_.counts.keys_pushed : t_.counts.keys_looked_up, c.keys);
   add(engine_.counters_.cache_hits, c.hits);
   add(engine_.counters_.cache_misses, c.misses);
-  add(t_.counts.cache_hits, c.hits);
-  add(t_.counts.cache_misses, c.misses);
+  add_own(t_.counts.cache_hits, c.hits);
+  add_own(t_.counts.cache_misses, c.misses);
   add(engine_.counters_.stale_reads, c.stale);
   if (span_) span_->count(c.keys);
 }

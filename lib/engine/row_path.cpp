@@ -98,13 +98,13 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
   }
   FRUGAL_TRY(check_op(op, table.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (found) {
-    if (!op.keys) out->declared = found->part;
     out->number = static_cast<size_t>(found - t_.parts.data());
     if (found->whole && found->fresh) {
       out->part = found->part;
       out->whole = true;
       return FRUGAL_OK;
     }
+    if (!op.keys) out->declared = found->part;
   }
   if (!op.keys || table.any_key || (found && found->whole)) return FRUGAL_OK;
   return check_dense_ids(op.keys, op.count, padded ? &op.padding_key : nullptr, table.capacity);

@@ -72,7 +72,7 @@ class Client::AttachedStep final : public StepView {
     for (size_t i = 0; i < n && use == Use::kPush; ++i) {
       const Access& a = accesses[i];
       if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
-      if (has_nan_term(ops[i], a.table->dim, a.declared.get()))
+      if (has_nan_term(ops[i], a.table->dim, (a.declared ? a.declared : a.part).get()))
         return in_op(nan_refused(ops[i], a.table->dim, t_.step), i, n, a.table);
     }
     return ask_for(ops);
