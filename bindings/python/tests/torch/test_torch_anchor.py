@@ -1073,16 +1073,38 @@ def test_a_gradient_is_changed_as_torch_s(trainer: frugal.Trainer, what: str) ->
 
 
 def test_a_copy_of_a_gradient_is_its_own(trainer: frugal.Trainer) -> None:
-    """What would be written to the table's gradient by it is an error."""
-    module = ft.Embedding(ROWS, DIM, trainer=trainer)
-    module(torch.tensor([1])).sum().backward()
-    grad = next(module.parameters()).grad
+    modules, batch = bag_pair(trainer, integers(ROWS, DIM), sparse=False), keys()
+    copies = []
+    for module in modules:
+        (parameter,) = module.parameters()
+        module(batch).pow(2).sum().backward()
+        grad = parameter.grad
+        assert grad is not None
+        copied = grad.clone()
+        copied.sign_()
+        copied.view(-1).mul_(2.0)
+        copied[3] = 5.0
+        torch._foreach_mul_([copied, grad], [(parameter.detach() > 0).float(), torch.tensor(0.5)])
+        copies.append((copied + 0.0, grad + 0.0))
+        parameter.grad = copied
+        copied.add_(1.0)
+        torch.optim.SGD([parameter], lr=0.5).step()
+    torch.testing.assert_close(*copies)
+    ours, theirs = modules
+    torch.testing.assert_close(ours.weight.detach().clone(), theirs.weight.detach())
+    grad = next(ours.parameters()).grad
     assert grad is not None
-    copied = grad.clone()
-    for write in (lambda: copied.sign_(), lambda: grad.abs().mul_(copied), lambda: torch._foreach_mul_([copied], [grad])):
-        with pytest.raises(NotImplementedError, match=r"module\.weight\.grad"):
-            write()
-    assert torch.equal(grad.sum(), torch.tensor(float(DIM)))
+    with pytest.raises(NotImplementedError, match=r"module\.weight\.grad"):
+        grad.abs().mul_(grad)
+
+
+def test_a_frozen_parameter_takes_no_hook(trainer: frugal.Trainer) -> None:
+    for module in bag_pair(trainer, integers(ROWS, DIM)):
+        (parameter,) = module.parameters()
+        parameter.register_hook(lambda grad: None)
+        parameter.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="doesn't require gradient"):
+            parameter.register_hook(lambda grad: None)
 
 
 def test_a_gradient_of_a_hashed_table_has_no_shape(trainer: frugal.Trainer) -> None:

@@ -233,6 +233,8 @@ class Anchor(torch.nn.Parameter):
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """The hook gets the gradient of each backward, a `Gradient`, and may return one in its place."""
         self._check_alone("register_hook")
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         self._deliver()
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook

@@ -98,8 +98,6 @@ class OfGradient(torch.Tensor):
                 return func(*args, **kwargs)
         except NoAnswer as error:
             why = error
-        if name.startswith("_foreach_"):  # which may have begun
-            raise why
         written = list(flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())]))
 
         def of_all(value: Any) -> Any:

@@ -147,14 +147,9 @@ class Gradient(OfGradient):
         return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
-        anchor = self.table.anchor
         if self.table.hashed or self.table.steps.world_size > 1:
             raise why
-        if get_grad(anchor) is self:
-            return cast(torch.Tensor, anchor.rows().grad)
-        if writes:
-            raise why
-        return self.dense()
+        return cast(torch.Tensor, self.table.anchor.rows().all_of(self))
 
     @classmethod
     def of(cls, anchor: Anchor, held: Held, features: Tuple[int, ...]) -> "Gradient":
@@ -507,10 +502,12 @@ def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
 
 
 def _scale_all(func: Any, grads: List[torch.Tensor], by: Any) -> None:
-    each = by if isinstance(by, (list, tuple)) else [by] * len(grads)
+    each = list(by) if isinstance(by, (list, tuple)) else [by] * len(grads)
+    # Before anything is done: it may not be possible.
+    each = [_factor_of(func, g, f) if isinstance(g, Gradient) else f for g, f in zip(grads, each)]
     for grad, factor in zip(grads, each):
         if isinstance(grad, Gradient):
-            grad.rescale(_factor_of(func, grad, factor))
+            grad.rescale(factor)
         elif func.overloadpacket is _aten._foreach_div_:
             grad.div_(factor)
         else:

@@ -262,6 +262,10 @@ class Weight(torch.Tensor):
         self._table.grad_read_at = self._table.steps.writes
         return _copy_of(*_GradSource(self, gradient).both())
 
+    def all_of(self, gradient: Gradient) -> torch.Tensor:
+        """A gradient of the table as one of all rows: who writes to it writes to the gradient."""
+        return _copy_of(*_GradSource(self, gradient, True).both())
+
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
@@ -670,11 +674,12 @@ class _Copy(torch.Tensor):
 class _GradSource:
     """A weight's gradient as a tensor, for views of it."""
 
-    __slots__ = ("weight", "gradient", "whole", "_read_at")
+    __slots__ = ("weight", "gradient", "whole", "_bound", "_read_at")
 
-    def __init__(self, weight: Weight, gradient: Gradient) -> None:
+    def __init__(self, weight: Weight, gradient: Gradient, bound: bool = False) -> None:
         self.weight = weight
         self.gradient = gradient
+        self._bound = bound  # what is written is the gradient's, whoever has it
         self.whole = weight._rows_of(gradient)
         self._read_at = self._now()
 
@@ -689,6 +694,10 @@ class _GradSource:
         """As until zero_grad(); then whoever has this has a tensor of his own."""
         return self.weight._table.anchor.grad is self.gradient
 
+    def _shows(self) -> bool:
+        """Whether what is written here is a gradient's."""
+        return self._bound or self._is_the_table_s()
+
     def is_all(self, copy: torch.Tensor) -> bool:
         """Whether the tensor is the table's gradient as it is, and no view of it."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -700,7 +709,7 @@ class _GradSource:
 
     def before(self, copy: torch.Tensor, writes: Optional[str]) -> None:
         """Comes before a use: the tensor has what has been added since."""
-        if writes is not None and self._is_the_table_s():
+        if writes is not None and self._shows():
             self.weight._check_grad_written(writes)
         now = self._now()
         if now == self._read_at:
@@ -718,9 +727,9 @@ class _GradSource:
         self._read_at = now
 
     def after_write(self, copy: torch.Tensor) -> None:
-        """The table's gradient is what has become of the tensor."""
-        if self._is_the_table_s():
-            self.weight._take_grad(self._whole(copy))
+        """The gradient is what has become of the tensor."""
+        if self._shows():
+            self.gradient.become(self.weight.gradient_of(self._whole(copy), self.gradient))
             self._read_at = self._now()
 
 
