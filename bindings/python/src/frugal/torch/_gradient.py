@@ -95,6 +95,14 @@ def without_writes(array: Any) -> Any:
     return array
 
 
+def set_data(grad: torch.Tensor, value: torch.Tensor) -> None:
+    """The values of a gradient that is the table's are written: torch's own would give it other memory."""
+    if value.shape != grad.shape:
+        raise RuntimeError(f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(grad.shape)}")
+    with torch.no_grad():
+        grad.copy_(value)
+
+
 def is_distributed() -> bool:
     return False
 
@@ -169,12 +177,7 @@ class Gradient(OfGradient):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value.shape != self.shape:
-            raise RuntimeError(
-                f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(self.shape)}"
-            )
-        with torch.no_grad():
-            self.copy_(value)
+        set_data(self, value)
 
     def sizes(self) -> Tuple[int, ...]:
         return SHAPE if is_of_torch(3) else tuple(self.table.anchor.rows().shape)

@@ -12,7 +12,7 @@ import torch
 from . import _default, _native, _state
 from ._anchor import ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, use_of
 from ._computed import SHAPE, call_with, flat, in_place
-from ._gradient import Gradient, Held, without_writes
+from ._gradient import Gradient, Held, set_data, without_writes
 from ._steps import Kept, Table
 
 if TYPE_CHECKING:
@@ -262,10 +262,6 @@ class Weight(torch.Tensor):
         self._table.grad_read_at = self._table.steps.writes
         return _copy_of(*_GradSource(self, gradient).both())
 
-    def all_of(self, gradient: Gradient) -> torch.Tensor:
-        """A gradient of the table as one of all rows: who writes to it writes to the gradient."""
-        return _copy_of(*_GradSource(self, gradient, True).both())
-
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
@@ -281,6 +277,10 @@ class Weight(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self._table.anchor.grad = None
+
+    def all_of(self, gradient: Gradient) -> torch.Tensor:
+        """A gradient of the table as one of all rows: who writes to it writes to the gradient."""
+        return _copy_of(*_GradSource(self, gradient, True).both())
 
     def _check_grad_written(self, how: str) -> None:
         """Whether weight.grad can be written. Ranks must scale it alike, which GradScaler does."""
@@ -636,13 +636,7 @@ class _Copy(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # The values are written, for torch's own would give this tensor memory that is not the gradient's.
-        if value.shape != self.shape:
-            raise RuntimeError(
-                f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(self.shape)}"
-            )
-        with torch.no_grad():
-            self.copy_(value)
+        set_data(self, value)
 
     @classmethod
     def __torch_function__(
