@@ -1283,6 +1283,9 @@ PENALTIES: Dict[str, Callable[[torch.Tensor], Any]] = {
     "sum": lambda g: g.sum(),
     "foreach": lambda g: torch._foreach_norm([g])[0],
     "abs": lambda g: g.abs().sum(),
+    "dot": lambda g: (g * torch.ones(tuple(g.shape))).sum(),
+    "row": lambda g: g[1].norm(),
+    "norms of rows": lambda g: g.norm(dim=1).sum(),
 }
 
 

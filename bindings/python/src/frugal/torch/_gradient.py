@@ -157,6 +157,8 @@ class Gradient(OfGradient):
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
         if self.table.hashed or self.table.steps.world_size > 1:
             raise why
+        if torch.is_grad_enabled():
+            self.check_graph("a computation")
         return cast(torch.Tensor, self.table.anchor.rows().all_of(self))
 
     @classmethod
