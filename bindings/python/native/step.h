@@ -116,17 +116,17 @@ inline bool is_as_seen(PyObject* own, PyObject* group, PyObject* kind) {
 inline Ref optimizer_of(PyObject* own, const Ref& table, int64_t count, const Ref& gradient,
                         bool scaled) {
   const Ref made = get(own, names.made), by_step = get(made, names.by_step),
-            mean = get(get(table, names.said), names.mean_ranks);
-  if (!by_step || !mean) return {};
+            common = get(table, names.common);
+  if (!by_step || !common) return {};
   const Ref number(PyLong_FromLongLong(count));
   Ref found;
   if (by_step.get() == Py_False) {
-    const Ref one(PyLong_FromLong(1)), key(PyTuple_Pack(2, one.get(), mean.get())),
+    const Ref one(PyLong_FromLong(1)), key(PyTuple_Pack(2, one.get(), common.get())),
         plain = get(made, names.plain);
     if (!key || !plain || !PyDict_Check(plain.get())) return {};
     found = Ref::to(PyDict_GetItemWithError(plain.get(), key.get()));
   }
-  if (!found && !PyErr_Occurred()) found = call(own, names.optimizer, number.get(), mean.get());
+  if (!found && !PyErr_Occurred()) found = call(own, names.optimizer, number.get(), common.get());
   if (!found || !scaled) return found;
   return call(own, names.with_scale, found.get(), gradient.get());
 }

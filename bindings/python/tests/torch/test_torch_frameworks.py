@@ -470,8 +470,6 @@ LOOPS: List[Callable[[Any, Make], None]] = [
 ]  # fmt: skip
 if os.environ.get("FRUGAL_FRAMEWORKS"):  # ./dev test --all, which installs them
     LOOPS += [lightning, lightning_clipped, accelerate, hugging_face]
-# PyTorch's own numbers of 8 bits are in the way here.
-ROUGH = {autocast}
 
 
 def compare(loop: Callable[[Any, Make], None], make: Make, model: Any = Model) -> None:
@@ -486,7 +484,7 @@ def compare(loop: Callable[[Any, Make], None], make: Make, model: Any = Model) -
         loop(trained, make)
         ends.append({name: value.detach().clone() for name, value in trained.state_dict().items()})
     theirs, ours = ends
-    tolerance: Dict[str, Any] = {"rtol": 0.02, "atol": 0.02} if loop in ROUGH else {"rtol": 5e-6, "atol": 2e-6}
+    tolerance: Dict[str, Any] = {"rtol": 5e-6, "atol": 2e-6}
     assert theirs.keys() == ours.keys() == start.keys()
     for name, value in theirs.items():
         assert not torch.equal(value, start[name])

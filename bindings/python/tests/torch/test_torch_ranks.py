@@ -105,6 +105,33 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all() -> None:
         assert engine.committed_step() == 1
 
 
+def test_a_gradient_that_one_rank_has_refused_undoes_the_step_of_all() -> None:
+    """Ranks stay in the same step: batches of different steps are never summed."""
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        weight = torch.zeros(ROWS, DIM)
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=t, mean_ranks=False) for t in trainers]
+        optimizers = [torch.optim.SGD(bag.parameters(), lr=1.0) for bag in bags]
+        told = [0, 0]
+        for i in range(6):
+            for rank in range(2):
+                factor = float("nan") if (i, rank) == (2, 1) else 10.0**i
+                optimizers[rank].zero_grad()
+                try:
+                    (bags[rank](torch.tensor([[1]])).sum() * factor).backward()
+                    optimizers[rank].step()
+                except frugal.NanGradient:
+                    assert (i, rank) == (2, 1)
+                except frugal.StepAborted:
+                    told[rank] += 1
+                    assert i == 3
+                    (bags[rank](torch.tensor([[1]])).sum() * factor).backward()
+                    optimizers[rank].step()
+        assert told == [1, 0]
+        expected = -2.0 * (1.0 + 10.0 + 1e3 + 1e4 + 1e5)
+        assert bags[0].weight[1, 0] == expected
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_of_torch_s_optimizer_skips_the_step_of_all(fused: bool) -> None:
     """One that calls step() all the same, as the fused do, skips for ranks that found nothing; one that does not is for

@@ -299,6 +299,85 @@ def test_data_of_a_gradient_that_is_another_s_is_copied(trainer: frugal.Trainer)
         table.weight.grad.data = torch.ones(2, 2)
 
 
+@pytest.mark.parametrize("way", ["optimizer", "model"])
+def test_a_step_that_is_never_made_is_warned_of(trainer: frugal.Trainer, way: str) -> None:
+    """Also where gradients are dropped before each backward, so that nothing piles up."""
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        for _ in range(1200):
+            (optimizer if way == "optimizer" else module).zero_grad()
+            module(KEYS.view(1, -1)).sum().backward()
+    assert len(met) == 1 and "no optimizer" in str(met[0].message)
+
+
+def test_steps_by_hand_are_not_warned_of(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    (parameter,) = module.parameters()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(600):
+            module.zero_grad()
+            module(KEYS.view(1, -1)).sum().backward()
+            parameter.data.add_(parameter.grad, alpha=-0.1)  # type: ignore[arg-type]
+
+
+def test_what_torch_s_optimizers_have_no_word_for_stays_the_table_s(trainer: frugal.Trainer) -> None:
+    for more, moved in (({"clip_value": 0.01}, 0.01), ({"clip_norm": 0.01}, 0.01 / DIM**0.5), ({"weight_bound": 0.25}, 0.25)):
+        module = ft.Embedding(ROWS, DIM, _weight=torch.zeros(ROWS, DIM), optimizer=frugal.SGD(**more), trainer=trainer)
+        for lr, rows in ((1.0, 1), (2.0, 2)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+            module(torch.tensor([rows])).sum().backward()
+            optimizer.step()
+            expected = -min(lr, 0.25) if "weight_bound" in more else -lr * moved
+            torch.testing.assert_close(module.weight[rows].detach(), torch.full((DIM,), expected))
+            optimizer.zero_grad()
+
+
+def test_rows_are_no_complex_numbers(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    with pytest.raises(NotImplementedError, match="real"):
+        module.to(torch.complex64)
+    assert module(KEYS).dtype == torch.float32
+
+
+def test_another_kind_of_optimizer_is_said_in_words(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, optimizer=frugal.RowWiseAdagrad(), trainer=trainer)
+    module.weight.data.mul_(2.0)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(KEYS).sum().backward()
+    with pytest.raises(frugal.InvalidArgument, match="RowWiseAdagrad, and Adam cannot step it.*without optimizer="):
+        optimizer.step()
+
+
+def test_what_a_second_module_says_of_a_table_is_warned_of(trainer: frugal.Trainer) -> None:
+    ft.Embedding(ROWS, DIM, name="found", trainer=trainer)
+    with pytest.warns(UserWarning, match=r"'found'.*init=.*nan_policy='skip'"):
+        ft.Embedding(ROWS, DIM, name="found", nan_policy="skip", init=frugal.Uniform(5, 6), trainer=trainer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ft.Embedding(ROWS, DIM, name="found", trainer=trainer)
+
+
+def test_what_serves_a_module_is_named(trainer: frugal.Trainer) -> None:
+    hashed = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer)
+    hashed(KEYS).sum().backward()
+    bags = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
+    for module, name in ((hashed, "Embedding"), (bags, "EmbeddingBag")):
+        for strict in (False, True):
+            with pytest.raises(Exception, match=rf"torch\.nn\.{name}\.from_pretrained"):
+                torch.export.export(torch.nn.Sequential(module), (KEYS.view(1, -1),), strict=strict)
+
+
+def test_a_step_that_would_be_differentiated_is_refused(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, differentiable=True)
+    module(KEYS).sum().backward()
+    with pytest.raises(NotImplementedError, match="differentiable"):
+        optimizer.step()
+
+
 # --- steps of gradients that are zeros ---
 
 ZEROS: Dict[str, Callable[[Any], torch.optim.Optimizer]] = {

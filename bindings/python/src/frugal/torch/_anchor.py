@@ -18,9 +18,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import SHAPE, call_with, flat
+from ._computed import SHAPE, call_with, flat, is_of_torch
 from ._gradient import (
-    Gradient, Held, add, as_itself, get_grad, graph_task, is_distributed, is_of_torch, is_shared, of_a_reducer, set_grad,
+    Gradient, Held, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
 )  # fmt: skip
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, cast
 
 import torch
 
-from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat
+from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, is_of_torch
 
 if TYPE_CHECKING:
     from ._anchor import Anchor
@@ -72,19 +71,6 @@ def set_grad(anchor: "Anchor", value: Optional[torch.Tensor]) -> None:
     """For what is no caller's tensor."""
     with as_itself():
         _tensor.grad.__set__(anchor, value)
-
-
-# Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
-_OF_TORCH = (
-    "torch.optim.", "torch.distributed.", "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch._functorch",
-    "torch.fx.",
-)  # fmt: skip
-
-
-def is_of_torch(depth: int = 2) -> bool:
-    """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
-    name: str = sys._getframe(depth).f_globals.get("__name__", "")
-    return name.startswith(_OF_TORCH)
 
 
 def without_writes(array: Any) -> Any:

@@ -221,7 +221,7 @@ class _Made:
         self.translator = _translator(kind)
         decays = self.translator is _adagrad and bool(group["lr_decay"])
         self.by_step = self.translator is _adam or decays  # each step has another
-        self.plain: Dict[Tuple[int, bool], frugal.Optimizer] = {}
+        self.plain: Dict[Tuple[int, Tuple[bool, float, float, float]], frugal.Optimizer] = {}
         self.scaled: Dict[Tuple[int, float, float], Tuple[frugal.Optimizer, frugal.Optimizer]] = {}
 
 
@@ -261,14 +261,18 @@ class _Group:
         plain = all(name == "params" or _is_plain(value) for name, value in group.items())
         self.seen = tuple(group.values()) if plain else ()
 
-    def optimizer(self, step: int, mean_ranks: bool) -> frugal.Optimizer:
-        """That of the `step`-th step of a table, from 1."""
+    def optimizer(self, step: int, common: Tuple[bool, float, float, float]) -> frugal.Optimizer:
+        """That of the `step`-th step of a table, from 1. `common`: Table.common."""
         made = self.made
-        key = step if made.by_step else 1, mean_ranks
+        key = step if made.by_step else 1, common
         found: Optional[frugal.Optimizer] = made.plain.get(key)
         if found is None:
             found = made.translator(_Hyper(self.group, key[0], made.kind.__name__))
-            found = _remember(made.plain, key, dataclasses.replace(found, mean_ranks=mean_ranks))
+            mean_ranks, clip_value, clip_norm, weight_bound = common
+            found = dataclasses.replace(
+                found, mean_ranks=mean_ranks, clip_value=clip_value, clip_norm=clip_norm, weight_bound=weight_bound
+            )
+            _remember(made.plain, key, found)
         return found
 
     def with_scale(self, optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
@@ -561,7 +565,7 @@ def _update(
     counted = type(count) is _Count
     owned = table.owner is not None and table.owner() is optimizer
     count = int(count)
-    made = group.optimizer(count + 1, table.said.mean_ranks)
+    made = group.optimizer(count + 1, table.common)
     if counted and owned and len(_here(state)) == 1 and factor == 1.0 and table.is_of(made):  # the usual case
         return Update(table, gradient, group.with_scale(made, gradient))
     if set(_here(state)) != {_STEP}:
@@ -837,6 +841,7 @@ class _Hyper(NamedTuple):
                 raise NotImplementedError(f"{self.name}({name}={self.group[name]}): tables train without")
 
     def common(self) -> Dict[str, Any]:
+        self.refuse("differentiable")
         return {"grad_scale": -1.0 if self.group.get("maximize") else 1.0}
 
 

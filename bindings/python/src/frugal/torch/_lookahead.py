@@ -201,6 +201,20 @@ def _running(steps: Steps) -> Optional["_Iteration[Any]"]:
     return None if reference is None else cast("Optional[_Iteration[Any]]", reference())
 
 
+def _who(keys: Callable[..., Any]) -> Tuple[Any, ...]:
+    """What a function is known by that each epoch may make anew: its code, and what it has from around it."""
+    cells = getattr(keys, "__closure__", None) or ()
+    return getattr(keys, "__code__", type(keys)), *[id(cell.cell_contents) for cell in cells if _has_contents(cell)]
+
+
+def _has_contents(cell: Any) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
 class _Iteration(Iterator[T]):
     def __init__(self, lookahead: Lookahead[T]) -> None:
         self._waiting: Deque[_Ahead[T]] = deque()  # first: `close` needs these, whatever fails below
@@ -224,7 +238,7 @@ class _Iteration(Iterator[T]):
         self._depth = self._lookahead.depth
         self._trainer = trainer
         if self._lookahead.measure and self._depth:
-            loop = self._depth, self._per_step, getattr(self._keys, "__code__", type(self._keys))
+            loop = self._depth, self._per_step, *_who(self._keys)
             trial = steps.trials.get(loop)
             if trial is None:
                 steps.trials.clear()
@@ -315,8 +329,9 @@ class _Iteration(Iterator[T]):
         if before is None or steps.world_size > 1 or not self._depth:
             return
         looked_up, undeclared = now[0] - before[0], now[1] - before[1]
-        # A key that was not declared counts when it is looked up, and when it is pushed again.
-        if undeclared > looked_up:
+        # A key that was not declared counts when it is looked up, and when it is pushed again. An eighth of them may be
+        # of what comes between, as a batch of another loop.
+        if 4 * undeclared > looked_up:
             self._lookahead.warned = True
             warnings.warn(
                 f"Lookahead: {(undeclared + 1) // 2} of {looked_up} keys that forwards looked up were not declared: does"

@@ -155,7 +155,7 @@ class _Module(torch.nn.Module):
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # half(), double(), to(): outputs change their dtype, or are on another device from now on.
         old = [(name, a, a.value, a.grad) for name, a in self._parameters.items() if isinstance(a, Anchor)]
-        where, shared = None, False
+        where, shared, is_complex = None, False, False
         for name, anchor, data, _ in old:
             self._parameters[name] = torch.nn.Parameter(data, anchor.requires_grad)  # PyTorch may replace it
         try:
@@ -168,13 +168,16 @@ class _Module(torch.nn.Module):
                 shared |= data.device.type == "cpu" and data.is_shared()  # type: ignore[no-untyped-call]
                 if new.device != data.device:
                     where = new.device
-                anchor.become(new.dtype, grad)
+                is_complex |= new.dtype.is_complex
+                anchor.become(data.dtype if new.dtype.is_complex else new.dtype, grad)
                 self._parameters[name] = anchor
         if shared:
             raise NotImplementedError(
                 f"{type(self).__name__}: share_memory() shares no rows, which an engine has. Processes that train the same tables"
                 " attach to a controller: start frugal-controller, and the processes with FRUGAL_SERVICE"
             )
+        if is_complex:
+            raise NotImplementedError(f"{type(self).__name__}: rows are real numbers, and so are outputs")
         if where is not None:
             if where.type == "meta":
                 _default.refuse_meta(f"{type(self).__name__} cannot be moved to meta")
@@ -200,8 +203,24 @@ class _Module(torch.nn.Module):
     ) -> _steps.Table:
         """Creates a table, or finds the one that another rank or module has made."""
         optimizer = dataclasses.replace(optimizer or frugal.SGD(), mean_ranks=mean_ranks)
+        said = {"init": init, "nan_policy": nan_policy, "lazy": lazy}
         init = init or frugal.Normal(0.0, 1.0)
-        return self._steps.table(name, rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed)
+        table = self._steps.table(name, rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed)
+        if table.created or not table.made_with:
+            table.made_with = said
+        else:
+            self._warn_of_others(table, said)
+        return table
+
+    def _warn_of_others(self, table: _steps.Table, said: Dict[str, Any]) -> None:
+        """Of what another module has said of the table that this one finds."""
+        usual = {"init": None, "nan_policy": "reject", "lazy": False}
+        other = [f"{name}={value!r}" for name, value in said.items() if value not in (usual[name], table.made_with[name])]
+        if other:
+            warnings.warn(
+                f"table {table.name!r} exists: it stays as the module that made it has said, without {', '.join(other)}",
+                stacklevel=5,
+            )
 
     def _warn_of_found(self, table: _steps.Table, has_weight: bool, stacklevel: int) -> None:
         """Of rows that are not new."""
@@ -260,11 +279,15 @@ class _Module(torch.nn.Module):
         call: torch.Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
         return call
 
+    def _instead_of(self) -> str:
+        """The class of torch.nn that serves its rows."""
+        return "Embedding" if isinstance(self, torch.nn.Embedding) else "EmbeddingBag"
+
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
             f"{type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its rows"
             " are not in the program. Serve with frugal_read of the engine, or put"
-            " torch.nn.Embedding.from_pretrained(module.weight.clone()) in its place"
+            f" torch.nn.{self._instead_of()}.from_pretrained(module.weight.clone()) in its place, with the same arguments"
         )
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:

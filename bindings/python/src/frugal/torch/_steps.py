@@ -40,6 +40,7 @@ Moment = Tuple[int, int]
 
 # Steps of torch's optimizers with gradients of a table before each, until it is said that none of them has the table.
 _MOST_WITHOUT = 20
+_MOST_BACKWARDS = 500  # where no optimizer makes a step at all
 
 _PAUSE = 0.001  # seconds between two tries to call what has to wait for other ranks
 
@@ -76,6 +77,9 @@ class Table:
         self.hashed: bool = info.key_space == _native.HASHED
         self.optimizer = optimizer  # what the engine has been told
         self.said = optimizer  # what the module was made with
+        # What of that holds with torch's optimizers, too, which have no word for it.
+        self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
+        self.made_with: Dict[str, Any] = {}  # what the module that made it has said beside the optimizer
         self.written = False  # rows, by the caller
         self.written_at = 0  # the steps' count of writes, when rows were written last
         self.counts = True  # whether writes of rows are told to backwards, see `Kept`
@@ -89,6 +93,8 @@ class Table:
         self._tie: Any = None  # the hook of a Parameter that was assigned to weight
         self.goes = False  # with its anchor: the last of its modules, of what has their weight, and of optimizers
         self._without = 0  # steps of optimizers that had no part in this table
+        self._backwards = 0  # before the first step
+        self._first_at = 0  # the steps' count of writes, when the first of them came
         self._seen = optimizer_steps  # of them all, by the last backward
 
     def held_anchor(self) -> Optional[Anchor]:
@@ -185,11 +191,16 @@ class Table:
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
         each of the others' steps."""
-        if not self._warned and self._seen != optimizer_steps:
+        if self._warned:
+            return
+        if not self._backwards:
+            self._first_at = self.steps.writes
+        self._backwards += 1
+        if self._seen != optimizer_steps:
             self._without += 1
             self._seen = optimizer_steps
-            if self._without > _MOST_WITHOUT:
-                self.warn_if_nobody_steps()
+        if self._without > _MOST_WITHOUT or (self._backwards > _MOST_BACKWARDS and self.written_at <= self._first_at):
+            self.warn_if_nobody_steps()
 
     def warn_if_nobody_steps(self) -> None:
         """One warning for a table whose gradients nobody uses."""
@@ -231,7 +242,17 @@ class Table:
             return
 
         def set_it() -> None:
-            self.table.set_optimizer(self.steps.next, optimizer)
+            try:
+                self.table.set_optimizer(self.steps.next, optimizer)
+            except frugal.InvalidArgument as error:
+                if type(optimizer) is type(self.optimizer):
+                    raise
+                raise frugal.InvalidArgument(
+                    f"table {self.name!r} has the optimizer {type(self.optimizer).__name__}, and {type(optimizer).__name__}"
+                    " cannot step it: make the module without optimizer=, or with this one, on all ranks, or give it to"
+                    " frugal.torch.Optimizer",
+                    error.status,
+                ) from None
 
         if self.steps.world_size == 1:
             self.steps.between(set_it)
@@ -630,9 +651,9 @@ class Steps:
                 if kept and not skip:
                     changed([update.table for update in (updates if self.world_size > 1 else some)])
             except frugal.Error:
-                # What a push refuses is not taken. In a world of one nothing of the step is left, and nothing of what
-                # has been pushed where another's step is refused.
-                if self.open and pushing and (self.world_size == 1 or pushed):
+                # What a push refuses is not taken, and nothing of the step is left: other ranks, which may have ended
+                # it, are told that it is undone.
+                if self.open and pushing:
                     self._abort()
                 raise
             except BaseException:
