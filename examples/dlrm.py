@@ -6,8 +6,9 @@
 
 Dense features go through an MLP, each categorical one is a row of a table, a second MLP works on the dot products of
 all of these and says the logit of a click. The table is trained by torch.optim.Adagrad, the MLPs by torch.optim.Adam;
-between the sides the class of the table differs, and nothing else. Reported are AUC and logloss on samples that were not trained on. Of the planted model the true
-probability of each sample is known, and so is the best that any model can reach: it is printed, too.
+between the sides the class of the table differs, and frugal's has its batches from a Lookahead. Reported are AUC and
+logloss on samples that were not trained on. Of the planted model the true probability of each sample is known, and so
+is the best that any model can reach: it is printed, too.
 
 Criteo's format: a line is label (0 or 1), 13 integers, 26 categories of 8 hexadecimal digits, with tabs in between; a
 field may be empty. Every tenth line is for testing.
