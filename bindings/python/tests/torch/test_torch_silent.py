@@ -9,7 +9,7 @@ import copy
 import gc
 import pickle
 import warnings
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
@@ -324,7 +324,10 @@ def test_steps_by_hand_are_not_warned_of(trainer: frugal.Trainer) -> None:
 
 
 def test_what_torch_s_optimizers_have_no_word_for_stays_the_table_s(trainer: frugal.Trainer) -> None:
-    for more, moved in (({"clip_value": 0.01}, 0.01), ({"clip_norm": 0.01}, 0.01 / DIM**0.5), ({"weight_bound": 0.25}, 0.25)):
+    given: List[Tuple[Dict[str, Any], float]] = [
+        ({"clip_value": 0.01}, 0.01), ({"clip_norm": 0.01}, 0.01 / DIM**0.5), ({"weight_bound": 0.25}, 0.25),
+    ]  # fmt: skip
+    for more, moved in given:
         module = ft.Embedding(ROWS, DIM, _weight=torch.zeros(ROWS, DIM), optimizer=frugal.SGD(**more), trainer=trainer)
         for lr, rows in ((1.0, 1), (2.0, 2)):
             optimizer = torch.optim.SGD(module.parameters(), lr=lr)
@@ -850,3 +853,144 @@ def test_a_view_is_used_twice_before_a_backward(ranks: int) -> None:
         (loss + (hidden @ view).sum()).backward()
         assert module.weight.grad is not None
         assert torch.equal(module.weight.grad, (2.0 * hidden.sum(0)).expand(ROWS, DIM))
+
+
+# --- what is computed of gradients and views together with weights ---
+
+IDS, ALL = torch.tensor([[0, 1], [2, 2]]), torch.arange(6).view(6, 1)
+
+
+def with_grad(m: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    m(ids).pow(2).sum().backward()
+    return next(m.parameters()).grad  # type: ignore[no-any-return]
+
+
+def with_nan(m: Any) -> torch.Tensor:
+    grad = torch.ones(2, 3)
+    grad[0, 0] = float("nan")
+    m(IDS).backward(grad)
+    return next(m.parameters()).grad  # type: ignore[no-any-return]
+
+
+def then(m: Any, *done: Any) -> Any:
+    return m.weight.grad
+
+
+def trained(m: Any, loss: torch.Tensor) -> Any:
+    loss.backward()
+    return next(m.parameters()).grad + 0.0
+
+
+def parameter(m: Any) -> Any:
+    return next(m.parameters())
+
+
+def written(m: Any, write: Callable[[Any], Any]) -> Any:
+    grad = with_grad(m)
+    write(grad)
+    return grad + 0.0
+
+
+def nan_set(m: Any) -> Any:
+    grad = with_nan(m)
+    grad[torch.isnan(grad)] = 0.0
+    return m.weight.grad
+
+
+def kept_by_a_hook(m: Any) -> Any:
+    seen: List[Any] = []
+    parameter(m).register_hook(lambda grad: seen.append(grad))
+    m(IDS).sum().backward()
+    with_grad(m).mul_(0.5)
+    return torch.stack([grad.sum() for grad in seen])
+
+
+def twice(m: Any) -> Any:
+    with_grad(m)
+    grad = m.weight.grad
+    with_grad(m)
+    with torch.no_grad():
+        return torch.stack([(m.weight * grad).sum(), (parameter(m) * grad).sum(), (grad * parameter(m)).sum()])
+
+
+TOGETHER: Dict[str, Callable[[Any], Any]] = {
+    "view times weight": lambda m: trained(m, (m.weight[2] * m.weight).sum()),
+    "view and parameter": lambda m: trained(m, torch.nn.functional.linear(m.weight[1:3], parameter(m)).sum()),
+    "saved and weight": lambda m: trained(m, (m.state_dict()["weight"] - m.weight * 2).pow(2).sum()),
+    "saved linear": lambda m: trained(m, torch.nn.functional.linear(m.state_dict()["weight"], m.weight).sum()),
+    "cat": lambda m: trained(m, torch.cat([m.weight[2:4], m.weight]).pow(2).sum()),
+    "detached view": lambda m: trained(m, (parameter(m).detach().view(6, 3) * parameter(m)).sum()),
+    "gradient times weight": lambda m: trained(m, (with_grad(m).detach() * m.weight).sum()),
+    "gradient times parameter": lambda m: trained(m, (with_grad(m).clone() * parameter(m)).sum()),
+    "weight.grad times weight": lambda m: (with_grad(m), trained(m, (m.weight.grad * m.weight).sum()))[1],
+    "isnan": lambda m: torch.isnan(with_nan(m)).sum(),
+    "isnan as numbers": lambda m: torch.isnan(with_nan(m)).float(),
+    "isfinite": lambda m: torch.isfinite(with_nan(m)).sum(),
+    "isfinite as numbers": lambda m: torch.isfinite(with_grad(m)).float(),
+    "isfinite of absolutes": lambda m: torch.isfinite(with_nan(m).abs()).sum(),
+    "all finite": lambda m: torch.stack([torch.isfinite(with_grad(m)).all(), torch.isinf(with_grad(m)).any()]),
+    "NaN filled": lambda m: then(m, (grad := with_nan(m)).masked_fill_(torch.isnan(grad), 0)),
+    "NaN where": lambda m: torch.where(torch.isnan(grad := with_nan(m)), torch.zeros(6, 3), grad),
+    "NaN set": nan_set,
+    "NaN masked": lambda m: then(m, (grad := with_grad(m)).mul_(torch.isfinite(grad))),
+    "absolutes times parameter": lambda m: (with_grad(m).abs() * parameter(m).detach()).sum(),
+    "parameter times absolutes": lambda m: (parameter(m).detach() * with_grad(m).abs()).sum(),
+    "squares times parameter": lambda m: trained(m, ((with_grad(m) ** 2).detach() * parameter(m)).sum()),
+    "relu": lambda m: written(m, lambda g: torch.nn.functional.relu(g.neg_(), inplace=True)),
+    "relu of weight.grad": lambda m: (with_grad(m), torch.nn.functional.relu(m.weight.grad.neg_(), inplace=True), then(m))[2],
+    "init of weight.grad": lambda m: (with_grad(m, ALL), torch.nn.init.constant_(m.weight.grad, 0.5), then(m))[2],
+    "init": lambda m: written(m, lambda g: torch.nn.init.constant_(g, 0.5)),
+    "clamp out": lambda m: written(m, lambda g: torch.clamp(g, -0.5, 0.5, out=g)),
+    "clamp out elsewhere": lambda m: torch.clamp(with_grad(m), -0.5, 0.5, out=torch.empty(6, 3)),
+    "truncated": lambda m: written(m, lambda g: g.mul_(0.7).div_(0.5, rounding_mode="trunc")),
+    "neg out": lambda m: written(m, lambda g: torch.neg(g, out=g)),
+    "sum out": lambda m: torch.sum(with_grad(m), dim=(0, 1), out=torch.empty(())),
+    "pow out": lambda m: torch.pow(with_grad(m), 2, out=torch.empty(6, 3)),
+    "integers": lambda m: with_grad(m).mul(0.5).int(),
+    "truth": lambda m: with_grad(m).bool().sum(),
+    "double": lambda m: with_grad(m).double().view(-1),
+    "half": lambda m: with_grad(m).mul(1.0001).half().float(),
+    "float of half": lambda m: (with_grad(m.half()).float() + 1.0),
+    "numel": lambda m: torch.tensor([torch.numel(with_grad(m)), *torch.Tensor.size(with_grad(m))]),
+    "std kept": lambda m: with_grad(m).std(dim=(0, 1), keepdim=True),
+    "sum of absolutes kept": lambda m: with_grad(m).abs().sum((0, 1), keepdim=True),
+    "largest kept": lambda m: with_grad(m).amax((0, 1), True),
+    "kept by a hook": kept_by_a_hook,
+    "stale": twice,
+    "bounds of tensors": lambda m: with_grad(m).clamp(min=-torch.ones(6, 3), max=torch.full((6, 3), 0.25)),
+    "power of a number": lambda m: 2 ** with_grad(m).clamp(-2, 2),
+    "gradient by gradient": lambda m: (with_grad(m), m.weight.grad.mul_(parameter(m).grad), then(m))[2],
+    "gradient and gradient": lambda m: (with_grad(m), torch.add(m.weight.grad, parameter(m).grad, alpha=2))[1],
+    "copied": lambda m: (with_grad(m), copy.deepcopy(m.weight.grad.data))[1],
+    "pickled": lambda m: (with_grad(m), pickle.loads(pickle.dumps(m.weight.grad)))[1],
+}
+
+
+@pytest.mark.parametrize("what", TOGETHER)
+def test_gradients_views_and_weights_together(trainer: frugal.Trainer, what: str) -> None:
+    found = []
+    for made in (ft.EmbeddingBag(6, 3, mode="sum", trainer=trainer), torch.nn.EmbeddingBag(6, 3, mode="sum")):
+        made.weight.data.copy_(torch.arange(18.0).view(6, 3) / 10)
+        found.append(TOGETHER[what](made).detach())
+    assert found[0].shape == found[1].shape and found[0].dtype == found[1].dtype
+    torch.testing.assert_close(found[0] + 0, found[1] + 0, equal_nan=True)
+
+
+def test_what_is_computed_gives_no_memory_away(trainer: frugal.Trainer) -> None:
+    module: Any = ft.EmbeddingBag(6, 3, mode="sum", trainer=trainer)
+    other = torch.ones(6, 3)
+    with pytest.raises(RuntimeError, match="no memory of its own"):
+        other.data = with_grad(module).abs()
+        other.sum()
+
+
+def test_a_hook_is_asked_in_every_kind_of_backward(trainer: frugal.Trainer) -> None:
+    found = []
+    for module in bag_pair(trainer, integers(ROWS, DIM), sparse=False):
+        (anchor,) = module.parameters()
+        anchor.register_hook(lambda grad: grad * torch.full((ROWS, DIM), 0.5))
+        (grad,) = torch.autograd.grad(module(IDS).sum(), [anchor])
+        module(IDS).pow(2).sum().backward(inputs=[anchor])
+        assert anchor.grad is not None
+        found.append([grad + 0.0, anchor.grad + 0.0])
+    torch.testing.assert_close(*found)

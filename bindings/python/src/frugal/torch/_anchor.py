@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 
+_enabled: Callable[[], Any] = torch._C._EnableTorchFunction
+
 # What a backward that runs has for an input.
 NOT_ASKED, ACCUMULATED, RETURNED = 0, 1, 2
 
@@ -273,7 +275,7 @@ class Anchor(torch.nn.Parameter):
                 if had is None:
                     had = anchor.aside
                 if had is None:
-                    set_grad(anchor, grad)
+                    set_grad(anchor, grad.clone() if anchor.hooks else grad)  # a hook may have kept it
                 else:
                     add(_aten.add_.Tensor, had, grad)
             return None
@@ -283,7 +285,8 @@ class Anchor(torch.nn.Parameter):
 
     def _through_hooks(self, grad: Gradient) -> Gradient:
         for hook in list(self.hooks.values()):
-            found = hook(grad)
+            with _enabled():  # also in a backward that a function of the parameter runs
+                found = hook(grad)
             if found is None:
                 continue
             if not (isinstance(found, Gradient) and found.table is self.table):

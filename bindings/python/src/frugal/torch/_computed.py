@@ -62,6 +62,14 @@ def is_of_torch(depth: int = 2) -> bool:
     return name.startswith(_OF_TORCH)
 
 
+def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:
+    """Whether a function is to write to another tensor, or to round, of which short answers know nothing."""
+    return kwargs is not None and ("out" in kwargs or "rounding_mode" in kwargs)
+
+
+_refuse_memory: Any = getattr(torch._C, "_set_storage_access_error_msg", None)  # which older ones have not
+
+
 class NoAnswer(NotImplementedError):
     """Of what can be computed of a gradient of all rows alone."""
 
@@ -127,7 +135,7 @@ _BY_SIZE = {
         "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape", "flatten",
     )],
     *[getattr(_tensor, name).__get__ for name in ("nbytes", "T", "mT")],
-    torch.narrow, torch.reshape, torch.flatten,
+    torch.narrow, torch.reshape, torch.flatten, torch.numel, torch.Tensor.size, torch.Tensor.numel,
 }  # fmt: skip
 
 
@@ -138,13 +146,21 @@ class Computed(OfGradient):
     keys: Optional[torch.Tensor]  # of these rows, None: they are all; those of others are 0
     rows: Optional[int]  # of the table, None: as many as a hashed table may have
     table: str
+    rest: bool  # what others are: 0, or true
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str) -> "Computed":
+    def __new__(
+        cls, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str, rest: bool = False
+    ) -> "Computed":
         return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=values.dtype, device=values.device)
 
-    def __init__(self, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str) -> None:
-        self.some, self.keys, self.rows, self.table = values, keys, rows, table
+    def __init__(
+        self, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str, rest: bool = False
+    ) -> None:
+        self.some, self.keys, self.rows, self.table, self.rest = values, keys, rows, table, rest
+        # Of whoever takes the memory that it has not, as other.data = computed does without a call of anything here.
+        if _refuse_memory is not None:
+            _refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take its clone()")
 
     def sizes(self) -> Tuple[int, ...]:
         rows, columns = self.some.shape
@@ -158,7 +174,8 @@ class Computed(OfGradient):
             raise why
         if self.keys is None:
             return self.some
-        return self.some.new_zeros(self.rows, self.some.shape[1]).index_copy_(0, self.keys, self.some)
+        all_rows = torch.full((self.rows, self.some.shape[1]), self.rest, dtype=self.some.dtype, device=self.some.device)
+        return all_rows.index_copy_(0, self.keys, self.some)
 
     def count(self, what: str) -> int:
         """How many elements there are."""
@@ -178,7 +195,8 @@ class Computed(OfGradient):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         if func in (torch.isfinite, torch.Tensor.isfinite):  # which is made of operators that want values
-            return _are(torch.isfinite(args[0].some).all())
+            computed = args[0]
+            return Computed(torch.isfinite(computed.some), computed.keys, computed.rows, computed.table, True)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -191,12 +209,16 @@ class Computed(OfGradient):
     ) -> Any:
         computed = args[0]
         answer = _ANSWERS.get(func.overloadpacket)
-        if answer is None or not isinstance(computed, Computed):
+        if isinstance(computed, Computed) and computed.rest and answer not in (_any, _all):
+            answer = None
+        if answer is None or not isinstance(computed, Computed) or has_more(kwargs):
             raise NoAnswer(f"{func} of what was computed of a table's gradient: take it of module.weight.grad")
         return answer(func, computed, *args[1:], **(kwargs or {}))
 
 
-def check_whole(func: Any, table: str, dim: Any) -> None:
+def check_whole(func: Any, table: str, dim: Any, keepdim: bool = False) -> None:
+    if keepdim:
+        raise NoAnswer(f"table {table!r}: {func} of its gradient with keepdim: take it of module.weight.grad")
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims and sorted(each % len(SHAPE) for each in dims) != [0, 1]:
         raise NoAnswer(f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad")
@@ -214,17 +236,18 @@ def _power(func: Any, computed: Computed, exponent: Any) -> Computed:
 
 
 def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
-    if isinstance(by, torch.Tensor) and (by.numel() != 1 or isinstance(by, Computed)):
+    # (An anchor, which is a Parameter, has one element here.)
+    if isinstance(by, (Computed, torch.nn.Parameter)) or (isinstance(by, torch.Tensor) and by.numel() != 1):
         raise NoAnswer(f"table {computed.table!r}: {func} of its gradient and a tensor: take module.weight.grad")
     return _each(func, computed, float(by))
 
 
-def _are(found: torch.Tensor) -> torch.Tensor:
-    return found.reshape(1)
+def _any(func: Any, computed: Computed) -> torch.Tensor:
+    return torch.full_like(computed.some.any(), True) if computed.rest and computed.keys is not None else computed.some.any()
 
 
-def _is(func: Any, computed: Computed) -> torch.Tensor:
-    return _are(func(computed.some).any())
+def _all(func: Any, computed: Computed) -> torch.Tensor:
+    return computed.some.all() if computed.rest or computed.keys is None else torch.zeros_like(computed.some.all())
 
 
 def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
@@ -232,16 +255,16 @@ def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Compute
 
 
 def _sum(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    check_whole(func, computed.table, dim)
+    check_whole(func, computed.table, dim, keepdim)
     return computed.some.sum(dtype=dtype)
 
 
 def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    return _sum(func, computed, dim, dtype=dtype) / computed.count("the mean")
+    return _sum(func, computed, dim, keepdim, dtype=dtype) / computed.count("the mean")
 
 
 def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
-    check_whole(func, computed.table, dim)
+    check_whole(func, computed.table, dim, keepdim)
     some = computed.some.reshape(-1)
     if computed.keys is not None:
         some = torch.cat([some, some.new_zeros(1)])
@@ -254,7 +277,7 @@ def _variance(
 ) -> torch.Tensor:
     if isinstance(dim, bool):  # the form without a dimension
         dim, unbiased = None, dim
-    check_whole(func, computed.table, dim)
+    check_whole(func, computed.table, dim, keepdim)
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     count, values = computed.count("the variance"), computed.some.to(torch.float64)
@@ -269,8 +292,10 @@ def _nonzero(func: Any, computed: Computed, dim: Any = None) -> torch.Tensor:
     return torch.count_nonzero(computed.some)
 
 
-def _norm(func: Any, computed: Computed, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    check_whole(func, computed.table, dim)
+def _norm(
+    func: Any, computed: Computed, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    check_whole(func, computed.table, dim, keepdim)
     if not float(order) > 0.0:
         raise NoAnswer(f"table {computed.table!r}: a norm of order {order} of a gradient")
     values = computed.some
@@ -297,8 +322,10 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.mean: _mean,
     _aten.linalg_vector_norm: _norm,
     _aten.norm: _norm,
-    _aten.isnan: _is,
-    _aten.isinf: _is,
+    _aten.isnan: _each,
+    _aten.isinf: _each,
+    _aten.any: _any,
+    _aten.all: _all,
     _aten.sqrt: _each,
     _aten.neg: _each,
     _aten._to_copy: _each,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 import torch
 
-from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, is_of_torch
+from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_of_torch
 
 if TYPE_CHECKING:
     from ._anchor import Anchor
@@ -246,7 +246,7 @@ class Gradient(OfGradient):
         for part in self.parts:
             for some_keys, some_rows in _spread(part):
                 keys.append(some_keys)
-                rows.append(some_rows * part.factor if part.factor != 1.0 else some_rows)
+                rows.append(_times(some_rows, part.factor))
         if not keys:
             device = self.device
             return (
@@ -291,7 +291,7 @@ class Gradient(OfGradient):
 
     def dense(self) -> torch.Tensor:
         """One of the table's shape."""
-        table, dtype = self.table, self.table.anchor.dtype
+        table, dtype = self.table, self.dtype
         if table.hashed:
             raise NotImplementedError(f"table {table.name!r} is hashed: the gradient of its rows has no shape")
         # Sums are float32, for those of bfloat16 stand still soon.
@@ -360,7 +360,7 @@ class Gradient(OfGradient):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         answer = _ANSWERS.get(func.overloadpacket)
-        if answer is None:
+        if answer is None or (answer not in (_share, _without_nan) and has_more(kwargs)):
             grad = next(a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, Gradient))
             raise _no_answer(func, grad)
         if func.overloadpacket in _VALUES and torch.is_grad_enabled():
@@ -380,6 +380,14 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
         f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms, clipping, sums and"
         " means are possible, and module.weight.grad gives the gradient of the rows"
     )
+
+
+def _times(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    if factor == 1.0:
+        return rows
+    if _LARGEST < abs(factor) < math.inf:
+        return (rows.double() * factor).float()  # zeros stay zeros
+    return rows * factor
 
 
 def _sum(keys: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -415,6 +423,14 @@ def _magnitude(tensor: torch.Tensor) -> float:
 
 def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
     return grad
+
+
+def _to(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
+    """A conversion to a wider floating-point dtype, or none."""
+    dtype = kwargs.get("dtype") or grad.dtype
+    if dtype != grad.dtype and (not dtype.is_floating_point or dtype.itemsize <= grad.dtype.itemsize):
+        raise _no_answer(func, grad)
+    return _copy_of(func, grad, *args, **kwargs)
 
 
 def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
@@ -556,6 +572,8 @@ class _Clipped(Held):
 
 def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs: Any) -> Gradient:
     low, high = kwargs.get("min", low), kwargs.get("max", high)
+    if any(isinstance(bound, torch.Tensor) and bound.numel() != 1 for bound in (low, high)):
+        raise _no_answer(func, grad)
     least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
     if not least <= 0.0 <= most:
         raise NoAnswer(
@@ -600,12 +618,19 @@ def _clip_all(func: Any, grads: List[torch.Tensor], limit: Any) -> None:
 
 
 def _is(func: Any, grad: Gradient) -> torch.Tensor:
-    if func.overloadpacket is _aten.isfinite:
-        found = grad.finite()
-    else:
-        rows = grad.large()
-        found = rows is not None and bool(func(rows).any())
-    return torch.full(SHAPE, found, dtype=torch.bool, device=grad.device)
+    """Whether each element is a number, or is none; `large` says of all of them without their sums."""
+    table, finite = grad.table, func.overloadpacket is _aten.isfinite
+    rows = None if table.hashed else table.capacity
+    large = grad.large()
+    if large is None:
+        none = torch.empty((0, table.dim), dtype=torch.bool, device=grad.device)
+        return Computed(none, torch.empty(0, dtype=torch.int64, device=grad.device), rows, table.name, finite)
+    keys, sums = grad._sums()
+    found, last = func(sums), func(large)
+    if bool(last.all() if finite else last.any()) == bool(found.all() if finite else found.any()):
+        return Computed(found, keys, rows, table.name, finite)
+    # A factor that is no number makes one of rows without a gradient, too.
+    return torch.full(tuple(table.anchor.rows().shape), not finite, dtype=torch.bool, device=grad.device)
 
 
 def _for_a_reducer(grad: Gradient) -> float:
@@ -685,7 +710,9 @@ def _value(func: Any, grad: Gradient) -> Any:
     return float(grad.norm_of(2.0))
 
 
-def _of_elements(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _of_elements(func: Any, grad: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not isinstance(grad, Gradient):
+        raise NoAnswer(f"{func} of a number and the gradient of a table: take module.weight.grad")
     found: torch.Tensor = REDUCED[func.overloadpacket](func, grad.elements(str(func)), *args, **kwargs)
     return found
 
@@ -716,7 +743,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.sum: _total,
     _aten.mean: _mean,
     _aten.clone: _copy_of,
-    _aten._to_copy: _copy_of,
+    _aten._to_copy: _to,
     _aten.zero_: _zero,
     _aten.fill_: _fill,
     _aten._foreach_zero_: _zero_all,

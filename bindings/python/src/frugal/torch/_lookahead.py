@@ -201,20 +201,6 @@ def _running(steps: Steps) -> Optional["_Iteration[Any]"]:
     return None if reference is None else cast("Optional[_Iteration[Any]]", reference())
 
 
-def _who(keys: Callable[..., Any]) -> Tuple[Any, ...]:
-    """What a function is known by that each epoch may make anew: its code, and what it has from around it."""
-    cells = getattr(keys, "__closure__", None) or ()
-    return getattr(keys, "__code__", type(keys)), *[id(cell.cell_contents) for cell in cells if _has_contents(cell)]
-
-
-def _has_contents(cell: Any) -> bool:
-    try:
-        cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
 class _Iteration(Iterator[T]):
     def __init__(self, lookahead: Lookahead[T]) -> None:
         self._waiting: Deque[_Ahead[T]] = deque()  # first: `close` needs these, whatever fails below
@@ -238,7 +224,7 @@ class _Iteration(Iterator[T]):
         self._depth = self._lookahead.depth
         self._trainer = trainer
         if self._lookahead.measure and self._depth:
-            loop = self._depth, self._per_step, *_who(self._keys)
+            loop = self._depth, self._per_step, getattr(self._keys, "__code__", type(self._keys))
             trial = steps.trials.get(loop)
             if trial is None:
                 steps.trials.clear()

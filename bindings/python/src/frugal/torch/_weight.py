@@ -11,7 +11,7 @@ import torch
 
 from . import _default, _native, _state
 from ._anchor import ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, use_of
-from ._computed import SHAPE, call_with, flat, in_place
+from ._computed import SHAPE, NoAnswer, OfGradient, call_with, flat, in_place
 from ._gradient import Gradient, Held, set_data, without_writes
 from ._steps import Kept, Table
 
@@ -299,7 +299,7 @@ class Weight(torch.Tensor):
         before = anchor.gradient()
         gradient = self.gradient_of(rows, before)
         if before is None or anew:
-            before = anchor.begin()
+            before = anchor.begin(Gradient(anchor))  # not one that somebody has kept
             anchor.grad = before
         before.become(gradient)
 
@@ -565,8 +565,8 @@ class Weight(torch.Tensor):
                 raise RuntimeError(_no_memory(weight._table))
         read: List[_Source] = []
         with torch._C.DisableTorchFunctionSubclass():
-            values = _read_all(args, read)
-            named = {key: _read_all((value,), read)[0] for key, value in kwargs.items()}
+            values = read_all(args, read)
+            named = {key: read_all((value,), read)[0] for key, value in kwargs.items()}
             before = [source.version for source in read]
             out = func(*values, **named)
             for source, version in zip(read, before):
@@ -622,13 +622,19 @@ class Weight(torch.Tensor):
             raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
         if func.overloadpacket is torch.ops.aten.set_:  # other.set_(weight)
             raise RuntimeError(_no_memory(next(value for value in args if isinstance(value, Weight))._table))
-        return func(*_read_all(args), **{key: _read_all((value,))[0] for key, value in (kwargs or {}).items()})
+        return func(*read_all(args), **{key: read_all((value,))[0] for key, value in (kwargs or {}).items()})
 
 
 class _Copy(torch.Tensor):
     """What `weight.grad` gives, and views of it: who writes to it writes to the table's gradient."""
 
     _source: "_GradSource"  # of all of the gradient, whose memory this has
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return _plain(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> torch.Tensor:
@@ -646,10 +652,14 @@ class _Copy(torch.Tensor):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        if Anchor in types:
-            return NotImplemented  # whose rows it takes
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), (Anchor, Weight, OfGradient)):
+            return NotImplemented  # it is written in its own way
         name = getattr(func, "__name__", "")
+        read: List[_Source] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            args = read_all(args, read)  # with the graphs of weights
+            kwargs = {key: read_all((value,), read)[0] for key, value in kwargs.items()}
         targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
         written = [copy for copy in targets if isinstance(copy, _Copy)]
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
@@ -658,11 +668,18 @@ class _Copy(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy._source.before(copy, name if any(copy is one for one in written) else None)
+            before = [copy.is_inference() or copy._version for copy in copies]
             out = func(*args, **kwargs)
-            for copy in written:
-                copy._source.after_write(copy)
+            for copy, version in zip(copies, before):  # as by torch.nn.functional.relu(inplace=True), too
+                if any(copy is one for one in written) or (not copy.is_inference() and copy._version != version):
+                    copy._source.after_write(copy)
         sources = [copy._source for copy in copies]
-        return without_writes(out) if name in ("numpy", "__array__") else _views_of(out, sources)
+        return without_writes(out) if name in ("numpy", "__array__") else _shared(_views_of(out, sources), read)
+
+
+def _plain(copy: "_Copy") -> torch.Tensor:
+    copy._source.before(copy, None)
+    return copy.as_subclass(torch.Tensor).detach()
 
 
 class _GradSource:
@@ -882,7 +899,7 @@ def _are_keys(one: Any, other: Any) -> bool:
 def _here(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """The values with what tensors and weights are among them where rows are changed."""
     out = []
-    for value in _read_all(values):
+    for value in read_all(values):
         if isinstance(value, (list, tuple)):
             value = type(value)(_here(tuple(value)))
         out.append(value.to("cpu") if isinstance(value, torch.Tensor) else value)
@@ -970,7 +987,7 @@ class _Source:
         self._read_at = self._now()
 
 
-def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
+def read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
     """The values with rows in the place of weights, which are noted in `read`."""
     out = []
     for value in values:
@@ -981,11 +998,14 @@ def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tu
             if read is not None:
                 read.append(source)
             value = source.rows
-        elif isinstance(value, Gradient):  # p.sub_(lr * p.grad)
-            value.check_alone("the values")
-            value = value.dense()
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, (Anchor, Weight, Gradient)) for v in value):
-            value = type(value)(_read_all(value, read))
+        elif isinstance(value, OfGradient):  # p.sub_(lr * p.grad)
+            value = value.whole(NoAnswer("the gradient of a table has no values here: take module.weight.grad"), False)
+        elif isinstance(value, _Copy):
+            value._source.before(value, None)
+        elif isinstance(value, _Part):
+            value._source.before(False)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, _OURS) for v in value):
+            value = type(value)(read_all(value, read))
         out.append(value)
     return tuple(out)
 
@@ -1004,10 +1024,14 @@ class _Part(torch.Tensor):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        if Anchor in types:
-            return NotImplemented  # whose rows it takes
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), (Anchor, Weight, OfGradient)):
+            return NotImplemented  # it is written in its own way
         name = getattr(func, "__name__", "")
+        read: List[_Source] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            args = read_all(args, read)  # with the graphs of weights
+            kwargs = {key: read_all((value,), read)[0] for key, value in kwargs.items()}
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part._source for part in targets if isinstance(part, _Part)]
@@ -1032,7 +1056,7 @@ class _Part(torch.Tensor):
                         source.after_write()
         if func in _DETACHES:
             sources = [source.detached() for source in sources]
-        return without_writes(out) if name in ("numpy", "__array__") else _shared(out, sources)
+        return without_writes(out) if name in ("numpy", "__array__") else _shared(out, [*sources, *read])
 
     def plain(self) -> torch.Tensor:
         """The same memory, which is the table's no more."""
@@ -1072,6 +1096,9 @@ def _part(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
     part = tensor.as_subclass(_Part)
     part._source = source
     return part
+
+
+_OURS = Anchor, Weight, OfGradient, _Copy, _Part
 
 
 def saved(table: Table) -> Dict[str, torch.Tensor]:
