@@ -206,8 +206,10 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   t.step = step;
   bool traced = false;
   for (uint64_t without = 0;;) {
-    Exchange e{
-        Call::kStepBegin, {step, left_until(deadline), t.caches.boundary, without}, {}, deadline.at};
+    Exchange e{Call::kStepBegin,
+               {step, left_until(deadline), t.caches.boundary, without},
+               {},
+               deadline.at};
     t.forget_used();
     t.parts.clear();
     t.reads.clear();

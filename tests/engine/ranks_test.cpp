@@ -204,7 +204,8 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
   end(a);
   std::vector<uint32_t> told;
   const uint64_t long_ago = now_ns() - 1'000'000'000;
-  for (const TrainerRef& t : {a, b}) t->process.heard.store(long_ago);  // c is a thread of this process
+  // c is a thread of this process.
+  for (const TrainerRef& t : {a, b}) t->process.heard.store(long_ago);
   ranks.note_awaited(0);
   const auto find = [&](uint64_t limit) { return ranks.find_silent({limit, UINT64_MAX}); };
   EXPECT_FALSE(find(0)) << "nobody is to be told";

@@ -258,8 +258,8 @@ inline bool hide(PyObject* known, PyObject* entries) {
   return PyObject_SetAttr(known, names.hidden, hidden.get()) == 0;
 }
 
-// Gives the gradients back that were hidden (_hook._show), and holds the interpreter's lock, too. Not
-// while a backward in Python adds to one, which it has begun with looking for it.
+// Gives the gradients back that were hidden (_hook._show), and holds the interpreter's lock, too.
+// Not while a backward in Python adds to one, which it has begun with looking for it.
 inline PyObject* show(PyObject* known) {
   const Ref hidden = get(known, names.hidden);
   if (!hidden || !PyList_CheckExact(hidden.get())) return not_usual();

@@ -67,7 +67,13 @@ def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:
     return kwargs is not None and ("out" in kwargs or "rounding_mode" in kwargs)
 
 
-_refuse_memory: Any = getattr(torch._C, "_set_storage_access_error_msg", None)  # which older ones have not
+_set_message: Any = getattr(torch._C, "_set_storage_access_error_msg", None)  # which older ones have not
+
+
+def refuse_memory(tensor: torch.Tensor, message: str) -> None:
+    """The error of whoever takes memory that the tensor has not."""
+    if _set_message is not None:
+        _set_message(tensor, message)
 
 
 class NoAnswer(NotImplementedError):
@@ -159,8 +165,7 @@ class Computed(OfGradient):
     ) -> None:
         self.some, self.keys, self.rows, self.table, self.rest = values, keys, rows, table, rest
         # Of whoever takes the memory that it has not, as other.data = computed does without a call of anything here.
-        if _refuse_memory is not None:
-            _refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take its clone()")
+        refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take its clone()")
 
     def sizes(self) -> Tuple[int, ...]:
         rows, columns = self.some.shape
@@ -224,6 +229,13 @@ def check_whole(func: Any, table: str, dim: Any, keepdim: bool = False) -> None:
         raise NoAnswer(f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad")
 
 
+def is_number(by: Any) -> bool:
+    """Whether a factor is one for all elements. (An anchor, which is a Parameter, has one element here.)"""
+    if not isinstance(by, torch.Tensor):
+        return True
+    return by.numel() == 1 and not isinstance(by, (OfGradient, torch.nn.Parameter))
+
+
 def _each(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
     """Of each element, by a function by which 0 stays 0."""
     return Computed(func(computed.some, *args, **kwargs), computed.keys, computed.rows, computed.table)
@@ -236,8 +248,7 @@ def _power(func: Any, computed: Computed, exponent: Any) -> Computed:
 
 
 def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
-    # (An anchor, which is a Parameter, has one element here.)
-    if isinstance(by, (Computed, torch.nn.Parameter)) or (isinstance(by, torch.Tensor) and by.numel() != 1):
+    if not is_number(by):
         raise NoAnswer(f"table {computed.table!r}: {func} of its gradient and a tensor: take module.weight.grad")
     return _each(func, computed, float(by))
 

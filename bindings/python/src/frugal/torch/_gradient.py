@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 import torch
 
-from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_of_torch
+from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_number, is_of_torch
 
 if TYPE_CHECKING:
     from ._anchor import Anchor
@@ -492,8 +492,7 @@ def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
 
 
 def _factor_of(func: Any, grad: Gradient, by: Any) -> float:
-    # (An anchor, which is a Parameter, has one element here.)
-    if isinstance(by, torch.nn.Parameter) or (isinstance(by, torch.Tensor) and by.numel() != 1):
+    if not is_number(by):
         raise _no_answer(func, grad)
     value = float(by)
     return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value

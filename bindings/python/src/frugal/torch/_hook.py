@@ -33,7 +33,7 @@ from ._anchor import Anchor
 from ._computed import SHAPE, flat, in_place
 from ._gradient import Gradient, get_grad, set_grad, without_writes
 from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
-from ._weight import Weight, read_all
+from ._weight import Weight, arguments, refresh
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
 
@@ -182,9 +182,8 @@ class _Moment(torch.Tensor):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            args = read_all(args)
-            kwargs = {key: read_all((value,))[0] for key, value in kwargs.items()}
+        refresh(flat([*args, *kwargs.values()]))
+        args, kwargs = arguments(args, kwargs)
         name = getattr(func, "__name__", "")
         moments = [value for value in flat([*args, *kwargs.values()]) if isinstance(value, _Moment)]
         with torch._C.DisableTorchFunctionSubclass():

@@ -627,7 +627,7 @@ class Steps:
                     table.choose(optimizer)
             if not self.open:
                 self.begin()
-            pushing = pushed = False
+            pushing = False
             try:
                 # A rank without a gradient has no say: what PyTorch did to gradients is in grad_scale.
                 some = [update for update in updates if update.gradient is not None and update.gradient.parts]
@@ -643,21 +643,14 @@ class Steps:
                     self._tried(self.native.push, ops)
                     del alive
                 if others:
-                    pushed = pushing
                     (steps, theirs), *rest = others
                     steps.apply(theirs, skip, rest)
-                    pushed = False
                 self.end(skip)
                 if kept and not skip:
                     changed([update.table for update in (updates if self.world_size > 1 else some)])
-            except frugal.Error:
-                # What a push refuses is not taken, and nothing of the step is left: other ranks, which may have ended
-                # it, are told that it is undone.
-                if self.open and pushing:
-                    self._abort()
-                raise
             except BaseException:
-                # An interrupt: what was pushed must not stay for another step.
+                # Also an interrupt. Nothing that was pushed stays for another step, and other ranks, which may have ended
+                # this one, are told that it is undone.
                 if self.open and pushing:
                     self._abort()
                 raise

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
 from . import _default, _native, _state
 from ._anchor import ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, use_of
-from ._computed import SHAPE, NoAnswer, OfGradient, call_with, flat, in_place
+from ._computed import SHAPE, NoAnswer, OfGradient, call_with, flat, in_place, refuse_memory
 from ._gradient import Gradient, Held, set_data, without_writes
 from ._steps import Kept, Table
 
@@ -99,7 +99,6 @@ class _Read(torch.autograd.Function):
 
 
 _read: Callable[..., Any] = _Read.apply  # without types in torch
-_refuse_memory: Any = getattr(torch._C, "_set_storage_access_error_msg", None)  # which older ones have not
 
 
 class Weight(torch.Tensor):
@@ -126,8 +125,7 @@ class Weight(torch.Tensor):
             cls, shape, dtype=anchor.dtype, device=table.device, requires_grad=requires_grad
         )
         # Of whoever takes the memory that it has not, as other.data = weight does without a call of anything here.
-        if _refuse_memory is not None:
-            _refuse_memory(weight, _no_memory(table))
+        refuse_memory(weight, _no_memory(table))
         return weight
 
     def __init__(
@@ -564,9 +562,9 @@ class Weight(torch.Tensor):
             if isinstance(weight, Weight) and name in _MEMORY:
                 raise RuntimeError(_no_memory(weight._table))
         read: List[_Source] = []
+        refresh(flat([*args, *kwargs.values()]))
+        values, named = arguments(args, kwargs, read)
         with torch._C.DisableTorchFunctionSubclass():
-            values = read_all(args, read)
-            named = {key: read_all((value,), read)[0] for key, value in kwargs.items()}
             before = [source.version for source in read]
             out = func(*values, **named)
             for source, version in zip(read, before):
@@ -622,7 +620,8 @@ class Weight(torch.Tensor):
             raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
         if func.overloadpacket is torch.ops.aten.set_:  # other.set_(weight)
             raise RuntimeError(_no_memory(next(value for value in args if isinstance(value, Weight))._table))
-        return func(*read_all(args), **{key: read_all((value,))[0] for key, value in (kwargs or {}).items()})
+        values, named = arguments(args, kwargs or {})
+        return func(*values, **named)
 
 
 class _Copy(torch.Tensor):
@@ -657,9 +656,7 @@ class _Copy(torch.Tensor):
             return NotImplemented  # it is written in its own way
         name = getattr(func, "__name__", "")
         read: List[_Source] = []
-        with torch._C.DisableTorchFunctionSubclass():
-            args = read_all(args, read)  # with the graphs of weights
-            kwargs = {key: read_all((value,), read)[0] for key, value in kwargs.items()}
+        args, kwargs = arguments(args, kwargs, read)  # with the graphs of weights
         targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
         written = [copy for copy in targets if isinstance(copy, _Copy)]
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
@@ -899,7 +896,7 @@ def _are_keys(one: Any, other: Any) -> bool:
 def _here(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """The values with what tensors and weights are among them where rows are changed."""
     out = []
-    for value in read_all(values):
+    for value in _read_all(values):
         if isinstance(value, (list, tuple)):
             value = type(value)(_here(tuple(value)))
         out.append(value.to("cpu") if isinstance(value, torch.Tensor) else value)
@@ -987,7 +984,25 @@ class _Source:
         self._read_at = self._now()
 
 
-def read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
+def arguments(
+    args: Tuple[Any, ...], kwargs: Dict[str, Any], read: Optional[List[_Source]] = None
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """Those of a function of tensors with rows in the place of weights, which are noted in `read`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _read_all(args, read), {key: _read_all((value,), read)[0] for key, value in kwargs.items()}
+
+
+def refresh(values: Iterable[Any]) -> None:
+    """Views and gradients among them have the values of now."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for value in values:
+            if isinstance(value, _Copy):
+                value._source.before(value, None)
+            elif isinstance(value, _Part):
+                value._source.before(False)
+
+
+def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
     """The values with rows in the place of weights, which are noted in `read`."""
     out = []
     for value in values:
@@ -1000,12 +1015,8 @@ def read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tup
             value = source.rows
         elif isinstance(value, OfGradient):  # p.sub_(lr * p.grad)
             value = value.whole(NoAnswer("the gradient of a table has no values here: take module.weight.grad"), False)
-        elif isinstance(value, _Copy):
-            value._source.before(value, None)
-        elif isinstance(value, _Part):
-            value._source.before(False)
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, _OURS) for v in value):
-            value = type(value)(read_all(value, read))
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, (Anchor, Weight, OfGradient)) for v in value):
+            value = type(value)(_read_all(value, read))
         out.append(value)
     return tuple(out)
 
@@ -1027,20 +1038,18 @@ class _Part(torch.Tensor):
         kwargs = kwargs or {}
         if isinstance(kwargs.get("out"), (Anchor, Weight, OfGradient)):
             return NotImplemented  # it is written in its own way
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         read: List[_Source] = []
-        with torch._C.DisableTorchFunctionSubclass():
-            args = read_all(args, read)  # with the graphs of weights
-            kwargs = {key: read_all((value,), read)[0] for key, value in kwargs.items()}
+        args, kwargs = arguments(args, kwargs, read)  # with the graphs of weights
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part._source for part in targets if isinstance(part, _Part)]
         sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
         if name == "__dlpack__" and sources:  # (a storage tells who saves a state_dict what shares memory)
             raise RuntimeError(_no_memory(sources[0].table))
-        if func in _PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             if getattr(func, "__module__", "") == "torch.nn.init":
                 stack.enter_context(torch.no_grad())
@@ -1096,9 +1105,6 @@ def _part(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
     part = tensor.as_subclass(_Part)
     part._source = source
     return part
-
-
-_OURS = Anchor, Weight, OfGradient, _Copy, _Part
 
 
 def saved(table: Table) -> Dict[str, torch.Tensor]:
