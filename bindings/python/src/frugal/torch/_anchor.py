@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _usual
 from ._computed import SHAPE, call_with, flat, is_of_torch
 from ._gradient import (
-    Gradient, Held, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
+    Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ class Anchor(torch.nn.Parameter):
                 else:
                     self.begun = None
             return
+        if isinstance(value, Shown):
+            value = value.shows or value.show(cast(Gradient, value.clone()))
         if isinstance(value, Gradient) and value.table is not self.table:
             value = value.dense()  # as a worker's is given to a copy of the model
         if isinstance(value, Gradient) or (is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's

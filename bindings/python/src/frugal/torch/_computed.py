@@ -35,6 +35,23 @@ def flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
+_FOREACH = "_foreach_"
+
+
+def is_foreach(func: Callable[..., Any]) -> bool:
+    """Whether a function takes lists of tensors, and does the same to each."""
+    return getattr(func, "__name__", "").startswith(_FOREACH)
+
+
+def each_of(func: Callable[..., Any]) -> Optional[Callable[..., Any]]:
+    """What a function of lists that writes to the first does to each of its tensors; None: there is no such method."""
+    name = func.__name__[len(_FOREACH) :]
+    method = getattr(torch.Tensor, name, None) if is_foreach(func) else None
+    if method is None or name not in ("addcmul_", "addcdiv_"):
+        return method
+    return lambda tensor, one, other, value=1: method(tensor, one, other, value=value)
+
+
 def call_with(
     change: Callable[[Any], Any], func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Any:
@@ -76,6 +93,14 @@ def refuse_memory(tensor: torch.Tensor, message: str) -> None:
         _set_message(tensor, message)
 
 
+def without_writes(array: Any) -> Any:
+    """NumPy's view of what is read: who wrote to it would write to nothing."""
+    flags = getattr(array, "flags", None)
+    if flags is not None:
+        flags.writeable = False
+    return array
+
+
 class NoAnswer(NotImplementedError):
     """Of what can be computed of a gradient of all rows alone."""
 
@@ -105,6 +130,24 @@ class OfGradient(torch.Tensor):
     def __len__(self) -> int:
         return self.sizes()[0]
 
+    # torch's own are for no class but its own. They have all rows, as a copy.
+
+    def values_of_all(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return without_writes(self.values_of_all().numpy(force=force))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        return self.values_of_all().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values_of_all().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
         """All rows, for a function that has no answer, and writes to them or not. Or else the error."""
         raise why
@@ -119,6 +162,8 @@ class OfGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if is_foreach(func) and not all(issubclass(other, OfGradient) for other in types):
+            return NotImplemented  # weights among them are written in their own way
         try:
             if func in _BY_SIZE and not is_of_torch(3):  # who calls a subclass's
                 raise NoAnswer(f"{name} of the gradient of a table: take it of module.weight.grad")
@@ -173,6 +218,12 @@ class Computed(OfGradient):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Computed of the gradient of table {self.table!r}"
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Computed":
+        return self  # nobody can write to it
+
+    def values_of_all(self) -> torch.Tensor:
+        return self.whole(NoAnswer(f"table {self.table!r}: all values of what was computed of its gradient"), False)
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
         if writes or self.rows is None:

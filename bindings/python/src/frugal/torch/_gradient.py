@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, cast
 
 import torch
@@ -73,14 +74,6 @@ def set_grad(anchor: "Anchor", value: Optional[torch.Tensor]) -> None:
         _tensor.grad.__set__(anchor, value)
 
 
-def without_writes(array: Any) -> Any:
-    """NumPy's view of what is read: who wrote to it would write to nothing."""
-    flags = getattr(array, "flags", None)
-    if flags is not None:
-        flags.writeable = False
-    return array
-
-
 def set_data(grad: torch.Tensor, value: torch.Tensor) -> None:
     """The values of a gradient that is the table's are written: torch's own would give it other memory."""
     if value.shape != grad.shape:
@@ -100,6 +93,12 @@ if torch.distributed.is_available():
 def is_shared(table: "Table") -> bool:
     """Whether ranks share the table's gradient, or may do so by a reducer."""
     return table.steps.world_size > 1 or is_distributed()
+
+
+@functools.lru_cache(maxsize=None)
+def _no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The element of all gradients: who takes their memory, as other.data = p.grad does, finds a NaN and no gradient."""
+    return torch.full(SHAPE, math.nan, dtype=dtype, device=device)
 
 
 class Part:
@@ -123,10 +122,11 @@ class Gradient(OfGradient):
     parts: List[Part]
     table: "Table"
     clip_limit: float  # of each element, 0: off; after the factors
+    shown: Sequence["weakref.ref[Shown]"] = ()
 
     @staticmethod
     def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
-        return torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=dtype or anchor.dtype, device=anchor.device)
+        return torch.Tensor._make_subclass(cls, _no_number(dtype or anchor.dtype, anchor.device))
 
     def __init__(self, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> None:
         self.table = anchor.table
@@ -136,9 +136,9 @@ class Gradient(OfGradient):
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
         return cast(torch.Tensor, memo.setdefault(id(self), self.clone()))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def values_of_all(self) -> torch.Tensor:
         self.check_alone("the values")
-        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.dense()
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
         if self.table.hashed or self.table.steps.world_size > 1:
@@ -161,10 +161,17 @@ class Gradient(OfGradient):
 
     @property
     def data(self) -> "Gradient":
-        return self
+        return Shown(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, Shown) and value.shows is self:
+            return  # p.grad.data *= 2 has written already
+        self.leave()
+        for reference in list(self.shown):
+            shown = reference()
+            if shown is not None:
+                shown.leave()
         set_data(self, value)
 
     def sizes(self) -> Tuple[int, ...]:
@@ -177,6 +184,13 @@ class Gradient(OfGradient):
         if len(self.parts) > _MOST_HELD:
             self.table.warn_if_nobody_steps()
             self.fold()
+
+    def origin(self) -> "Gradient":
+        """Whose values it has."""
+        return self
+
+    def leave(self) -> None:
+        """Has values of its own from here on."""
 
     def become(self, other: "Gradient") -> None:
         """Becomes as the other is."""
@@ -299,20 +313,6 @@ class Gradient(OfGradient):
         out = torch.zeros(table.capacity, table.dim, dtype=dtype, device=rows.device)
         return out.index_add_(0, keys, rows.to(dtype))
 
-    # torch's own are for no class but its own. They have all rows, as a copy.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        self.check_alone("the values")
-        return without_writes(self.dense().numpy(force=force))
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    def tolist(self) -> Any:
-        self.check_alone("the values")
-        return self.dense().tolist()
-
     def elements(self, what: str) -> Computed:
         """Its elements, for who makes `what` of them."""
         self.check_alone(what)
@@ -382,6 +382,53 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
     )
 
 
+class Shown(Gradient):
+    """What detach() and data of a gradient give: its values, until data of the gradient is assigned, and from then on those
+    of before."""
+
+    shows: Optional[Gradient]  # None: it has values of its own
+
+    def __init__(self, of: Gradient) -> None:
+        self.table = of.table
+        self.show(of.origin())
+
+    def show(self, of: Gradient) -> Gradient:
+        self.shows = of
+        shown = of.shown = list(of.shown)
+        shown.append(weakref.ref(self, shown.remove))
+        return of
+
+    def origin(self) -> Gradient:
+        return self if self.shows is None else self.shows
+
+    def leave(self) -> None:
+        of, self.shows = self.shows, None
+        if of is not None:
+            self.become(of)
+
+    @property
+    def parts(self) -> List[Part]:
+        return self._parts if self.shows is None else self.shows.parts
+
+    @parts.setter
+    def parts(self, value: List[Part]) -> None:
+        if self.shows is None:
+            self._parts = value
+        else:
+            self.shows.parts = value
+
+    @property
+    def clip_limit(self) -> float:
+        return self._clip_limit if self.shows is None else self.shows.clip_limit
+
+    @clip_limit.setter
+    def clip_limit(self, value: float) -> None:
+        if self.shows is None:
+            self._clip_limit = value
+        else:
+            self.shows.clip_limit = value
+
+
 def _times(rows: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1.0:
         return rows
@@ -445,7 +492,7 @@ def add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
     if not isinstance(grad, Gradient) or not isinstance(other, Gradient):
         mine = grad if isinstance(grad, Gradient) else other
         if isinstance(other, torch.Tensor) and graph_task() >= 0:  # autograd adds it
-            raise mine.table.anchor.penalty()
+            raise NoAnswer(*mine.table.anchor.penalty().args)  # or a hook, which gets an answer
         raise NoAnswer(
             f"table {mine.table.name!r}: {func} of its gradient, which the engine holds, and something else: give the"
             " optimizer a weight_decay, or add to module.weight.grad what rows are to have, such as module.weight"
@@ -683,10 +730,12 @@ def _negative(func: Any, grad: Gradient) -> Gradient:
 
 def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
     if isinstance(to, Gradient):
+        to = to.origin()
         if isinstance(source, Gradient):
             if source.table is not to.table:
                 raise NoAnswer("the gradient of a table cannot be copied into that of another")
-            to.become(source)
+            if source.origin() is not to:
+                to.become(source)
             return to
         if not is_shared(to.table):
             anchor = to.table.anchor
@@ -787,6 +836,8 @@ def _norm_of(grad: Gradient, *args: Any) -> torch.Tensor:
 # values.
 _DIRECT: Dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm_of,
+    torch.Tensor.detach: Shown,
+    torch.detach: Shown,
     torch.Tensor.mul_: functools.partial(_scale, _aten.mul_.Tensor),
     torch.isfinite: functools.partial(_is, _aten.isfinite.default),
     torch.Tensor.isfinite: functools.partial(_is, _aten.isfinite.default),

@@ -30,8 +30,8 @@ import frugal
 
 from . import _ranks, _state, _usual
 from ._anchor import Anchor
-from ._computed import SHAPE, flat, in_place
-from ._gradient import Gradient, get_grad, set_grad, without_writes
+from ._computed import SHAPE, flat, in_place, without_writes
+from ._gradient import Gradient, get_grad, set_grad
 from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
 from ._weight import Weight, arguments, refresh
 

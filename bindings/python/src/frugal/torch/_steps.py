@@ -110,7 +110,8 @@ class Table:
     @property
     def anchor(self) -> Anchor:
         anchor = self.held_anchor()
-        assert anchor is not None, "the modules of a table and their weights hold its anchor"
+        if anchor is None:  # modules, weights and parameters hold it; gradients do not
+            raise RuntimeError(f"table {self.name!r} went with the last of its modules: keep a module as long as its gradient")
         return anchor
 
     def make_anchor(self, dtype: torch.dtype, requires_grad: bool, device: torch.device) -> Anchor:

@@ -11,8 +11,10 @@ import torch
 
 from . import _default, _native, _state
 from ._anchor import ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, use_of
-from ._computed import SHAPE, NoAnswer, OfGradient, call_with, flat, in_place, refuse_memory
-from ._gradient import Gradient, Held, set_data, without_writes
+from ._computed import (
+    SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, refuse_memory, without_writes,
+)  # fmt: skip
+from ._gradient import Gradient, Held, set_data
 from ._steps import Kept, Table
 
 if TYPE_CHECKING:
@@ -312,7 +314,7 @@ class Weight(torch.Tensor):
                     there[before.per_key()[0]] = True
                 keys = there.nonzero()[:, 0]
                 values = rows[keys]
-            return Gradient.of(self._anchor, self._held(keys.clone(), values), (0,))
+            return Gradient.of(self._anchor, self._held(keys, values), (0,))
 
     def set_grad(self, value: torch.Tensor) -> None:
         """The gradient that there is becomes this, which may be one element for all."""
@@ -326,7 +328,9 @@ class Weight(torch.Tensor):
         steps = self._table.steps
         feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
         lookup = Lookup(steps, [feature], self._table.dim)
-        rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
+        with torch.inference_mode(False):  # a training step is going to use it
+            rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
+            keys = keys.clone()
         return Held(lookup, (keys.to(rows.device), None, None), rows, next(steps.backwards))
 
     def _hold(self, use: int, keys: torch.Tensor, grad: torch.Tensor) -> None:
@@ -547,6 +551,8 @@ class Weight(torch.Tensor):
         init = kwargs.get("tensor")
         if isinstance(init, Weight):  # torch.nn.init's
             return init._init(func, {key: value for key, value in kwargs.items() if key != "tensor"})
+        if _writes_each(func, target):
+            return _change_each(func, args, kwargs)
         if isinstance(target, (list, tuple)) and in_place(name) and any(isinstance(w, Weight) for w in target):
             return _change_whole(func, name, args, kwargs)
         if isinstance(target, Weight):
@@ -654,6 +660,8 @@ class _Copy(torch.Tensor):
         kwargs = kwargs or {}
         if isinstance(kwargs.get("out"), (Anchor, Weight, OfGradient)):
             return NotImplemented  # it is written in its own way
+        if args and _writes_each(func, args[0]):
+            return _change_each(func, args, kwargs)
         name = getattr(func, "__name__", "")
         read: List[_Source] = []
         args, kwargs = arguments(args, kwargs, read)  # with the graphs of weights
@@ -880,6 +888,19 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
                 raise NotImplementedError(f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}")
             weight.change(lambda some, part, changed=changed: some.copy_(changed[part]))  # type: ignore[misc]
     return out
+
+
+def _writes_each(func: Callable[..., Any], targets: Any) -> bool:
+    """Whether a function writes to each tensor of a list in which weights or gradients of tables are."""
+    ours = is_foreach(func) and any(isinstance(tensor, (Anchor, Weight, OfGradient, _Copy)) for tensor in targets)
+    return ours and in_place(func.__name__) and each_of(func) is not None
+
+
+def _change_each(func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    """One tensor after another, as several may be of one table."""
+    method: Any = each_of(func)
+    for i, tensor in enumerate(args[0]):
+        method(tensor, *[value[i] if isinstance(value, (list, tuple)) else value for value in args[1:]], **kwargs)
 
 
 def _of_before(value: Any) -> Any:
