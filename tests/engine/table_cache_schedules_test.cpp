@@ -7,6 +7,7 @@
 // that it has to see, and no line is of a row that another rank may cache.
 #include "engine/table_cache.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -27,19 +28,31 @@ struct Totals {
   uint64_t planned = 0, in_lines = 0, in_host = 0;
 };
 
-// Lines that may fail at a boundary.
+// Lines that may fail at a boundary, and that tell which of them a step may not read: those to which
+// updates come later where a device brings them.
 class WornLines final : public Lines {
  public:
-  WornLines(std::unique_ptr<Lines> lines, bool& fails) : lines_(std::move(lines)), fails_(fails) {
+  struct Last {
+    bool fails = false;
+    std::vector<uint32_t> later;
+  };
+  WornLines(std::unique_ptr<Lines> lines, Last& last) : lines_(std::move(lines)), last_(last) {
     at_ = lines_->at();
   }
   Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override {
-    return fails_ ? FRUGAL_ERR_DEVICE : lines_->turn(plan, due);
+    if (last_.fails) return FRUGAL_ERR_DEVICE;
+    last_.later.clear();
+    for (const DueUpdate& d : due) {
+      const Vector<uint32_t>& touched = d.touched(plan).lines;
+      last_.later.insert(last_.later.end(), touched.begin() + static_cast<ptrdiff_t>(d.now),
+                         touched.end());
+    }
+    return lines_->turn(plan, due);
   }
 
  private:
   std::unique_ptr<Lines> lines_;
-  bool& fails_;
+  Last& last_;
 };
 
 class World {
@@ -58,11 +71,14 @@ class World {
     const uint64_t lines = 1 + r_.below(4);
     std::unique_ptr<Lines> made;
     check(HostLines::open(host_, lines, pool_, &made) == FRUGAL_OK);
-    cache_.open(lines, std::make_unique<WornLines>(std::move(made), fails_), 0);
+    cache_.open(lines, std::make_unique<WornLines>(std::move(made), last_), 0);
     for (size_t i = 0; i < steps_.size(); ++i)
-      for (uint32_t rank = 0; rank < ranks_; ++rank)
-        for (Declared& d : steps_[i].of[rank].declared)
+      for (uint32_t rank = 0; rank < ranks_; ++rank) {
+        OfRank& of = steps_[i].of[rank];
+        for (Declared& d : of.declared)
           d.part = part(i, rank, i + 1 < steps_.size() ? 2 : 1);  // the last reads all rows
+        if (r_.one_in(2)) of.declared[1].state = kGone;
+      }
   }
 
   void run() {
@@ -283,6 +299,7 @@ class World {
           const uint64_t line = p->sources.as<device::Source>()[k].index();
           s_.note("reads row %llu in line %llu", slot, line);
           HOLDS(s_, window_.placement().may_cache(0, slot));
+          HOLDS(s_, std::count(last_.later.begin(), last_.later.end(), line) == 0);
           HOLDS(s_, tau_ || row.in_line + 1 == row.versions.size());
           HOLDS(s_, equal(device::behind(cache_.at().host, line * host_.layout().value_pitch),
                           row.versions[row.in_line]));
@@ -372,7 +389,7 @@ class World {
         declared = linked(0, i);
         cache_.check_plan(kFirst + i, declared);
       }
-      fails_ = r_.one_in(16);
+      last_.fails = r_.one_in(16);
       if (cache_.turn(kFirst + i, declared, backlog) == FRUGAL_OK) {
         HOLDS(s_, cache_.finish() == FRUGAL_OK);
       } else {
@@ -467,7 +484,7 @@ class World {
   Window& window_ = table_->window;
   Counters counters_;
   AnyTrainer owner_;
-  bool fails_ = false;
+  WornLines::Last last_;
   TableCache cache_{owner_, table_, pool_, counters_, tau_ != 0};
   Mutex boundary_;  // before the other: no commit beside a boundary
   Mutex control_;   // what follows, and Step
