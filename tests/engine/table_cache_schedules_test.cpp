@@ -28,8 +28,8 @@ struct Totals {
   uint64_t planned = 0, in_lines = 0, in_host = 0;
 };
 
-// Lines that may fail at a boundary, and that tell which of them a step may not read: those to which
-// updates come later where a device brings them.
+// Lines that may fail at a boundary, and that tell which of them a step may not read: those to
+// which updates come later where a device brings them.
 class WornLines final : public Lines {
  public:
   struct Last {
@@ -58,8 +58,11 @@ class WornLines final : public Lines {
 class World {
  public:
   World(Schedule& schedule, bool stale, Totals* totals)
-      : s_(schedule), r_(schedule.random()), totals_(totals),
-        ranks_(1 + static_cast<uint32_t>(r_.below(2))), tau_(stale ? 1 + r_.below(2) : 0) {
+      : s_(schedule),
+        r_(schedule.random()),
+        totals_(totals),
+        ranks_(1 + static_cast<uint32_t>(r_.below(2))),
+        tau_(stale ? 1 + r_.below(2) : 0) {
     rows_.resize(3 + r_.below(kRows - 2));
     steps_.resize(3 + r_.below(3));
     for (Rows* rows : {&table_->rows, &reference_})
