@@ -154,11 +154,11 @@ class World {
     b->rank = rank;
     for (uint64_t parts = 1 + r_.below(2); parts-- > 0;) {
       if (!r_.one_in(4)) last_keys_ = some_keys();  // else the same again
+      const Vector<uint64_t> keys = last_keys_;
       PartRef p = make_part();
       p->step = step;
       p->rank = rank;
-      check(p->take_keys(pool_, rows_, last_keys_.data(), last_keys_.size(), false, 0) ==
-            FRUGAL_OK);
+      check(p->take_keys(pool_, rows_, keys.data(), keys.size(), false, 0) == FRUGAL_OK);
       b->parts.push_back(std::move(p));
       b->tables.push_back(table_);
     }
