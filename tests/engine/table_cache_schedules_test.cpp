@@ -92,7 +92,7 @@ class World {
       while (done_ < ranks_)
         if (!link_one(steps_.size()) && !plan_one()) s_.pause();
     });
-    if (r_.one_in(3)) s_.thread("outsider", [this] { put_some(); });
+    if (r_.one_in(2)) s_.thread("outsider", [this] { put_some(); });
     s_.run();
     HOLDS(s_, !window_.any_pending());
     for (uint32_t slot = 0; slot < rows_.size(); ++slot) {
