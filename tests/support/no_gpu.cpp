@@ -1,0 +1,8 @@
+// For tests of parts of the engine that are linked without its GPUs.
+#include "engine/gpu.h"
+
+namespace frugal {
+
+void Gpu::forget_places(Part&) {}
+
+}  // namespace frugal
