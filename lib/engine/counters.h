@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/os.h"
+#include "base/stopwatch.h"
 #include "engine/stats.h"
 
 namespace frugal {
@@ -21,9 +21,11 @@ struct Counters {
 class Timed {
  public:
   explicit Timed(std::atomic<uint64_t>& counter, bool counts = true)
-      : counter_(counter), start_(counts ? now_ns() : 0) {}
+      : counter_(counter), start_(counts ? stopwatch_ns() : 0) {}
   ~Timed() {
-    if (start_) counter_.fetch_add(now_ns() - start_, std::memory_order_relaxed);
+    if (!start_) return;
+    const uint64_t now = stopwatch_ns();  // of another processor it may be a little behind
+    if (now > start_) counter_.fetch_add(now - start_, std::memory_order_relaxed);
   }
 
  private:

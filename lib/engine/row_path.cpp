@@ -21,8 +21,15 @@ const StepPart* RowPath::part_that(Match match) const {
   return nullptr;
 }
 
-const StepPart* RowPath::declared_part(const AnyBatch& batch, uint32_t index) const {
-  return part_that([&](const StepPart& p) { return p.batch == batch.id && p.index == index; });
+const StepPart* RowPath::declared_part(uint64_t batch, uint32_t index) const {
+  return part_that([&](const StepPart& p) { return p.batch == batch && p.index == index; });
+}
+
+// The part that an op names without keys. A batch of the step stays as long as the step does: its
+// handle does not have to be looked up.
+const StepPart* RowPath::part_of_handle(const frugal_op& op) const {
+  if (!step_.ids_are_handles || !op.batch || op.keys) return nullptr;
+  return declared_part(reinterpret_cast<uint64_t>(op.batch), op.part);
 }
 
 // The table of an op. One of a part of the step stays as long as the step does, if it was there
@@ -48,7 +55,12 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
   };
   size_t keys = op.count;
   const StepPart* found = nullptr;
-  if (op.batch) {
+  const StepPart* named = part_of_handle(op);
+  if (named && named->fresh && named->table == out->table &&
+      (!padded || same_padding(*named->part))) {
+    keys = named->part->n;
+    found = named;
+  } else if (op.batch) {
     const AnyBatchRef batch = object_of<AnyBatch>(op.batch);
     // Who declared it may not have come here since its step was committed. A rank that is inside a
     // step knows that steps which are further back are.
@@ -78,7 +90,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "frugal_op.part %u of the batch is of table '%s': give that table, or another "
                   "part", op.part, batch->table(op.part).name.c_str());
-    if (const StepPart* p = declared_part(*batch, op.part)) {
+    if (const StepPart* p = declared_part(batch->id, op.part)) {
       if (!op.keys) {
         keys = p->part->n;
         if (padded && !same_padding(*p->part))
@@ -143,7 +155,7 @@ Status RowPath::match_batch(frugal_op* op) {
   if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank ||
       batch->step != t_.step || (batch->trainer && batch->trainer != &t_))
     return FRUGAL_OK;
-  const StepPart* p = declared_part(*batch, op->part);
+  const StepPart* p = declared_part(batch->id, op->part);
   return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part,
                                             !p->table->keys_are_slots, op)
                        : FRUGAL_OK;

@@ -12,15 +12,6 @@
 
 namespace frugal {
 
-// Keys of an op as they stand for this step.
-struct Access {
-  AnyTableRef table;
-  PartRef part;          // resolved; null: nobody has declared the keys as they are used
-  PartRef declared;      // what the op names without keys, which may not be resolved
-  bool whole = false;    // `part` was declared, and the op names exactly its keys
-  size_t number = 0;     // of the part in the step
-};
-
 // Where an access's rows are read.
 struct RowSource {
   device::RowsView rows{};
@@ -70,8 +61,12 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
 
 class StepView {
  public:
-  StepView(Session& s, AnyTrainer& t, DataPath& d, BufferPool& p, BufferPool& pinned_memory)
-      : session(s), trainer(t), data(d), pool(p), pinned(pinned_memory) {}
+  // `handles`: the ids of the step's batches are their handles.
+  StepView(Session& s, AnyTrainer& t, DataPath& d, BufferPool& p, BufferPool& pinned_memory, bool handles)
+      : session(s), trainer(t), data(d), pool(p), pinned(pinned_memory), ids_are_handles(handles),
+        accesses(t.accesses) {
+    accesses.clear();
+  }
   bool stale() const { return session.config().staleness != 0; }
 
   // First thing in a call: whether the rank is inside a step that nobody has undone.
@@ -102,10 +97,11 @@ class StepView {
   AnyTrainer& trainer;
   DataPath& data;
   BufferPool &pool, &pinned;
-  Vector<Access> accesses;  // of the call
+  const bool ids_are_handles;
+  Vector<Access>& accesses;  // of the call, in memory of the trainer's
 
  protected:
-  ~StepView() = default;
+  ~StepView() { accesses.clear(); }
 };
 
 class RowPath {
@@ -126,7 +122,8 @@ class RowPath {
   Status table_of(const frugal_op& op, AnyTableRef* out) const;
   template <class Match>
   const StepPart* part_that(Match match) const;
-  const StepPart* declared_part(const AnyBatch& batch, uint32_t index) const;
+  const StepPart* declared_part(uint64_t batch, uint32_t index) const;
+  const StepPart* part_of_handle(const frugal_op& op) const;
   Status accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp* gpu);
   Status lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu);
   Status push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu);

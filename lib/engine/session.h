@@ -59,6 +59,15 @@ struct StepPart {
   const float* line_values = nullptr;  // of line 0, in host memory
 };
 
+// Keys of an op as they stand for this step.
+struct Access {
+  AnyTableRef table;
+  PartRef part;          // resolved; null: nobody has declared the keys as they are used
+  PartRef declared;      // what the op names without keys, which may not be resolved
+  bool whole = false;    // `part` was declared, and the op names exactly its keys
+  size_t number = 0;     // of the part in the step
+};
+
 // What a rank has pushed for a table in its current step.
 struct PushState : PushSums {
   AnyTableRef table;          // null: nothing yet
@@ -80,6 +89,7 @@ struct AnyTrainer : HeapObject {
   size_t next_part = 0;       // the one that was found last
   Map<const AnyTable*, PushState> pushes;
   Vector<std::shared_ptr<Buffer>> lent;
+  Vector<Access> accesses;    // of a call; empty between calls
 };
 using AnyTrainerRef = std::shared_ptr<AnyTrainer>;
 

@@ -52,7 +52,7 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
 class Client::AttachedStep final : public StepView {
  public:
   AttachedStep(Client& c, RemoteTrainer& t)
-      : StepView(c, t, c, c.pool_, c.pinned_), client_(c), t_(t) {}
+      : StepView(c, t, c, c.pool_, c.pinned_, false), client_(c), t_(t) {}
 
   Status begin(Use use) override {
     FRUGAL_TRY(client_.enter(t_));

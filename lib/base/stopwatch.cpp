@@ -1,0 +1,85 @@
+#include "base/stopwatch.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string_view>
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#endif
+
+#include "base/os.h"
+#include "base/scheduler.h"
+
+namespace frugal {
+namespace {
+
+#if defined(__x86_64__)
+constexpr std::string_view kSource = "tsc";
+uint64_t ticks() { return __rdtsc(); }
+#elif defined(__aarch64__)
+constexpr std::string_view kSource = "arch_sys_counter";
+uint64_t ticks() {
+  uint64_t found;
+  asm volatile("mrs %0, cntvct_el0" : "=r"(found));
+  return found;
+}
+#else
+constexpr std::string_view kSource = "none";
+uint64_t ticks() { return 0; }
+#endif
+
+// The kernel takes a counter for its clock if it runs evenly and alike on all processors.
+bool is_kernel_clock() {
+  char name[32] = {};
+  const int file =
+      open("/sys/devices/system/clocksource/clocksource0/current_clocksource", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const ssize_t size = read(file, name, sizeof name);
+  close(file);
+  return size > 0 && std::string_view(name, static_cast<size_t>(size)).starts_with(kSource);
+}
+
+constexpr uint64_t kLongest = 2'000;      // ns between two clocks that are read together
+constexpr uint64_t kMeasured = 20'000'000;  // ns by which the counter's rate is measured
+
+struct Both {
+  uint64_t ns, ticks;
+};
+// False: the thread was not running in between.
+bool read_both(Both* out) {
+  out->ns = now_ns();
+  out->ticks = ticks();
+  return now_ns() - out->ns <= kLongest;
+}
+
+struct Counter {
+  Both began{};
+  bool usable = is_kernel_clock() && read_both(&began);
+  std::atomic<double> ns_per_tick{0};  // 0: it is not known yet
+
+  uint64_t measure() {
+    Both now;
+    if (usable && read_both(&now) && now.ns - began.ns >= kMeasured)
+      ns_per_tick.store(static_cast<double>(now.ns - began.ns) /
+                            static_cast<double>(now.ticks - began.ticks),
+                        std::memory_order_relaxed);
+    return now_ns();
+  }
+};
+
+}  // namespace
+
+uint64_t stopwatch_ns() {
+#ifdef FRUGAL_SCHEDULES
+  if (this_scheduler) return now_ns();
+#endif
+  static Counter counter;
+  const double rate = counter.ns_per_tick.load(std::memory_order_relaxed);
+  if (rate == 0) return counter.usable ? counter.measure() : now_ns();
+  return counter.began.ns +
+         static_cast<uint64_t>(static_cast<double>(ticks() - counter.began.ticks) * rate);
+}
+
+}  // namespace frugal
