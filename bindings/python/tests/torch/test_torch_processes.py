@@ -124,27 +124,96 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_ranks_begin_and_load_as_distributed_data_parallel_s(controller: Any, tmp_path: Path, views: bool) -> None:
-    program = tmp_path / "draws.py"
-    program.write_text(DRAWS)
+def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) -> List[List[List[Any]]]:
+    """What two processes have found with torch.nn and with frugal.torch: of each, what each rank has saved."""
+    program = folder / "program.py"
+    program.write_text(source)
     for whose in ("torch", "frugal"):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "2"}
         if whose == "frugal":
             environment["FRUGAL_SERVICE"] = controller.address
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(program), str(tmp_path / f"store of {whose}"), whose, str(tmp_path), str(views)],
+                [sys.executable, str(program), str(folder / f"store of {whose}"), whose, str(folder), *arguments],
                 env={**environment, "RANK": str(rank)},
             )
             for rank in range(2)
         ]
         assert [rank.wait(600) for rank in ranks] == [0, 0]
-    for rank in range(2):
-        theirs, ours = (torch.load(tmp_path / f"{whose}{rank}") for whose in ("torch", "frugal"))
+    return [[torch.load(folder / f"{whose}{rank}") for rank in range(2)] for whose in ("torch", "frugal")]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_ranks_begin_and_load_as_distributed_data_parallel_s(controller: Any, tmp_path: Path, views: bool) -> None:
+    for theirs, ours in zip(*of_two_ranks(DRAWS, controller, tmp_path, str(views))):
         assert len(ours) == 9 and all(torch.equal(a, b) for a, b in zip(ours[:5], theirs))
         for mine, expected in zip(ours[5:], theirs[5:]):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+# Each rank writes to its copies of the rows, in each step in another way, and one of them comes later.
+WRITES = """
+import os, sys, time
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+modules = torch.nn
+if sys.argv[2] == "frugal":
+    import frugal.torch as modules
+torch.manual_seed(0)
+model = torch.nn.Sequential(modules.Embedding(12, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+table = model[0]
+with torch.no_grad():
+    table.weight.data = table.weight.data * 0.5
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(10 + rank)
+def normalize():
+    table.weight.data = torch.nn.functional.normalize(table.weight.data)
+def scale_rows():
+    table.weight[2] *= 0.5
+def scale_view():
+    table.weight[3:6].mul_(0.5)
+def set_rows():
+    table.weight[torch.tensor([0, 7])] = 0.25
+def refused():
+    try:
+        table.weight.copy_(torch.ones(3, 4))
+    except RuntimeError:
+        pass
+parameter = next(table.parameters())
+writes = [
+    lambda: table.weight.mul_(0.5), lambda: table.weight.data.add_(1.0), normalize, scale_rows, scale_view, set_rows, refused,
+    lambda: table.weight.copy_(table.weight * 0.5), lambda: parameter.data.clamp_(-0.1, 0.1), lambda: parameter.mul_(2.0),
+    lambda: torch.nn.init.uniform_(table.weight), lambda: torch._foreach_mul_([table.weight, table.weight], [0.5, 0.5]),
+    lambda: torch.mul(table.weight, 0.5, out=table.weight),
+]
+found = []
+for step, write in enumerate([*writes, *writes]):
+    late = step % 2 == rank
+    def change():
+        if late:
+            time.sleep(0.02)
+        with torch.no_grad():
+            write()
+    optimizer.zero_grad()
+    if step < len(writes):
+        change()
+    ddp(torch.randint(0, 12, (5, 2), generator=generator)).square().mean().backward()
+    if step >= len(writes):
+        change()
+    optimizer.step()
+    found.append(table.weight.detach().clone())
+torch.save([*found, torch.rand(1)], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_writes_that_all_ranks_make_are_made_once(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(WRITES, controller, tmp_path)):
+        for step, (mine, expected) in enumerate(zip(ours, theirs)):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6, msg=lambda text, step=step: f"{step}: {text}")
 
 
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])

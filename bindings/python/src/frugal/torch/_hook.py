@@ -809,21 +809,9 @@ def _by_rank_0(table: Table, call: Callable[[], None], has: str, advice: str) ->
     if not _ranks.are_told(steps.rank, steps.world_size):
         call()
         return
-    what = f"state of table {table.name!r}"
-
-    def tell() -> None:
-        warnings.warn(
-            f"rank {steps.rank} {has} {what} and waits for the other ranks to do so: {advice}",
-            stacklevel=2,
-        )
-
-    with steps.lock:
-        _ranks.meet(what, steps.world_size, tell)
-        steps.begin()
-        steps.end(False)
-        with _ranks.in_turn(what, steps.rank, steps.world_size):
-            if steps.rank == 0:
-                steps.patiently(call)
+    with steps.once(f"state of table {table.name!r}", has, advice):
+        if steps.rank == 0:
+            steps.patiently(call)
 
 
 # Hyper-parameters

@@ -448,7 +448,8 @@ class _Single(_Module):
             self._hold_anchors(dtype, freeze, place)
             # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
             draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
-            self._give_rows(weight, draws and (alone or in_turn))
+            with self._steps.muting(False):
+                self._give_rows(weight, draws and (alone or in_turn))
         self._warn_of_found(self._table, weight is not None, 4)
 
     def _give_rows(self, weight: Optional[torch.Tensor], draws: bool) -> None:

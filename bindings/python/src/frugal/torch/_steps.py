@@ -158,6 +158,9 @@ class Table:
         """Reads rows outside steps into `rows`. Returns which were found."""
         if self.empty:
             return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
+        if self.steps.muted and (with_state or self.hashed):  # what is made of them is not written
+            rows.zero_()
+            return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
         with self.steps.still():
             if self.steps.world_size > 1 and not (with_state or self.hashed):
                 # As a forward reads them, which waits for other ranks to end the step, and may be in one.
@@ -174,7 +177,7 @@ class Table:
         with self.steps.still():
             self.steps.writes += 1
             self.written_at = self.steps.writes
-            if not self.empty:
+            if not self.empty and not self.steps.muted:
                 self.steps.patiently(lambda: _native.put(self.table, keys, rows, with_state))
         if kept and self.counts:
             changed([self])
@@ -424,6 +427,7 @@ class Steps:
         self.trials: Dict[Any, Any] = {}  # what Lookaheads have found about the loop of now
         self._interrupted = False
         self._told_of_wait = False
+        self.muted: Optional[bool] = None  # in `muting`: whether another rank writes for this one
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
         self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
@@ -748,6 +752,59 @@ class Steps:
     def follows(self) -> bool:
         """Whether rows begin as rank 0 writes them, as DistributedDataParallel gives all ranks those of rank 0."""
         return self.rank != 0 and self.next == 0 and _ranks.are_told(self.rank, self.world_size)
+
+    @contextlib.contextmanager
+    def once(self, what: str, has: str, advice: str) -> Iterator[None]:
+        """A block that all ranks of torch.distributed enter, and in which rank 0 writes for all. Before, each of them ends a step,
+        empty: what they push comes in the one after it."""
+
+        def tell() -> None:
+            warnings.warn(
+                f"rank {self.rank} {has} {what} and waits for the other ranks to do so: {advice}", stacklevel=2
+            )
+
+        with self.lock:
+            _ranks.meet(what, self.world_size, tell)
+            if not self.open:
+                self.begin()
+            self.end(False)
+            with self.muting(self.rank != 0):
+                if self.rank == 0:
+                    _ranks.meet(f"{what}, read", self.world_size, tell)
+                    with _ranks.in_turn(what, self.rank, self.world_size):
+                        yield
+                    return
+                try:
+                    yield
+                finally:
+                    _ranks.meet(f"{what}, read", self.world_size, tell)
+                    with _ranks.in_turn(what, self.rank, self.world_size):
+                        pass
+
+    @contextlib.contextmanager
+    def muting(self, muted: bool) -> Iterator[None]:
+        """In it writes to rows are made, or are another rank's; ranks do not wait for each other at each of them."""
+        before, self.muted = self.muted, muted
+        try:
+            yield
+        finally:
+            self.muted = before
+
+    @contextlib.contextmanager
+    def written(self, name: str) -> Iterator[None]:
+        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write: here rank 0 does it for them,
+        when all have come. Before the first step it does not wait for the others, as it may give them what it has."""
+        with self.lock:
+            if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
+                yield
+            elif self.next == 0 and not self.open:
+                with _ranks.in_turn(f"first weight of table {name!r}", self.rank, self.world_size):
+                    with self.muting(self.rank != 0):
+                        yield
+            else:
+                what = f"weight of table {name!r}"
+                with self.once(what, "writes to the", "write to weight on all ranks, as to their copies in PyTorch"):
+                    yield
 
     def patiently(self, call: Callable[[], T]) -> T:
         """Makes a call outside steps. Where other ranks are inside one, waits for them to end it."""
