@@ -9,7 +9,7 @@ Status Aborter::tell(Trainer& t) {
   if (t.undo_pending.load()) undo_part(t);
   String again;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     again = ranks_.step_again();
     t.abort_notice.fetch_sub(1);
   }
@@ -33,7 +33,7 @@ void Aborter::undo_part(Trainer& t) {
   t.parts.clear();
   t.pushes.clear();
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     ranks_.undo(t);
   }
   t.undo_pending.store(false);
@@ -61,7 +61,7 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
 // marked.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
-  UniqueLock lock(mu_);
+  ControlLock lock(mu_);
   if (by.abort_notice.load() && why == Why::kCall) {
     lock.unlock();
     Lock call(by.call_mu);
@@ -81,14 +81,11 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
     if (leaving) return FRUGAL_OK;
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   }
-  auto may_abort = [&] {
-    mu_.assert_held();
-    return phase_.may(Phase::kAbort);
-  };
+  auto may_abort = [&]() REQUIRES(control) { return phase_.may(Phase::kAbort); };
   workers_.settle(lock, may_abort);
   // A step that all ranks have ended is not undone for want of memory.
   Status lacking = FRUGAL_OK;
-  while (committer_.owed() && committer_.one(lock, &lacking)) workers_.settle(lock, may_abort);
+  while (committer_.owed() && committer_.one(&lacking)) workers_.settle(lock, may_abort);
   if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
   phase_.begin(Phase::kAbort);
   for (const TrainerRef& t : ranks_)
@@ -100,7 +97,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
       others_.push_back(t);
     }
   if (!leaving) by.undo_pending.store(true);
-  workers_.settle(lock, [&] { return records_.staged(); });
+  workers_.settle(lock, [&]() REQUIRES(control) { return records_.staged(); });
   *records = records_.take();
   committer_.forget_owed();
   workers_.progress();
@@ -140,7 +137,7 @@ Status Aborter::undo(Trainer& by, Why why) {
   undo_rows(by.created);
   for (const TrainerRef& t : others_) undo_rows(t->created);
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     phase_.end(Phase::kAbort);
     ranks_.undone();
   }

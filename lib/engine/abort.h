@@ -2,9 +2,9 @@
 #pragma once
 #include <atomic>
 
-#include "base/sync.h"
 #include "base/trace.h"
 #include "engine/commit.h"
+#include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/declarations.h"
 #include "engine/phase.h"
@@ -24,7 +24,7 @@ class Aborter {
   };
 
   // `mu` guards ranks, records and phase.
-  Aborter(Mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
+  Aborter(ControlMutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
           Declarations& declarations, Workers& workers, Counters& counters, Trace& trace)
       : mu_(mu), ranks_(ranks), records_(records), phase_(phase), committer_(committer),
         declarations_(declarations), workers_(workers), counters_(counters), trace_(trace) {
@@ -48,21 +48,22 @@ class Aborter {
   Status tell(Trainer& t);
 
  private:
-  Status begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun);
+  Status begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun)
+      REQUIRES(one_);
   void await_undone(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
 
-  Mutex& mu_;
+  ControlMutex& mu_;
   Ranks& ranks_;
   StepRecords& records_;
-  Phase& phase_ GUARDED_BY(mu_);
+  Phase& phase_;
   Committer& committer_;
   Declarations& declarations_;
   Workers& workers_;
   Counters& counters_;
   Trace& trace_;
   Mutex one_;             // abort at a time. Before all other locks
-  Vector<TrainerRef> others_;  // the ranks beside that which aborts. Has room: nothing wants memory
+  Vector<TrainerRef> others_ GUARDED_BY(one_);  // the ranks beside that which aborts. Has room: nothing wants memory
   std::atomic<bool> insists_{true};
 };
 

@@ -62,7 +62,7 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   auto first_uncommitted = [&] {
     if (!stale()) return t.step;
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     return ranks_.to_commit();
   };
   for (const Access& a : accesses) {
@@ -341,7 +341,7 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
 
 Status Engine::inside(const Trainer& t) {
   if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   return ranks_.not_inside(t);
 }
 

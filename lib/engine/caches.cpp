@@ -27,7 +27,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     for (const TableRef& o : tables_)
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
@@ -102,7 +102,7 @@ bool Engine::plan_one() {
     }
   } hold;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
     for (const TrainerRef& r : ranks_) {
       if (!r || !to_plan(*r)) continue;
@@ -158,7 +158,7 @@ void Engine::begin_plan(Trainer& t) {
 
 void Engine::end_plan(Trainer& t, uint64_t planned) {
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     t.turn.planning = false;
     t.turn.planned = planned;
     phase_.end(Phase::kPlan);
@@ -168,16 +168,16 @@ void Engine::end_plan(Trainer& t, uint64_t planned) {
 
 // The caches are the caller's from here on.
 void Engine::forbid_planning(Trainer& t) {
-  UniqueLock lock(mu_);
+  ControlLock lock(mu_);
   t.turn.passed = kNoStep;
-  workers_.settle(lock, [&] { return !t.turn.planning; });
+  workers_.settle(lock, [&]() REQUIRES(control) { return !t.turn.planning; });
   t.turn.turning = true;
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turn.passed = step;
     t.turn.planned = kNoStep;
     t.turn.plan_more = t.turn.turning = false;
@@ -196,7 +196,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   Vector<TableRef> tables;
   PartsByTable parts;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
     if (ranks_.to_commit() >= t.turn.from) declared_by(t, step, &parts);
@@ -238,7 +238,7 @@ Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
   forget_places(t, step);
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
   t.remote_lines.boundary = {};
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   t.backlog.clear();
   if (!t.gpu && !t.remote_lines.exist) return FRUGAL_OK;
   ranks_.begin_again(t);
@@ -259,7 +259,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   if (!ranks_.caches_exist()) return;
   Vector<TrainerRef> trainers;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     trainers.assign(ranks_.begin(), ranks_.end());
   }
   Vector<uint32_t> dropped;
@@ -268,7 +268,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     TableCache* of = t ? cache_in(*t, table) : nullptr;
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     t->turn.planned = kNoStep;
   }
   if (table.window.opened())
@@ -282,7 +282,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   of->forget();
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   t.turn.planned = kNoStep;
 }
 

@@ -7,15 +7,15 @@ namespace frugal {
 
 Status Committer::ready() {
   Status status = FRUGAL_OK;
-  UniqueLock lock(mu_);
+  ControlLock lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
   if (phase_.is(Phase::kCommit)) return FRUGAL_OK;
-  while (one(lock, &status)) {
+  while (one(&status)) {
   }
   return status;
 }
 
-bool Committer::one(UniqueLock& lock, Status* status) {
+bool Committer::one(Status* status) {
   const uint64_t step = ranks_.to_commit();
   if (step == kNoStep || phase_.is(Phase::kAbort) || closed_.load()) return false;
   if (workers_.health() != FRUGAL_OK) return false;
@@ -30,14 +30,13 @@ bool Committer::one(UniqueLock& lock, Status* status) {
     if (!record.flights.empty()) return false;  // land() comes back
     phase_.begin(Phase::kCommit);
     begun = true;
-    commit(lock, step, record, status);
+    commit(step, record, status);
     if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {
     // Nothing is committed. The next who has time and memory goes on from what there is of it.
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
-    if (!lock.owns_lock()) lock.lock();
     if (begun) phase_.end(Phase::kCommit);
     const bool news = !owed_.exchange(true);
     // What has not even begun has changed nothing for who waits.
@@ -47,21 +46,21 @@ bool Committer::one(UniqueLock& lock, Status* status) {
   }
 }
 
-void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
-                       Status* status) {
+void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   TraceSpan span(trace_, SpanKind::kCommit);
   span.step(step);
   for (auto& [raw, of] : record.handovers)
     for (const Handover& h : of.ranks) span.more(h.rows());
   const auto staged = [&] { return record.staged(); };
   while (!staged()) {
-    lock.unlock();
-    const bool helped = flusher_.write(UINT64_MAX);
-    lock.lock();
-    if (!helped) workers_.settle(lock, staged);
+    bool helped;
+    {
+      ControlFree meanwhile(mu_);
+      helped = flusher_.write(UINT64_MAX);
+    }
+    if (!helped) workers_.settle(mu_, staged);
   }
-  auto give_up = [&] {
-    mu_.assert_held();
+  auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
     phase_.end(Phase::kCommit);
     // Who waits for commits to end has no time-out, and nothing else may happen any more.
@@ -70,9 +69,9 @@ void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
   if (workers_.health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin(record);
   const bool alone = record.small && !record.deferred;
-  lock.unlock();
-  memory_.end_step();  // of the steps before
   {
+    ControlFree meanwhile(mu_);
+    memory_.end_step();  // of the steps before
     Lock boundary(boundary_);
     // First all that may want memory: after a failure it goes on from there.
     for (Commit& c : record.commits) {
@@ -80,7 +79,7 @@ void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
       if (s == FRUGAL_OK) continue;
       if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
       workers_.fail(s);
-      lock.lock();
+      meanwhile.again();
       return give_up();
     }
     const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
@@ -90,7 +89,7 @@ void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
     for (Commit& c : record.commits) publish(step, record, c);
     for (const CreatedRows& c : record.created) c.settle(step);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
-    lock.lock();
+    meanwhile.again();
     ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
     tables_.each_window([&](Window& w) {
@@ -191,7 +190,7 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   commit->held = true;
   table.has_state.store(true);
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     update->scalars = arith::step_scalars(table.optimizer_at(step), step, ranks_.size(),
                                           table.config.nan_policy, table.rows.layout().dim);
     ranks_.expect_backlog(record.commits.size());
@@ -220,7 +219,7 @@ void Committer::stage(Commit* commit) {
   Window& window = commit->table->window;
   bool declared = true;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
   }
   try {
@@ -239,7 +238,7 @@ void Committer::stage(Commit* commit) {
 void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
   if (commit.update && ranks_.caches_exist()) {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     ranks_.add_backlog(commit.update, commit.table);
   }
   Timed timed(counters_.entry_ns, commit.staged);

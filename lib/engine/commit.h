@@ -8,8 +8,8 @@
 #include <memory>
 #include <mutex>
 
-#include "base/sync.h"
 #include "base/trace.h"
+#include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/declarations.h"
 #include "engine/flusher.h"
@@ -26,7 +26,7 @@ namespace frugal {
 class Committer {
  public:
   // `mu` guards ranks, records, phase and tables. Once it is `closed`, no step is committed.
-  Committer(Mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Tables& tables,
+  Committer(ControlMutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Tables& tables,
             Declarations& declarations, PendingBytes& pending, Flusher& flusher, Workers& workers,
             Pacing& pacing, EngineMemory& memory, const std::shared_ptr<Ledger>& ledger,
             const std::atomic<bool>& closed, Counters& counters, Trace& trace)
@@ -37,28 +37,27 @@ class Committer {
 
   // Commits all that may be. OUT_OF_MEMORY: the next is owed.
   Status ready();
-  // One step, with `mu` held, which it lets go of meanwhile. False: there is none, or no memory.
-  bool one(UniqueLock& lock, Status* status) NO_THREAD_SAFETY_ANALYSIS;
+  // One step; it lets go of `mu` meanwhile. False: there is none, or no memory.
+  bool one(Status* status) REQUIRES(control);
   // A commit that there was no memory for: whoever waits, or has memory, makes it.
   bool owed() const { return owed_.load(); }
-  void forget_owed() { owed_.store(false); }  // with `mu` held: its step is undone
+  void forget_owed() REQUIRES(control) { owed_.store(false); }  // its step is undone
   // While it is held no step is committed. Before `mu`.
   Mutex& boundary() { return boundary_; }
 
  private:
-  void commit(UniqueLock& lock, uint64_t step, StepRecord& record,
-              Status* status) NO_THREAD_SAFETY_ANALYSIS;
-  void begin(StepRecord& record) REQUIRES(mu_);
+  void commit(uint64_t step, StepRecord& record, Status* status) REQUIRES(control);
+  void begin(StepRecord& record) REQUIRES(control);
   void take(uint64_t step, StepRecord& record, Commit* commit);
   Status prepare(uint64_t step, StepRecord& record, Commit* commit);
   void stage(Commit* commit);
   void publish(uint64_t step, const StepRecord& record, Commit& commit);
   Pacing::Measured measured() const;
 
-  Mutex& mu_;
+  ControlMutex& mu_;
   Ranks& ranks_;
   StepRecords& records_;
-  Phase& phase_ GUARDED_BY(mu_);
+  Phase& phase_;
   Tables& tables_;
   Declarations& declarations_;
   PendingBytes& pending_;

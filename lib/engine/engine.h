@@ -106,7 +106,7 @@ class Engine final : public Session, private DataPath {
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     return tables_.find(name);
   }
   Status next_table(uint64_t* cursor, String* name) override;
@@ -219,11 +219,11 @@ class Engine final : public Session, private DataPath {
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update)
-      REQUIRES(mu_);
+      REQUIRES(control);
   bool prepare_one();
   Workers::Did warm_one();
   void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
-      REQUIRES(mu_);
+      REQUIRES(control);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return workers_.parallel(chunks, run, context);
   }
@@ -250,12 +250,12 @@ class Engine final : public Session, private DataPath {
   Status open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out);
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
-  bool to_plan(const Trainer& t) const REQUIRES(mu_);
-  void begin_plan(Trainer& t) REQUIRES(mu_);
+  bool to_plan(const Trainer& t) const REQUIRES(control);
+  void begin_plan(Trainer& t) REQUIRES(control);
   void end_plan(Trainer& t, uint64_t planned);
   void allow_planning(Trainer& t, uint64_t step);
   void forbid_planning(Trainer& t);
-  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(mu_);
+  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(control);
   Status turn_caches(Trainer& t, uint64_t step);
   Status turn_or_forget(Trainer& t, uint64_t step);
   void forget_places(const Trainer& t, uint64_t step) noexcept;
@@ -264,10 +264,10 @@ class Engine final : public Session, private DataPath {
 
   // --- gate.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool open_still(uint64_t step) REQUIRES(mu_);
+  bool open_still(uint64_t step) REQUIRES(control);
 
   // --- steps.cpp
-  void take_parts(Trainer& t, uint64_t step) REQUIRES(mu_);
+  void take_parts(Trainer& t, uint64_t step) REQUIRES(control);
   void schedule_staging(const Trainer& t, uint64_t step);
   struct Handed {  // what a rank hands over of a table when it ends the step
     PushState* push;
@@ -276,7 +276,7 @@ class Engine final : public Session, private DataPath {
   };
   Status join_handovers(Trainer& t, Vector<Handed>* handovers);
   FlightRef hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers, uint32_t flags)
-      REQUIRES(mu_);
+      REQUIRES(control);
   void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);
@@ -286,15 +286,15 @@ class Engine final : public Session, private DataPath {
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   bool find_silent();  // was there one?
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
-  Status first_step_allowed(uint64_t first_step) const REQUIRES(mu_);
+  Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
-  Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(mu_);
+  Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(control);
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  bool outside_allowed(String* why) REQUIRES(mu_);
+  bool outside_allowed(String* why) REQUIRES(control);
   // --- far.cpp: rows that may be far
   bool load_one();
   bool free_places(Table& table, uint64_t step);
@@ -303,7 +303,7 @@ class Engine final : public Session, private DataPath {
   bool give_up_cache(Choose choose);
   bool give_up_lines_of(Table& table);
   bool give_up_own_lines(const Trainer& t);
-  bool loading_until(uint64_t step) REQUIRES(mu_);
+  bool loading_until(uint64_t step) REQUIRES(control);
   Status settle_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
   Status put_far(Table& table, const uint64_t* keys, size_t n,
@@ -358,7 +358,7 @@ class Engine final : public Session, private DataPath {
   Counters counters_;
   Trace trace_;
 
-  Mutex mu_;
+  ControlMutex mu_;
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
   std::atomic<bool> closed_{false};    // calls end
   PendingBytes pending_;
@@ -369,7 +369,7 @@ class Engine final : public Session, private DataPath {
   Ranks ranks_;
   Tables tables_;
   Flusher flusher_;
-  Phase phase_ GUARDED_BY(mu_);
+  Phase phase_;
   TimedMutex outside_mu_;
   StepRecords records_;
   Declarations declarations_;
@@ -378,10 +378,7 @@ class Engine final : public Session, private DataPath {
       {[this](uint64_t step) {
          return resolve_one(step, true) || (need_links() && link_one(step));
        },
-       [this](uint64_t step) {
-         mu_.assert_held();
-         return loading_until(step);
-       },
+       [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
        [this] { return load_one(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }

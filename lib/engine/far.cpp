@@ -17,7 +17,7 @@ bool Engine::load_one() {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     for (const TableRef& t : tables_)
       if (t->rows.far() && t->rows.far()->loading()) tables.push_back(t);
   }
@@ -54,7 +54,7 @@ bool Engine::free_places(Table& table, uint64_t step) {
 bool Engine::revoke_later(Table& table, uint64_t step) {
   bool any;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     // Who plans a boundary has parts in hand.
     if (phase_.is(Phase::kPlan)) return false;
     Lock declared(declarations_.mutex());
@@ -62,6 +62,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
     // looked may have got them since, and have begun its step.
     if (!table.arriving.lacking_until(step, *table.rows.far())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
+      mu_.assert_held();
       const TrainerRef& t = ranks_[b.rank];
       return t && (t->next_step == kNoStep || b.step >= t->next_step);
     });
@@ -79,7 +80,7 @@ bool Engine::give_up_cache(Choose choose) {
   TrainerRef t;
   TableCache* of;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
     of = choose(&t);
     if (!of) return false;
@@ -93,7 +94,7 @@ bool Engine::give_up_cache(Choose choose) {
 // That of a trainer which is not in the middle of a boundary.
 bool Engine::give_up_lines_of(Table& table) {
   if (!ranks_.caches_exist()) return false;
-  return give_up_cache([&](TrainerRef* t) -> TableCache* {
+  return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     for (const TrainerRef& r : ranks_) {
       if (!r || r->turn.planning || r->turn.turning || r->closing.load()) continue;
       TableCache* of = cache_in(*r, table);
@@ -108,7 +109,7 @@ bool Engine::give_up_lines_of(Table& table) {
 // Its own, of a trainer that waits at a gate.
 bool Engine::give_up_own_lines(const Trainer& own) {
   if (far_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
-  return give_up_cache([&](TrainerRef* t) -> TableCache* {
+  return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     if (ranks_[own.rank].get() != &own) return nullptr;
     *t = ranks_[own.rank];
     for (auto& [raw, of] : (*t)->caches)

@@ -57,7 +57,7 @@ bool Engine::land() {
   Vector<FlightRef> flights;
   Vector<std::shared_ptr<Arrival>> arrivals;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     records_.each_flight([&](const FlightRef& f) { flights.push_back(f); });
   }
   arrivals = declarations_.arrivals();
@@ -76,7 +76,7 @@ bool Engine::land() {
   if (!any) return false;
   uint32_t landed;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     landed = records_.forget_landed();
   }
   declarations_.arrived();
@@ -128,7 +128,7 @@ Status Engine::end_flight(Trainer& t, Flight::Found* found) {
 Status Engine::end_flights(Trainer& t) {
   auto next = [&] {
     FlightRef its;
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     records_.each_flight([&](const FlightRef& f) {
       if (!its && f->gpu == t.gpu && (!f->landed.load() || f->failed.load())) its = f;
     });
@@ -155,7 +155,7 @@ Status Engine::end_flights(Trainer& t) {
 void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   TrainerRef t;
   try {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (closed_.load()) return;
     t = ranks_[rank];
     if (!t || t->gpu.get() != &gpu) return;

@@ -48,7 +48,7 @@ bool Flusher::write(uint64_t step) {
   for (size_t looked = 0; written < kUrgentRows;) {
     TableRef t;
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       t = tables_.next_pending(step, &looked);
     }
     if (!t) break;

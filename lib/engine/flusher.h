@@ -3,8 +3,8 @@
 #pragma once
 #include <memory>
 
-#include "base/sync.h"
 #include "base/trace.h"
+#include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/tables.h"
 #include "engine/workers.h"
@@ -47,14 +47,14 @@ class Scratches {
   }
   Mutex mu_;
   const size_t ranks_;
-  size_t row_bytes_ = 0;
-  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_bytes_ came with
+  size_t row_bytes_ GUARDED_BY(mu_) = 0;
+  std::unique_ptr<Scratch> free_ GUARDED_BY(mu_);  // smaller ones are behind the one that row_bytes_ came with
 };
 
 class Flusher {
  public:
   // `mu` guards the tables.
-  Flusher(Mutex& mu, Tables& tables, const Ranks& ranks, Workers& workers, Counters& counters,
+  Flusher(ControlMutex& mu, Tables& tables, const Ranks& ranks, Workers& workers, Counters& counters,
           Trace& trace)
       : mu_(mu), tables_(tables), ranks_(ranks), workers_(workers), counters_(counters),
         trace_(trace), scratches_(ranks.size()) {}
@@ -75,7 +75,7 @@ class Flusher {
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
   void apply_chunk(const Chunks& of, size_t chunk);
 
-  Mutex& mu_;
+  ControlMutex& mu_;
   Tables& tables_;
   const Ranks& ranks_;
   Workers& workers_;

@@ -12,7 +12,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Gate::Pass pass;
   pass.step = step;
   auto open = [&] {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     return gate_.open(&pass);
   };
   if (open()) return FRUGAL_OK;
@@ -28,7 +28,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   span.waited(pass.waited);
   if (pass.in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     gate_.open(&pass);
     // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on
     // waiting. (An abort, which is for that, may be what the gate has met first.)

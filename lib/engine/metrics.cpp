@@ -98,7 +98,7 @@ Status Engine::metrics(String* text_out) {
   uint64_t last = kNoStep;
   (void)committed(&last);
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     tables = tables_.all();
     for (const TrainerRef& t : ranks_)
       if (t) trainers.push_back({t->rank, t->step, t->in_step, t});
@@ -158,7 +158,7 @@ Status Engine::metrics(String* text_out) {
 
 Status Engine::start_trace(size_t events, uint64_t* id) {
   FRUGAL_TRY(trace_.start(events, id));
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   for (const TableRef& t : tables_) trace_.name_table(t->number, t->name);
   return FRUGAL_OK;
 }

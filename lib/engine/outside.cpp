@@ -31,7 +31,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (deadline.passed()) {
       // The other one may only be on its way to be told the same.
       String why;
-      Lock lock(engine.mu_);
+      ControlLock lock(engine.mu_);
       status_ = engine.ranks_.inside(&why)
                     ? busy(why)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
@@ -40,9 +40,8 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
       order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
-  UniqueLock lock(engine.mu_);
-  auto settled = [&] {
-    engine.mu_.assert_held();
+  ControlLock lock(engine.mu_);
+  auto settled = [&]() REQUIRES(control) {
     return engine.phase_.may(Phase::kOutside) || engine.closed_.load();
   };
   engine.workers_.settle(lock, settled);
@@ -62,17 +61,14 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   } else {
     engine.phase_.begin(Phase::kOutside);  // no more of them begin
     entered_ = true;
-    engine.workers_.settle(lock, [&] {
-      engine.mu_.assert_held();
-      return engine.phase_.may(Phase::kAlone);
-    });
+    engine.workers_.settle(lock, [&]() REQUIRES(control) { return engine.phase_.may(Phase::kAlone); });
   }
 }
 
 OutsideScope::~OutsideScope() {
   if (!entered_) return;
   {
-    Lock lock(engine_.mu_);
+    ControlLock lock(engine_.mu_);
     engine_.phase_.end(Phase::kOutside);
   }
   engine_.workers_.progress();
@@ -91,7 +87,7 @@ Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (phase_.is(Phase::kCommit)) return false;
     return !tables_.any_pending();
   };
@@ -100,7 +96,7 @@ Status Engine::flush(Deadline deadline) {
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   uint64_t rows = 0;
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   tables_.each_window([&](Window& w) { rows += w.pending_rows(); });
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
@@ -289,7 +285,7 @@ struct Engine::Reading {
   ~Reading() {
     if (!counted) return;
     {
-      Lock lock(engine.mu_);
+      ControlLock lock(engine.mu_);
       engine.phase_.end(Phase::kRead);
     }
     engine.workers_.progress();
@@ -302,7 +298,7 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Rea
   uint64_t next;
   bool inside;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     inside = t.in_step;
     next = inside ? t.step : t.next_step;
     if (next != kNoStep) *step = next;
@@ -310,7 +306,7 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Rea
   bool busy = false;
   auto ended = [&] {
     if (workers_.applying()) return false;
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     // This rank may have been told of an abort that is still taking rows of others back.
     busy = !phase_.may(Phase::kRead);
     const bool others = next != kNoStep && config_.staleness < next &&

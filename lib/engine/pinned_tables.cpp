@@ -24,7 +24,7 @@ void PinnedTables::unpin() {
   if (pinner_.any()) return;
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     tables = tables_.all();
   }
   for (const TableRef& table : tables) table->rows.unpin();
@@ -34,7 +34,7 @@ Status PinnedTables::next(bool* any) {
   *any = false;
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     tables = tables_.all();
   }
   for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
@@ -47,7 +47,7 @@ bool PinnedTables::one(bool* changed) {
   // Of these, and not of who joins from here on, it can be told below that all is pinned.
   Vector<TrainerRef> waiting;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     for (const TrainerRef& t : ranks_)
       if (t && waits(*t)) waiting.push_back(t);
   }

@@ -9,7 +9,7 @@
 #include <memory>
 #include <mutex>
 
-#include "base/sync.h"
+#include "engine/control.h"
 #include "engine/device_memory.h"
 #include "engine/ranks.h"
 #include "engine/tables.h"
@@ -18,7 +18,7 @@ namespace frugal {
 
 class PinnedTables {
  public:
-  PinnedTables(Mutex& mu, const Ranks& ranks, const Tables& tables, DevicePinner& pinner)
+  PinnedTables(ControlMutex& mu, const Ranks& ranks, const Tables& tables, DevicePinner& pinner)
       : mu_(mu), ranks_(ranks), tables_(tables), pinner_(pinner) {}
   // From here on new slabs are pinned, and tables that are being created look again when they are
   // there. Throws.
@@ -39,7 +39,7 @@ class PinnedTables {
  private:
   Status next(bool* any);
 
-  Mutex& mu_;
+  ControlMutex& mu_;
   const Ranks& ranks_;
   const Tables& tables_;
   DevicePinner& pinner_;

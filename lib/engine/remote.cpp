@@ -14,7 +14,7 @@ Status Engine::keep_ledger() {
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   std::shared_ptr<Ledger> ledger;
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   if (ledger_) return FRUGAL_OK;
   FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, ranks_.committed(), &ledger));
   Vector<std::shared_ptr<TableLedger>> of(tables_.size());
@@ -111,7 +111,7 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   if (number == there.boundaries) return FRUGAL_OK;
   if (table && !there.has_refused(table) && there.refused.size() < t.caches.size())
     there.refused.push_back(table);
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
   // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
   // begins it anew.
@@ -131,7 +131,7 @@ Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches)
     if (t.remote_lines.has_refused(of.table()->handle)) of.close();
   t.remote_lines.done = t.remote_lines.boundaries;
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
   t.backlog.clear();
@@ -197,7 +197,7 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
 // be told of stays for itself.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   auto inside = [&] {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     return t.in_step.load();
   };
   if (!inside()) return;
@@ -217,7 +217,7 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
 void Engine::tell_used(const Trainer& by) {
   Vector<TrainerRef> others;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by && t->process.heard.load()) others.push_back(t);
   }
@@ -269,7 +269,7 @@ Status Engine::inside_step(Trainer& t) {
 
 // Has it begun the step, and nobody undone it?
 bool Engine::is_inside(const Trainer& t, uint64_t step) {
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   return t.in_step && t.step == step && !t.abort_notice.load();
 }
 
@@ -308,7 +308,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   workers_.progress();
   {
     Lock call(t->call_mu);  // a call of its that waits ends
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
     ranks_.lose(t->rank);
   }
@@ -317,7 +317,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
 }
 
 void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   ranks_.on_silent(std::move(silent));
 }
 
@@ -325,7 +325,7 @@ bool Engine::find_silent() {
   if (silence_.limit == UINT64_MAX) return false;
   bool found;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     found = ranks_.find_silent(silence_);
   }
   if (found) workers_.progress();

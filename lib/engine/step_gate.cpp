@@ -5,27 +5,27 @@ namespace frugal {
 // The list of conditions, in the order in which they are looked at.
 StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work)) {
   add({waited_for(WaitedFor::kOutside),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          p.everything = false;
          return !of_.phase.is(Phase::kOutside);
        },
        [](const Pass&) { return String("an operation outside steps"); }, nullptr});
-  add({waited_for(WaitedFor::kAborting), [this](Pass&) { return of_.phase.may(Phase::kStep); },
+  add({waited_for(WaitedFor::kAborting), [this](Pass&) REQUIRES(control) { return of_.phase.may(Phase::kStep); },
        [](const Pass&) { return String("an abort"); }, nullptr});
-  add({0, [this](Pass&) { return of_.ranks.lost() == kNoRank; },
-       [this](const Pass&) {
+  add({0, [this](Pass&) REQUIRES(control) { return of_.ranks.lost() == kNoRank; },
+       [this](const Pass&) REQUIRES(control) {
          return text(
              "somebody to join in place of rank %u, whose process is gone or does not answer",
              of_.ranks.lost());
        },
        nullptr});
   add({waited_for(WaitedFor::kRanks),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          const bool is_near = near(p.step);
          if (!is_near) of_.ranks.note_awaited(of_.ranks.to_commit());
          return is_near;
        },
-       [this](const Pass&) {
+       [this](const Pass&) REQUIRES(control) {
          return text("rank %s to end step %llu",
                      of_.ranks.late_ranks(of_.ranks.to_commit()).c_str(),
                      static_cast<unsigned long long>(of_.ranks.to_commit()));
@@ -35,7 +35,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [](const Pass&) { return String("the updates of the last step to be applied"); },
        [this](const Pass&) { return of_.workers.help(true); }});
   add({waited_for(WaitedFor::kDeclared),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
          const bool links =
              (of_.pacing.deferred() || of_.ranks.caches_exist()) && of_.config.staleness < kRing;
@@ -47,11 +47,11 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
                      static_cast<unsigned long long>(p.declared));
        },
        [this](const Pass& p) { return work_.declare(p.step); }});
-  add({waited_for(WaitedFor::kLoading), [this](Pass& p) { return !work_.loading(p.step); },
+  add({waited_for(WaitedFor::kLoading), [this](Pass& p) REQUIRES(control) { return !work_.loading(p.step); },
        [](const Pass&) { return String("rows to be loaded"); },
        [this](const Pass&) { return work_.load(); }});
   add({waited_for(WaitedFor::kAllPending),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          // Out of deferred mode, declarations are no longer linked: what is pending must go first.
          PendingBytes& pending = of_.pending;
          const bool any =
@@ -65,14 +65,14 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [](const Pass&) { return String("pending updates to be written"); },
        [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
   add({waited_for(WaitedFor::kPending),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          p.table = of_.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
          const bool none = p.table == of_.tables.size();
          if (!none && !p.in_flight)
            p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
          return none;
        },
-       [this](const Pass& p) {
+       [this](const Pass& p) REQUIRES(control) {
          const TableRef& t = of_.tables[p.table];
          return text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
                      t->name.c_str(), static_cast<unsigned long long>(p.step),

@@ -41,7 +41,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     device::look_for_devices();
   FRUGAL_TRY(check_step(step));
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     FRUGAL_TRY(ranks_.may_begin(t, step));
     if (ranks_.to_commit() == kNoStep) {
       ranks_.start(step);
@@ -56,7 +56,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     Trainer* t = nullptr;  // null: allow_planning has told
     ~Turning() {
       if (!t) return;
-      Lock lock(engine.mu_);
+      ControlLock lock(engine.mu_);
       t->turn.turning = false;
     }
   } turning{*this};
@@ -70,7 +70,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
     if (s != FRUGAL_OK) return s;
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
           phase_.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
@@ -118,7 +118,7 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
 void Engine::schedule_staging(const Trainer& t, uint64_t step) {
   bool schedule = false;
   try {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     // After an abort, of which this rank is not told yet, all begin the step again: it may be
     // declared for meanwhile, and what is staged must have passed the gates.
     if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
@@ -146,7 +146,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       if (!t.in_step) return ranks_.not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
@@ -164,7 +164,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     FRUGAL_TRY(join_handovers(t, &handovers));
     bool taken = false;
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       // Who closes the engine has taken the records away already.
       if (closed_.load()) return engine_closed();
       if (!t.abort_notice.load()) {
@@ -245,7 +245,7 @@ Status Engine::abort_call(AnyTrainer& any) {
   {
     Lock call(t.call_mu);
     FRUGAL_TRY(enter(t));
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (!t.in_step) return ranks_.not_inside(t);
   }
   return aborter_.undo(t, Aborter::Why::kCall);

@@ -59,7 +59,7 @@ Status Engine::start() {
 void Engine::close_ranks() {
   aborter_.insist_no_more();
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     for (const TrainerRef& t : ranks_)
       if (t && !t->process.notices.load()) t->closing.store(true);
   }
@@ -71,7 +71,7 @@ void Engine::each_trainer(Visit visit) {
   for (uint32_t r = 0; r < ranks_.size(); ++r) {
     TrainerRef t;
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       t = ranks_[r];
     }
     if (t) visit(*t);
@@ -87,7 +87,7 @@ void Engine::shutdown() {
          [](int tries) { return tries >= kLandTries; });
   bool again;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     again = closed_.exchange(true);
     if (again && !workers_.running() && tables_.size() == 0) return;
   }
@@ -96,7 +96,7 @@ void Engine::shutdown() {
   workers_.stop();
   Vector<Thread> reapers;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     reapers.swap(reapers_);
   }
   for (Thread& r : reapers) r.join();
@@ -114,11 +114,8 @@ void Engine::shutdown() {
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     {
-      UniqueLock lock(mu_);
-      workers_.settle(lock, [&] {
-        mu_.assert_held();
-        return !phase_.is(Phase::kCommit);
-      });
+      ControlLock lock(mu_);
+      workers_.settle(lock, [&]() REQUIRES(control) { return !phase_.is(Phase::kCommit); });
     }
     while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
@@ -127,13 +124,10 @@ void Engine::shutdown() {
   Vector<TableRef> tables;
   Map<uint64_t, StepRecord> records;
   {
-    UniqueLock lock(mu_);
+    ControlLock lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
-    workers_.settle(lock, [&] {
-      mu_.assert_held();
-      return phase_.may(Phase::kEnd);
-    });
+    workers_.settle(lock, [&]() REQUIRES(control) { return phase_.may(Phase::kEnd); });
     tables = tables_.take();
     records = records_.take();
   }
@@ -148,7 +142,7 @@ void Engine::shutdown() {
   }
   each_trainer([this](Trainer& t) {
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       ranks_.leave(t);
     }
     t.closing.store(true);
@@ -178,7 +172,7 @@ Status Engine::committed(uint64_t* step) {
   } catch (const std::bad_alloc&) {
     // What cannot be committed now is not.
   }
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   *step = ranks_.committed();
   return FRUGAL_OK;
 }
@@ -189,7 +183,7 @@ Status Engine::find_table(const char* name, AnyTableRef* out) {
 }
 
 Status Engine::next_table(uint64_t* cursor, String* name) {
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   const TableRef table = tables_.from(*cursor);
   if (!table) return FRUGAL_OK;
   *name = table->name;
@@ -289,7 +283,7 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FRUGAL_TRY(check());
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
@@ -298,7 +292,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   }
   TableRef table;
   FRUGAL_TRY(open_table(config, here, &table));
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
   if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
@@ -335,7 +329,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   // From here on nothing wants memory, so that it is dropped whole, or not at all.
   {
-    UniqueLock lock(mu_);
+    ControlLock lock(mu_);
     if (!tables_.has(table))
       return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already: the handle is closed");
     // Background work on its declarations must have ended.
@@ -349,7 +343,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
     // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
     // nobody uses a cache.
     drop_cache(t, *table);
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     std::erase_if(t.backlog, [&](const Trainer::Late& late) { return late.table == table; });
   });
   handle_remove(HandleKind::kTable, table->handle);
@@ -382,7 +376,7 @@ Status Engine::describe(AnyTable& table, frugal_table_info* out) {
   i.key_space = t.config.key_space;
   i.page_bytes = static_cast<uint32_t>(kHugePage);
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     i.optimizer = t.schedule.begin()->second.kind;
   }
   *out = i;
@@ -397,7 +391,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   o.flags &= ~FRUGAL_OPT_NEW_STATE;
   for (std::optional<OutsideScope> scope;;) {
     {
-      Lock lock(mu_);
+      ControlLock lock(mu_);
       FRUGAL_TRY(check_step(first_step));
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
@@ -469,7 +463,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   Lock told(table.kind_mu);
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
-  Lock lock(mu_);
+  ControlLock lock(mu_);
   table.schedule.swap(schedule);
   if (!ledger) return FRUGAL_OK;
   ledger->watch(rows, table.ledger.get());
@@ -491,7 +485,7 @@ Status Engine::stats(frugal_stats* out) {
 #undef SKIP
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     tables = tables_.all();
   }
   for (const TableRef& t : tables) {

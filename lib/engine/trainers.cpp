@@ -50,14 +50,11 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
   FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  UniqueLock lock(mu_);
+  ControlLock lock(mu_);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
   if (ranks_.joined(config.rank) && !ranks_[config.rank])
-    workers_.settle(lock, [&] {
-      mu_.assert_held();
-      return phase_.may(Phase::kJoin) || closed_.load();
-    });
+    workers_.settle(lock, [&]() REQUIRES(control) { return phase_.may(Phase::kJoin) || closed_.load(); });
   if (closed_.load()) return engine_closed();
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
@@ -91,7 +88,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // when it is being closed.
 Status Engine::may_close(const Trainer& t) {
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (!t.in_step) return FRUGAL_OK;
   }
   if (!committer_.owed()) return FRUGAL_OK;
@@ -108,7 +105,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   UniqueLock call(t->call_mu);
   bool inside;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
     inside = t->in_step;
   }
@@ -128,18 +125,15 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   // What it has read in a step that the others have not ended yet stays declared.
   auto mine = [&] {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     return declarations_.any_of(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
   };
   while (const BatchRef b = mine()) drop_batches(b->step, b->rank, nullptr);
   decltype(t->caches) caches;
   {
-    UniqueLock lock(mu_);
+    ControlLock lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
-    workers_.settle(lock, [&] {
-      mu_.assert_held();
-      return phase_.may(Phase::kLeave) && !t->turn.planning;
-    });
+    workers_.settle(lock, [&]() REQUIRES(control) { return phase_.may(Phase::kLeave) && !t->turn.planning; });
     caches.swap(t->caches);
   }
   t->lent.clear();
@@ -150,7 +144,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   // the rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     ranks_.leave(*t);
     workers_.progress();
   }
@@ -259,7 +253,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   bool alone;
   if (!arriving.empty()) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     // Who closes the engine has taken the batches away already.
     if (closed_.load()) return engine_closed();
     for (const TableRef& table : batch->tables)
@@ -296,7 +290,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
 // their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
 // again. Until the caller takes `tight` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
-  UniqueLock lock(mu_);
+  ControlLock lock(mu_);
   const Declarations::Which of_table{.table = &table};
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
   // the declarations' lock held, under which it is done, too: who waits for the lock begins to
@@ -309,11 +303,12 @@ void Engine::give_up_reserved(Table& table) {
     });
     return none;
   };
-  workers_.settle(lock, [&] {
+  workers_.settle(lock, [&]() REQUIRES(control) {
     if (closed_.load() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
     if (!idle()) return false;
     declarations_.each(of_table, [&](Batch& b, size_t i) {
+      mu_.assert_held();
       declarations_.mutex().assert_held();
       const TrainerRef& t = ranks_[b.rank];
       // Begun: in use. What a rank leaves behind was, too.
@@ -333,8 +328,8 @@ void Engine::give_up_reserved(Table& table) {
 void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   const Declarations::Share share{step, rank, one};
   if (!declarations_.close(share)) return;
-  UniqueLock lock(mu_);
-  workers_.settle(lock, [&] {
+  ControlLock lock(mu_);
+  workers_.settle(lock, [&]() REQUIRES(control) {
     // A step that is being taken in ahead uses its declarations.
     const StepRecord* record = records_.find(step);
     return (!record || record->staged()) && declarations_.take_out(share);
@@ -355,7 +350,7 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
                 "the batch was declared by rank %u, not rank %u: give one of its own",
                 batch->rank, t.rank);
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)
       return fail(FRUGAL_ERR_STEP_RANGE,
                   "step %llu has begun: its declaration stays until that ends; cancel before",

@@ -75,7 +75,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   const TableRef& table = item.table();
   TrainerRef trainer;
   if (memory_.pinner->any()) {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     trainer = ranks_[part->rank];
   }
   TraceSpan span(trace_, SpanKind::kResolve);
@@ -126,7 +126,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   const TableRef& table = item.table();
   bool owned = false;
   if (ranks_.caches_exist()) {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     owned = ranks_.has_cache(part->rank);
   }
   TraceSpan span(trace_, SpanKind::kLink);
@@ -197,7 +197,7 @@ bool Engine::prepare_one() {
   TableRef table;
   UpdateRef update;
   {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     const uint64_t step = ranks_.to_commit();
     if (step == kNoStep || !phase_.may(Phase::kStage)) return false;
     record = records_.find(step);
@@ -234,7 +234,7 @@ bool Engine::prepare_one() {
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (staged) {
       record->prepared[table.get()].ready = true;
     } else {
@@ -285,7 +285,7 @@ Workers::Did Engine::warm_one() {
     table = item.table();
     slots = item.part()->row_slots();
   } else {
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     if (const StepRecord* record = records_.find(next - 1)) soon = record->soon;
     if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
     if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)

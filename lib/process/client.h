@@ -143,9 +143,9 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Talk talk_{controller_};            // for calls outside steps
   Joins joins_{controller_};
   std::atomic<uint64_t> kinds_seen_{0};  // of the ledger's
-  mutable Mutex mu_;             // what follows
-  Vector<std::weak_ptr<RemoteTrainer>> trainers_;
-  Vector<std::weak_ptr<RemoteTable>> tables_;
+  mutable Mutex mu_;
+  Vector<std::weak_ptr<RemoteTrainer>> trainers_ GUARDED_BY(mu_);
+  Vector<std::weak_ptr<RemoteTable>> tables_ GUARDED_BY(mu_);
 };
 
 }  // namespace frugal

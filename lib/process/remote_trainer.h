@@ -135,7 +135,7 @@ struct RemoteTrainer : AnyTrainer {
   // the trainer's calls do what follows from it.
   struct Late {
     Mutex mu;
-    bool open = false;         // the next message is its answer
+    bool open GUARDED_BY(mu) = false;  // the next message is its answer
     RemoteBatchRef batch;      // null: nothing follows
     size_t used = 0;           // told with it, of `used`
     Vector<uint64_t> places;   // of its keys, that were not given back
@@ -147,7 +147,7 @@ struct RemoteTrainer : AnyTrainer {
 
   void add_used(Exchange* e) const;
   Status settle();
-  Status answer_late(uint64_t until);
+  Status answer_late(uint64_t until) REQUIRES(late.mu);
 
   Controller& controller_;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
