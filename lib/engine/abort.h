@@ -2,15 +2,7 @@
 #pragma once
 #include <atomic>
 
-#include "base/trace.h"
 #include "engine/commit.h"
-#include "engine/control.h"
-#include "engine/counters.h"
-#include "engine/declarations.h"
-#include "engine/phase.h"
-#include "engine/ranks.h"
-#include "engine/step_records.h"
-#include "engine/workers.h"
 
 namespace frugal {
 
@@ -23,12 +15,11 @@ class Aborter {
     kLost,     // its process is gone
   };
 
-  // `mu` guards ranks, records and phase.
-  Aborter(ControlMutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
-          Declarations& declarations, Workers& workers, Counters& counters, Trace& trace)
-      : mu_(mu), ranks_(ranks), records_(records), phase_(phase), committer_(committer),
-        declarations_(declarations), workers_(workers), counters_(counters), trace_(trace) {
-    others_.reserve(ranks.size());
+  Aborter(ControlState& state, Committer& committer, Declarations& declarations, Workers& workers,
+          Meters& meters)
+      : state_(state), committer_(committer), declarations_(declarations), workers_(workers),
+        meters_(meters) {
+    others_.reserve(state.ranks.size());
   }
 
   // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the
@@ -53,17 +44,14 @@ class Aborter {
   void await_undone(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
 
-  ControlMutex& mu_;
-  Ranks& ranks_;
-  StepRecords& records_;
-  Phase& phase_;
+  ControlState& state_;
   Committer& committer_;
   Declarations& declarations_;
   Workers& workers_;
-  Counters& counters_;
-  Trace& trace_;
+  Meters& meters_;
   Mutex one_;             // abort at a time. Before all other locks
-  Vector<TrainerRef> others_ GUARDED_BY(one_);  // the ranks beside that which aborts. Has room: nothing wants memory
+  // The ranks beside that which aborts. Has room: nothing wants memory.
+  Vector<TrainerRef> others_ GUARDED_BY(one_);
   std::atomic<bool> insists_{true};
 };
 

@@ -1,7 +1,7 @@
 // The engine: the step protocol, and who does which work when.
 //
 // What commits, aborts, ranks and the writing of rows own is theirs alone (docs/architecture.md,
-// section 1); here is what calls do with them. One mutex (mu_) guards the control state: ranks,
+// section 1); here is what calls do with them. One mutex guards the control state: ranks,
 // tables, step records, what runs beside what. Declared batches have a lock of their own
 // (declarations.h), and so have jobs and who waits (workers.h).
 // What every step does per key runs outside them: a table's g-entries under the window's lock, key
@@ -32,6 +32,7 @@
 #include "cache/row_cache.h"
 #include "engine/abort.h"
 #include "engine/commit.h"
+#include "engine/control_state.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
@@ -106,8 +107,8 @@ class Engine final : public Session, private DataPath {
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
-    ControlLock lock(mu_);
-    return tables_.find(name);
+    ControlLock lock(state_.mu);
+    return state_.tables.find(name);
   }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
@@ -158,8 +159,8 @@ class Engine final : public Session, private DataPath {
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   Status remote_failed(Trainer& t);
   void count_remote(Trainer& t, const RemoteCounts& counts);
-  bool tracing() const { return trace_.on(); }
-  void trace_remote(const TraceEvent& event) { trace_.keep(event); }
+  bool tracing() const { return meters_.trace.on(); }
+  void trace_remote(const TraceEvent& event) { meters_.trace.keep(event); }
   Status inside_step(Trainer& t);
   bool is_inside(const Trainer& t, uint64_t step);
   // Before step_begin: the boundaries up to `number` have been carried out, and for `table` (0: none) there is no
@@ -177,8 +178,8 @@ class Engine final : public Session, private DataPath {
   void on_silent(std::function<void(const TrainerRef&)> silent);
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
-  const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
-  bool closed() const { return closed_.load(); }
+  const std::shared_ptr<Ledger>& ledger() const { return state_.tables.ledger; }
+  bool closed() const { return state_.closed.load(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const { return memory_.place(p); }
   Arena& arena() { return memory_.arena; }
@@ -199,13 +200,13 @@ class Engine final : public Session, private DataPath {
   Status start_trace(size_t events) override { return start_trace(events, nullptr); }
   // `id`: of this recording.
   Status start_trace(size_t events, uint64_t* id);
-  void forget_trace(uint64_t id) { trace_.forget(id); }
-  Status stop_trace(const char* path) override { return trace_.stop(path); }
+  void forget_trace(uint64_t id) { meters_.trace.forget(id); }
+  Status stop_trace(const char* path) override { return meters_.trace.stop(path); }
   Status committed(uint64_t* step) override;
   BufferPool& pool() { return memory_.pool; }
   // For what no other process reads in place.
   BufferPool& own_pool() { return memory_.unread(); }
-  Counters& counters() { return counters_; }
+  Counters& counters() { return meters_.counters; }
 
  private:
   friend class OutsideScope;
@@ -230,7 +231,7 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
-  // Each trainer that is there: without mu_ held, and without any memory.
+  // Each trainer that is there: without the lock held, and without any memory.
   template <class Visit>
   void each_trainer(Visit visit);
 
@@ -285,7 +286,7 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   bool find_silent();  // was there one?
-  bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
+  bool need_links() const { return state_.pacing.deferred() || state_.ranks.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
   Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(control);
@@ -355,36 +356,26 @@ class Engine final : public Session, private DataPath {
 
   const uint64_t opened_ns_ = now_ns();
   EngineMemory memory_;
-  Counters counters_;
-  Trace trace_;
-
-  ControlMutex mu_;
+  Meters meters_;
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
-  std::atomic<bool> closed_{false};    // calls end
-  PendingBytes pending_;
-  Pacing pacing_;
   Workers workers_;
 
   const Silence silence_ = Silence::of(config_.timeout_ms);
-  Ranks ranks_;
-  Tables tables_;
+  ControlState state_;
   Flusher flusher_;
-  Phase phase_;
   TimedMutex outside_mu_;
-  StepRecords records_;
   Declarations declarations_;
   StepGate gate_{
-      {config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
+      {config_, state_, workers_, declarations_, flusher_},
       {[this](uint64_t step) {
          return resolve_one(step, true) || (need_links() && link_one(step));
        },
        [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
        [this] { return load_one(); }}};
   PinnedTables pins_;
-  bool in_flight() const { return records_.flying() || declarations_.arriving(); }
+  bool in_flight() const { return state_.records.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   bool stale() const { return config_.staleness != 0; }
-  std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
   Committer committer_;
   Aborter aborter_;
 };

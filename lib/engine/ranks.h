@@ -125,7 +125,8 @@ class Ranks {
  private:
   // Some rank is inside a step, or is to begin another than `next`; kNoStep: than others.
   bool apart(uint64_t next, String* why) const REQUIRES(control);
-  static bool late(const Trainer& t, uint64_t step) REQUIRES(control) {  // it has not ended the step
+  // It has not ended the step.
+  static bool late(const Trainer& t, uint64_t step) REQUIRES(control) {
     return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
   }
   bool late(uint32_t rank, uint64_t step) const REQUIRES(control) {

@@ -78,7 +78,9 @@ class StepRecords {
     return at == records_.end() ? nullptr : &at->second;
   }
   void erase(uint64_t step) REQUIRES(control) { records_.erase(step); }
-  uint64_t end() const REQUIRES(control) { return records_.empty() ? 0 : records_.rbegin()->first + 1; }
+  uint64_t end() const REQUIRES(control) {
+    return records_.empty() ? 0 : records_.rbegin()->first + 1;
+  }
   // The first step that some rank has ended and told something of; kNoStep: there is none.
   uint64_t ended() const REQUIRES(control);
   bool staged() const REQUIRES(control);  // of all steps what is taken in ahead

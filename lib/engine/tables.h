@@ -37,9 +37,16 @@ class Tables {
     table->number = numbers_++;
     all_.push_back(table);
   }
-  bool has(const TableRef& table) const REQUIRES(control) { return std::find(begin(), end(), table) != end(); }
-  void remove(const TableRef& table) REQUIRES(control) { all_.erase(std::find(begin(), end(), table)); }
+  bool has(const TableRef& table) const REQUIRES(control) {
+    return std::find(begin(), end(), table) != end();
+  }
+  void remove(const TableRef& table) REQUIRES(control) {
+    all_.erase(std::find(begin(), end(), table));
+  }
   Vector<TableRef> take() REQUIRES(control) { return std::exchange(all_, {}); }
+
+  // null: nobody is to read the tables out; set between steps.
+  std::shared_ptr<Ledger> ledger;
 
   // --- Windows
   // The table's is there, if it was not: from the step on that is to be committed next. Takes the

@@ -459,7 +459,9 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
         given_up = j->given_up = true;
     if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
-    left_.wait(lock, [&]() REQUIRES(mu_) { return rank >= leaving_.size() || leaving_[rank] == 0; });
+    left_.wait(lock, [&]() REQUIRES(mu_) {
+      return rank >= leaving_.size() || leaving_[rank] == 0;
+    });
     for (auto& old : process->replaced)
       if (joined != kAnyJoin && old->trainer()->rank == rank && old->joined() == joined)
         replaced = std::move(old);
