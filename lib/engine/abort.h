@@ -34,9 +34,9 @@ class Aborter {
   // The next two are for calls of the rank, with its call_mu held.
   // Undoes its part of uncommitted steps, but for its created rows, which the abort takes back when
   // nobody reads them any more.
-  void undo_part(Trainer& t);
+  void undo_part(Trainer& t) REQUIRES(t.call_mu);
   // What a call answers, once for each abort of which the rank has a notice.
-  Status tell(Trainer& t);
+  Status tell(Trainer& t) REQUIRES(t.call_mu);
 
  private:
   Status begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun)

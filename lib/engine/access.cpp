@@ -102,7 +102,10 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
                [&] { return flusher_.write(base); });
     }
   }
-  if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborter_.tell(*t);
+  if (s == FRUGAL_ERR_STEP_ABORTED && t) {
+    t->call_mu.assert_held();
+    return aborter_.tell(*t);
+  }
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "%zu keys that were not declared waited for their pending updates; call again", n);
   return s;
@@ -192,6 +195,7 @@ Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const 
       span_(span), numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
+  t_.call_mu.assert_held();
   FRUGAL_TRY(engine_.enter(t_));
   FRUGAL_TRY(engine_.inside(t_));
   if (span_) span_->step(t_.step);
@@ -201,6 +205,7 @@ Status Engine::LocalStep::begin(Use use) {
 }
 
 Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use use) {
+  t_.call_mu.assert_held();
   const size_t n = accesses.size();
   if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
   const auto find = [&]() -> Status {
@@ -249,6 +254,7 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
 }
 
 Status Engine::LocalStep::end(bool) {
+  t_.call_mu.assert_held();
   return t_.abort_notice.load() ? engine_.aborter_.tell(t_) : FRUGAL_OK;
 }
 

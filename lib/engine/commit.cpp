@@ -106,7 +106,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     for (const TableRef& t : state_.tables) declarations_.recount_unsure(*t);
     state_.records.erase(step);
   }
-  flusher_.pending.committed();
+  state_.pending.committed();
   const bool may_rest = state_.tables.ledger && !memory_.pinner->any();
   if (state_.pacing.committed(may_rest, [&] { return measured(); })) workers_.wake();
   state_.phase.end(Phase::kCommit);
@@ -127,7 +127,7 @@ void Committer::begin(StepRecord& record) {
   const uint64_t bytes = record.row_bytes();
   record.small = state_.pacing.small(bytes);
   state_.pacing.step(bytes);
-  if (!state_.pacing.deferred() && any_pending) flusher_.pending.drain();
+  if (!state_.pacing.deferred() && any_pending) state_.pending.drain();
   record.prepare_scheduled = false;
 }
 
@@ -177,7 +177,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
     update->ranks = std::move(*ranks);
   }
   for (const Handover& of : update->ranks) update->bytes += of.bytes();
-  flusher_.pending.add(update.get());
+  state_.pending.add(update.get());
 }
 
 // All that a commit needs memory for, of a table. After a failure it is called again, and goes on.

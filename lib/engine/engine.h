@@ -238,11 +238,11 @@ class Engine final : public Session, private DataPath {
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
   bool pin_one();                    // a slab of what was there before the first GPU
-  Status await_pins(Trainer& t, Deadline deadline);
+  Status await_pins(Trainer& t, Deadline deadline) REQUIRES(t.call_mu);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   Status end_flights(Trainer& leaving);
-  Status end_flight(Trainer& t, Flight::Found* found);
+  Status end_flight(Trainer& t, Flight::Found* found) REQUIRES(t.call_mu);
   void device_failed(uint32_t rank, const Gpu& gpu);
 
   // --- caches.cpp: boundaries of caches
@@ -268,18 +268,18 @@ class Engine final : public Session, private DataPath {
   bool open_still(uint64_t step) REQUIRES(control);
 
   // --- steps.cpp
-  void take_parts(Trainer& t, uint64_t step) REQUIRES(control);
+  void take_parts(Trainer& t, uint64_t step) REQUIRES(control, t.call_mu);
   void schedule_staging(const Trainer& t, uint64_t step);
   struct Handed {  // what a rank hands over of a table when it ends the step
     PushState* push;
     Handover joined;
     StepRecord::TableHandovers* to;
   };
-  Status join_handovers(Trainer& t, Vector<Handed>* handovers);
+  Status join_handovers(Trainer& t, Vector<Handed>* handovers) REQUIRES(t.call_mu);
   FlightRef hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers, uint32_t flags)
-      REQUIRES(control);
+      REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
-  Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
+  Status enter(Trainer& t, bool tells = true) REQUIRES(t.call_mu);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);
   Status give_up_lines(Trainer& t);
   // For the other ranks to end steps: with who does not answer.
@@ -312,8 +312,8 @@ class Engine final : public Session, private DataPath {
                  uint64_t* created);
   Status remove_far(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
   template <class Call>
-  Status with_places(Trainer& t, const Vector<Access>& accesses, Call call);
-  Status await_loaded(Trainer& t, const Vector<Access>& accesses);
+  Status with_places(Trainer& t, const Vector<Access>& accesses, Call call) REQUIRES(t.call_mu);
+  Status await_loaded(Trainer& t, const Vector<Access>& accesses) REQUIRES(t.call_mu);
   std::atomic<uint32_t> far_tables_{0};  // that there have been
   // --- access.cpp
   class CallHold;
@@ -343,7 +343,8 @@ class Engine final : public Session, private DataPath {
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
   struct Reading;
-  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading);
+  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading)
+      REQUIRES(t.call_mu);
   // gpu: where the rows go to, if that is memory of a device.
   Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
                  uint64_t step, Deadline deadline);

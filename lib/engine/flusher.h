@@ -5,7 +5,6 @@
 
 #include "engine/control_state.h"
 #include "engine/counters.h"
-#include "engine/pending.h"
 #include "engine/workers.h"
 #include "window/apply.h"
 #include "window/window.h"
@@ -53,11 +52,9 @@ class Scratches {
 
 class Flusher {
  public:
-  Flusher(ControlState& state, Workers& workers, uint64_t pending_bytes, Meters& meters)
-      : pending(pending_bytes, &meters.counters.pending_bytes_peak), state_(state),
-        workers_(workers), meters_(meters), scratches_(state.ranks.size()) {}
+  Flusher(ControlState& state, Workers& workers, Meters& meters)
+      : state_(state), workers_(workers), meters_(meters), scratches_(state.ranks.size()) {}
 
-  PendingBytes pending;  // what waits to be written
   // Rows that are written from now on have so many bytes at most. Throws where there is no memory.
   void make_room(size_t row_bytes) { scratches_.make_room(row_bytes); }
   // Claims, writes and finishes some pending rows that are wanted until `step`. False: there are none.

@@ -360,6 +360,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   if (trainer) {
     tell_used(*trainer);
     call.emplace(trainer->call_mu);
+    trainer->call_mu.assert_held();
     FRUGAL_TRY(enter(*trainer));
     FRUGAL_TRY(await_readable(*trainer, deadline, &step, &reading));
   } else {
@@ -394,7 +395,10 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
               table));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
-  if (trainer && trainer->abort_notice.load()) return aborter_.tell(*trainer);
+  if (trainer && trainer->abort_notice.load()) {
+    trainer->call_mu.assert_held();
+    return aborter_.tell(*trainer);
+  }
   return FRUGAL_OK;
 }
 

@@ -55,7 +55,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
   add({waited_for(WaitedFor::kAllPending),
        [this](Pass& p) REQUIRES(control) {
          // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-         PendingBytes& pending = of_.flusher.pending;
+         PendingBytes& pending = of_.state.pending;
          const bool any =
              pending.drains() || !of_.state.pacing.deferred() || pending.now() > pending.limit();
          p.table = of_.state.tables.first_pending(

@@ -104,6 +104,7 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
   t.next_part = 0;
   Lock declared(declarations_.mutex());
   declarations_.each({step, step, t.rank}, [&](const Batch& b, size_t i) {
+    t.call_mu.assert_held();
     StepPart p;
     p.batch = b.id;
     p.index = static_cast<uint32_t>(i);

@@ -22,8 +22,8 @@ Engine::Engine(const frugal_config& config)
                 [this] { return calls_first(); },
                 [this] { log(0, "a background thread failed"); }},
                &meters_.trace),
-      state_(config_, cpu_count()),
-      flusher_(state_, workers_, config.pending_bytes, meters_),
+      state_(config_, cpu_count(), meters_.counters),
+      flusher_(state_, workers_, meters_),
       pins_(state_, *memory_.pinner),
       committer_(state_, declarations_, flusher_, workers_, memory_, meters_),
       aborter_(state_, committer_, declarations_, workers_, meters_) {
@@ -495,7 +495,7 @@ Status Engine::stats(frugal_stats* out) {
     s.pending_rows += w.pending;
     s.active_rows += w.active;
   }
-  s.pending_bytes = flusher_.pending.now();
+  s.pending_bytes = state_.pending.now();
   *out = s;
   return FRUGAL_OK;
 }

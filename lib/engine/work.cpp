@@ -47,7 +47,7 @@ void Engine::list_work() {
   add(Urgency::kSoon, [this] { return plan_one(); });
   add(Urgency::kIdle, [this] { return flusher_.write(state_.ranks.soonest() + 1); });
   add(Urgency::kIdle, [this] {
-    return flusher_.pending.now() > flusher_.pending.limit() / 2 && flusher_.write(UINT64_MAX);
+    return state_.pending.now() > state_.pending.limit() / 2 && flusher_.write(UINT64_MAX);
   });
   add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
   add(Urgency::kIdle, [this] { return flusher_.write(UINT64_MAX); });
@@ -58,7 +58,7 @@ void Engine::list_work() {
 // gather or sum want the processors, and the memory's bandwidth, of this machine.
 bool Engine::calls_first() const {
   return state_.pacing.deferred() &&
-         flusher_.pending.now() <= flusher_.pending.limit() &&
+         state_.pending.now() <= state_.pending.limit() &&
          calls_.load(std::memory_order_relaxed) * 2 >= state_.pacing.cpus();
 }
 

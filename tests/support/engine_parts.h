@@ -14,7 +14,8 @@ namespace frugal {
 
 struct EngineParts {
   explicit EngineParts(uint32_t world_size = 1, int32_t flush_mode = FRUGAL_FLUSH_AUTO)
-      : state((config.world_size = world_size, config.flush_mode = flush_mode, config), 2) {
+      : state((config.world_size = world_size, config.flush_mode = flush_mode, config), 2,
+              counters) {
     optimizer.lr = 1;
   }
   // Rows begin as zeros.
@@ -89,8 +90,8 @@ struct EngineParts {
   Tables& tables = state.tables;
   StepRecords& records = state.records;
   Phase& phase = state.phase;
-  Flusher flusher{state, workers, uint64_t{1} << 30, meters};
-  PendingBytes& pending = flusher.pending;
+  PendingBytes& pending = state.pending;
+  Flusher flusher{state, workers, meters};
 };
 
 // And what commits their steps, or undoes them.
