@@ -12,16 +12,17 @@ namespace frugal {
 namespace {
 
 struct Known : HeapObject {
-  std::mutex mutex;
-  Vector<int> descriptors;
+  Mutex mutex;
+  Vector<int> descriptors GUARDED_BY(mutex);
 };
 
 // Never destroyed: servers may be stopped, and forks made, while the process exits.
 Known& known() {
   static Known* all = [] {
     auto made = std::make_unique<Known>();
-    os_at_fork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
-               [] {
+    os_at_fork([]() NO_THREAD_SAFETY_ANALYSIS { known().mutex.lock(); },
+               []() NO_THREAD_SAFETY_ANALYSIS { known().mutex.unlock(); },
+               []() NO_THREAD_SAFETY_ANALYSIS {
                  for (int fd : known().descriptors) ::close(fd);
                  known().descriptors.clear();
                  known().mutex.unlock();
@@ -33,9 +34,10 @@ Known& known() {
 
 }  // namespace
 
-std::mutex& ForkedDescriptors::mutex() { return known().mutex; }
+Mutex& ForkedDescriptors::mutex() { return known().mutex; }
 
 void ForkedDescriptors::add(int fd) {
+  known().mutex.assert_held();
   try {
     known().descriptors.push_back(fd);
   } catch (const std::bad_alloc&) {
@@ -46,7 +48,7 @@ void ForkedDescriptors::add(int fd) {
 void ForkedDescriptors::close(int fd) noexcept {
   if (fd < 0) return;
   Known& all = known();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  Lock lock(all.mutex);
   auto found = std::find(all.descriptors.begin(), all.descriptors.end(), fd);
   if (found != all.descriptors.end()) {
     *found = all.descriptors.back();

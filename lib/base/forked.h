@@ -2,7 +2,7 @@
 // is executed. A child that kept a connection, a listening socket or a lock would make its dead
 // parent look alive. They are closed in the child before fork() comes back to it.
 #pragma once
-#include <mutex>
+#include "base/sync.h"
 
 namespace frugal {
 
@@ -11,7 +11,7 @@ class ForkedDescriptors {
   // make() gives a new descriptor, or -1; no fork comes between it and its being known.
   template <class Make>
   static int open(Make make) {
-    std::lock_guard<std::mutex> lock(mutex());
+    Lock lock(mutex());
     int fd = make();
     if (fd >= 0) add(fd);
     return fd;
@@ -19,7 +19,7 @@ class ForkedDescriptors {
   // The same of two: make(fds) tells whether there are.
   template <class Make>
   static bool open(int (&fds)[2], Make make) {
-    std::lock_guard<std::mutex> lock(mutex());
+    Lock lock(mutex());
     if (!make(fds)) return false;
     for (int fd : fds)
       if (fd >= 0) add(fd);
@@ -28,8 +28,8 @@ class ForkedDescriptors {
   static void close(int fd) noexcept;  // -1 is accepted; any other, too
 
  private:
-  static std::mutex& mutex();
-  static void add(int fd);
+  static Mutex& mutex();
+  static void add(int fd) REQUIRES(mutex());
 };
 
 }  // namespace frugal

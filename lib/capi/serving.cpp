@@ -1,19 +1,19 @@
 #include "capi/serving.h"
 
-#include <mutex>
 
+#include "base/sync.h"
 #include "engine/engine.h"
 #include "process/server.h"
 
 namespace frugal {
 namespace {
 
-std::mutex g_mutex;
+Mutex g_mutex;
 
 // Null while it starts. Never destroyed: engines may be closed while the program exits. Nor is
 // memory wanted for it, which closing an engine has to do without.
 using Servers = Map<const Session*, std::unique_ptr<Server>>;
-Servers& servers() {
+Servers& servers() REQUIRES(g_mutex) {
   alignas(Servers) static char memory[sizeof(Servers)];
   static auto* all = new (memory) Servers;
   return *all;
@@ -23,7 +23,7 @@ Servers& servers() {
 
 Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   {
-    std::lock_guard<std::mutex> lock(g_mutex);
+    Lock lock(g_mutex);
     if (!servers().try_emplace(engine.get()).second)
       return fail(FRUGAL_ERR_EXISTS,
                   "the engine is served already: close it to serve another address");
@@ -32,7 +32,7 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
     const Engine* engine;
     ~Place() {
       if (!engine) return;
-      std::lock_guard<std::mutex> lock(g_mutex);
+      Lock lock(g_mutex);
       servers().erase(engine);
     }
   } place{engine.get()};
@@ -40,7 +40,7 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   FRUGAL_TRY(Server::start(address, engine, &server));
   {
     // Who closes the engine stops its server before and after: one of the two sees the other.
-    std::lock_guard<std::mutex> lock(g_mutex);
+    Lock lock(g_mutex);
     if (!engine->closed()) {
       servers()[engine.get()] = std::move(server);
       place.engine = nullptr;
@@ -54,7 +54,7 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
 void stop_serving(const Session& session) {
   std::unique_ptr<Server> server;
   {
-    std::lock_guard<std::mutex> lock(g_mutex);
+    Lock lock(g_mutex);
     auto at = servers().find(&session);
     if (at == servers().end() || !at->second) return;
     server = std::move(at->second);

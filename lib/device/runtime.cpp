@@ -2,10 +2,10 @@
 
 #include <string.h>
 
-#include <mutex>
 #include <new>
 
 #include "base/heap.h"
+#include "base/sync.h"
 #include "device/sim/sim.h"
 #if FRUGAL_WITH_CUDA
 #include "device/cuda/cuda.h"
@@ -15,8 +15,8 @@ namespace frugal::device {
 namespace {
 
 struct OpenRuntimes : HeapObject {
-  std::mutex mutex;  // held while a device is opened, so that it is opened once
-  Map<String, std::weak_ptr<Runtime>> by_name;
+  Mutex mutex;  // held while a device is opened, so that it is opened once
+  Map<String, std::weak_ptr<Runtime>> by_name GUARDED_BY(mutex);
 };
 
 OpenRuntimes& open_runtimes() {
@@ -64,7 +64,7 @@ Result open_runtime(const char* name, std::shared_ptr<Runtime>* out) {
   try {
     OpenRuntimes& all = open_runtimes();
     const String key(name);
-    const std::lock_guard<std::mutex> lock(all.mutex);
+    const Lock lock(all.mutex);
     const auto found = all.by_name.find(key);
     if (found != all.by_name.end()) {
       *out = found->second.lock();

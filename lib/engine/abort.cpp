@@ -9,8 +9,8 @@ Status Aborter::tell(Trainer& t) {
   if (t.undo_pending.load()) undo_part(t);
   String again;
   {
-    Lock lock(mu_);
-    again = ranks_.step_again();
+    ControlLock lock(state_.mu);
+    again = state_.ranks.step_again();
     t.abort_notice.fetch_sub(1);
   }
   // It has the whole time-out to begin the step again.
@@ -33,8 +33,8 @@ void Aborter::undo_part(Trainer& t) {
   t.parts.clear();
   t.pushes.clear();
   {
-    Lock lock(mu_);
-    ranks_.undo(t);
+    ControlLock lock(state_.mu);
+    state_.ranks.undo(t);
   }
   t.undo_pending.store(false);
 }
@@ -61,37 +61,34 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
 // marked.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
-  UniqueLock lock(mu_);
+  ControlLock lock(state_.mu);
   if (by.abort_notice.load() && why == Why::kCall) {
     lock.unlock();
     Lock call(by.call_mu);
     return tell(by);
   }
   // What a rank that has left had ended is whole, or undone.
-  if (why == Why::kFailed && ranks_[by.rank].get() != &by) return FRUGAL_OK;
+  if (why == Why::kFailed && state_.ranks[by.rank].get() != &by) return FRUGAL_OK;
   // Another abort, or the trainer's closing, was first: others may have begun the step again, and
   // that is not to be undone.
   if (why == Why::kFailed) {
     // The others are told in any case, for they may be waiting for this rank; but not twice, if
     // its closing was first and has left nothing that will never be complete.
     bool left = by.in_step || !by.closing.load();
-    records_.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
+    state_.records.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
     if (!left) return FRUGAL_OK;
   } else if (!by.in_step && why != Why::kLost) {
     if (leaving) return FRUGAL_OK;
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   }
-  auto may_abort = [&] {
-    mu_.assert_held();
-    return phase_.may(Phase::kAbort);
-  };
+  auto may_abort = [&]() REQUIRES(control) { return state_.phase.may(Phase::kAbort); };
   workers_.settle(lock, may_abort);
   // A step that all ranks have ended is not undone for want of memory.
   Status lacking = FRUGAL_OK;
-  while (committer_.owed() && committer_.one(lock, &lacking)) workers_.settle(lock, may_abort);
+  while (committer_.owed() && committer_.one(&lacking)) workers_.settle(lock, may_abort);
   if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
-  phase_.begin(Phase::kAbort);
-  for (const TrainerRef& t : ranks_)
+  state_.phase.begin(Phase::kAbort);
+  for (const TrainerRef& t : state_.ranks)
     if (t && t.get() != &by) {
       t->undo_pending.store(true);
       t->lost_peer.store(why == Why::kLost ? by.rank : kNoRank);
@@ -100,8 +97,8 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
       others_.push_back(t);
     }
   if (!leaving) by.undo_pending.store(true);
-  workers_.settle(lock, [&] { return records_.staged(); });
-  *records = records_.take();
+  workers_.settle(lock, [&]() REQUIRES(control) { return state_.records.staged(); });
+  *records = state_.records.take();
   committer_.forget_owed();
   workers_.progress();
   *begun = true;
@@ -109,7 +106,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
 }
 
 Status Aborter::undo(Trainer& by, Why why) {
-  TraceSpan span(trace_, SpanKind::kAbort);
+  TraceSpan span(meters_.trace, SpanKind::kAbort);
   span.rank(by.rank);
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
   Lock one(one_);
@@ -140,11 +137,11 @@ Status Aborter::undo(Trainer& by, Why why) {
   undo_rows(by.created);
   for (const TrainerRef& t : others_) undo_rows(t->created);
   {
-    Lock lock(mu_);
-    phase_.end(Phase::kAbort);
-    ranks_.undone();
+    ControlLock lock(state_.mu);
+    state_.phase.end(Phase::kAbort);
+    state_.ranks.undone();
   }
-  counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
+  meters_.counters.steps_aborted.fetch_add(1, std::memory_order_relaxed);
   workers_.progress();
   return FRUGAL_OK;
 }

@@ -2,15 +2,7 @@
 #pragma once
 #include <atomic>
 
-#include "base/sync.h"
-#include "base/trace.h"
 #include "engine/commit.h"
-#include "engine/counters.h"
-#include "engine/declarations.h"
-#include "engine/phase.h"
-#include "engine/ranks.h"
-#include "engine/step_records.h"
-#include "engine/workers.h"
 
 namespace frugal {
 
@@ -23,12 +15,11 @@ class Aborter {
     kLost,     // its process is gone
   };
 
-  // `mu` guards ranks, records and phase.
-  Aborter(Mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
-          Declarations& declarations, Workers& workers, Counters& counters, Trace& trace)
-      : mu_(mu), ranks_(ranks), records_(records), phase_(phase), committer_(committer),
-        declarations_(declarations), workers_(workers), counters_(counters), trace_(trace) {
-    others_.reserve(ranks.size());
+  Aborter(ControlState& state, Committer& committer, Declarations& declarations, Workers& workers,
+          Meters& meters)
+      : state_(state), committer_(committer), declarations_(declarations), workers_(workers),
+        meters_(meters) {
+    others_.reserve(state.ranks.size());
   }
 
   // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the
@@ -43,26 +34,24 @@ class Aborter {
   // The next two are for calls of the rank, with its call_mu held.
   // Undoes its part of uncommitted steps, but for its created rows, which the abort takes back when
   // nobody reads them any more.
-  void undo_part(Trainer& t);
+  void undo_part(Trainer& t) REQUIRES(t.call_mu);
   // What a call answers, once for each abort of which the rank has a notice.
-  Status tell(Trainer& t);
+  Status tell(Trainer& t) REQUIRES(t.call_mu);
 
  private:
-  Status begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun);
+  Status begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun)
+      REQUIRES(one_);
   void await_undone(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
 
-  Mutex& mu_;
-  Ranks& ranks_;
-  StepRecords& records_;
-  Phase& phase_ GUARDED_BY(mu_);
+  ControlState& state_;
   Committer& committer_;
   Declarations& declarations_;
   Workers& workers_;
-  Counters& counters_;
-  Trace& trace_;
+  Meters& meters_;
   Mutex one_;             // abort at a time. Before all other locks
-  Vector<TrainerRef> others_;  // the ranks beside that which aborts. Has room: nothing wants memory
+  // The ranks beside that which aborts. Has room: nothing wants memory.
+  Vector<TrainerRef> others_ GUARDED_BY(one_);
   std::atomic<bool> insists_{true};
 };
 

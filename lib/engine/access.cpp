@@ -36,7 +36,7 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
   Part* declared = op.keys ? nullptr : a->declared.get();
   const size_t n = declared ? declared->n : op.count;
   const bool padded = op.flags & FRUGAL_OP_PADDING;
-  counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
+  meters_.counters.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
   if (declared) {
     FRUGAL_TRY(declared->take_lent(memory_.pool, rows));
     FRUGAL_TRY(part->take_keys(memory_.pool, *declared));
@@ -62,8 +62,8 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   auto first_uncommitted = [&] {
     if (!stale()) return t.step;
-    Lock lock(mu_);
-    return ranks_.to_commit();
+    ControlLock lock(state_.mu);
+    return state_.ranks.to_commit();
   };
   for (const Access& a : accesses) {
     if (!a.table->any_key) continue;
@@ -95,14 +95,17 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
     bool waited = false;
     // One round for each unwritten update of a row.
     while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
-      if (!waited) counters_.lookup_waits.fetch_add(1, std::memory_order_relaxed);
+      if (!waited) meters_.counters.lookup_waits.fetch_add(1, std::memory_order_relaxed);
       waited = true;
-      const uint64_t base = ranks_.to_commit();
+      const uint64_t base = state_.ranks.to_commit();
       s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
                [&] { return flusher_.write(base); });
     }
   }
-  if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborter_.tell(*t);
+  if (s == FRUGAL_ERR_STEP_ABORTED && t) {
+    t->call_mu.assert_held();
+    return aborter_.tell(*t);
+  }
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "%zu keys that were not declared waited for their pending updates; call again", n);
   return s;
@@ -192,15 +195,17 @@ Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const 
       t_(t), span_(span), numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
+  t_.call_mu.assert_held();
   FRUGAL_TRY(engine_.enter(t_));
   FRUGAL_TRY(engine_.inside(t_));
   if (span_) span_->step(t_.step);
-  if (use == Use::kPush) engine_.ranks_.note_push(t_.step);
+  if (use == Use::kPush) engine_.state_.ranks.note_push(t_.step);
   if (use == Use::kLookup || use == Use::kPush) busy_.emplace(engine_.calls_);
   return FRUGAL_OK;
 }
 
 Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use use) {
+  t_.call_mu.assert_held();
   const size_t n = accesses.size();
   if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
   const auto find = [&]() -> Status {
@@ -249,11 +254,13 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
 }
 
 Status Engine::LocalStep::end(bool) {
+  t_.call_mu.assert_held();
   return t_.abort_notice.load() ? engine_.aborter_.tell(t_) : FRUGAL_OK;
 }
 
 bool Engine::LocalStep::keeps_gradients() const {
-  return engine_.config_.world_size == 1 && !stale() && !engine_.ranks_.caches_exist() && !engine_.ledger_;
+  return engine_.config_.world_size == 1 && !stale() && !engine_.state_.ranks.caches_exist() &&
+         !engine_.ledger();
 }
 
 void Engine::LocalStep::count(Use use, const Counts& c) {
@@ -265,19 +272,20 @@ void Engine::LocalStep::count(Use use, const Counts& c) {
     if (n) counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   };
   const bool push = use == Use::kPush;
-  add(push ? engine_.counters_.keys_pushed : engine_.counters_.keys_looked_up, c.keys);
+  Counters& all = engine_.meters_.counters;
+  add(push ? all.keys_pushed : all.keys_looked_up, c.keys);
   add_own(push ? t_.counts.keys_pushed : t_.counts.keys_looked_up, c.keys);
-  add(engine_.counters_.cache_hits, c.hits);
-  add(engine_.counters_.cache_misses, c.misses);
+  add(all.cache_hits, c.hits);
+  add(all.cache_misses, c.misses);
   add_own(t_.counts.cache_hits, c.hits);
   add_own(t_.counts.cache_misses, c.misses);
-  add(engine_.counters_.stale_reads, c.stale);
+  add(all.stale_reads, c.stale);
   if (span_) span_->count(c.keys);
 }
 
 Status Engine::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
-  Timed timed(counters_.lookup_ns);
-  TraceSpan span(trace_, SpanKind::kLookup);
+  Timed timed(meters_.counters.lookup_ns);
+  TraceSpan span(meters_.trace, SpanKind::kLookup);
   span.rank(any.rank);
   Lock call(any.call_mu);
   LocalStep step(*this, own(any), &span);
@@ -285,8 +293,8 @@ Status Engine::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
 }
 
 Status Engine::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
-  Timed timed(counters_.push_ns);
-  TraceSpan span(trace_, SpanKind::kPush);
+  Timed timed(meters_.counters.push_ns);
+  TraceSpan span(meters_.trace, SpanKind::kPush);
   span.rank(any.rank);
   Lock call(any.call_mu);
   LocalStep step(*this, own(any), &span);
@@ -341,8 +349,8 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
 
 Status Engine::inside(const Trainer& t) {
   if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
-  Lock lock(mu_);
-  return ranks_.not_inside(t);
+  ControlLock lock(state_.mu);
+  return state_.ranks.not_inside(t);
 }
 
 }  // namespace frugal

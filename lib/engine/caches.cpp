@@ -27,14 +27,15 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
-    Lock lock(mu_);
-    for (const TableRef& o : tables_)
+    ControlLock lock(state_.mu);
+    for (const TableRef& o : state_.tables)
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>({lines, table->rows.capacity(), device::Source::kMost});
   TableCache& of =
-      t.caches.try_emplace(table.get(), t, table, memory_.pool, counters_, stale()).first->second;
+      t.caches.try_emplace(table.get(), t, table, memory_.pool, meters_.counters, stale())
+          .first->second;
   // No memory for a cache: the trainer works without one.
   try {
     std::unique_ptr<Lines> made;
@@ -48,7 +49,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
 Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out) {
   if (t.remote_lines.exist) {
     RemoteBoundary* const boundary = &t.remote_lines.boundary;
-    *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger_, boundary);
+    *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger(), boundary);
     return FRUGAL_OK;
   }
   if (!t.gpu) return HostLines::open(table->rows, lines, memory_.pool, out);
@@ -89,7 +90,7 @@ bool Engine::to_plan(const Trainer& t) const {
 }
 
 bool Engine::plan_one() {
-  if (!ranks_.caches_exist() || stale()) return false;
+  if (!state_.ranks.caches_exist() || stale()) return false;
   TrainerRef t;
   uint64_t step = 0;
   PartsByTable parts, pushed;
@@ -102,9 +103,9 @@ bool Engine::plan_one() {
     }
   } hold;
   {
-    Lock lock(mu_);
-    if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
-    for (const TrainerRef& r : ranks_) {
+    ControlLock lock(state_.mu);
+    if (!state_.phase.may(Phase::kPlan) || state_.closed.load()) return false;
+    for (const TrainerRef& r : state_.ranks) {
       if (!r || !to_plan(*r)) continue;
       parts.clear();
       if (!declared_by(*r, r->next_step, &parts)) continue;
@@ -134,13 +135,14 @@ bool Engine::plan_one() {
     t->turn.plan_more = false;
     begin_plan(*t);
   }
-  TraceSpan span(trace_, SpanKind::kPlan);
+  TraceSpan span(meters_.trace, SpanKind::kPlan);
   span.step(step).rank(t->rank);
   for (auto& [raw, of] : t->caches) {
     if (!of.there() || t->closing.load()) continue;
     // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
     try {
-      if (tables_.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw])) continue;
+      if (state_.tables.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw]))
+        continue;
       workers_.help(false);  // whoever looks rows up meanwhile is helped
       of.expect(pushed[raw]);
     } catch (const std::bad_alloc&) {
@@ -153,31 +155,31 @@ bool Engine::plan_one() {
 // Between the two the trainer's caches are the caller's.
 void Engine::begin_plan(Trainer& t) {
   t.turn.planning = true;
-  phase_.begin(Phase::kPlan);
+  state_.phase.begin(Phase::kPlan);
 }
 
 void Engine::end_plan(Trainer& t, uint64_t planned) {
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     t.turn.planning = false;
     t.turn.planned = planned;
-    phase_.end(Phase::kPlan);
+    state_.phase.end(Phase::kPlan);
   }
   workers_.progress();
 }
 
 // The caches are the caller's from here on.
 void Engine::forbid_planning(Trainer& t) {
-  UniqueLock lock(mu_);
+  ControlLock lock(state_.mu);
   t.turn.passed = kNoStep;
-  workers_.settle(lock, [&] { return !t.turn.planning; });
+  workers_.settle(lock, [&]() REQUIRES(control) { return !t.turn.planning; });
   t.turn.turning = true;
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turn.passed = step;
     t.turn.planned = kNoStep;
     t.turn.plan_more = t.turn.turning = false;
@@ -188,7 +190,7 @@ void Engine::allow_planning(Trainer& t, uint64_t step) {
 // --- The boundary --------------------------------------------------------------------------------
 
 Status Engine::turn_caches(Trainer& t, uint64_t step) {
-  TraceSpan span(trace_, SpanKind::kTurn);
+  TraceSpan span(meters_.trace, SpanKind::kTurn);
   span.step(step).rank(t.rank);
   // No commit while rows are copied: with staleness other ranks may end steps now.
   Lock boundary(committer_.boundary());
@@ -196,10 +198,10 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   Vector<TableRef> tables;
   PartsByTable parts;
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     backlog.swap(t.backlog);
-    tables = tables_.all();
-    if (ranks_.to_commit() >= t.turn.from) declared_by(t, step, &parts);
+    tables = state_.tables.all();
+    if (state_.ranks.to_commit() >= t.turn.from) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
@@ -212,7 +214,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     const Vector<PartRef>& declared = parts[table.get()];
     TableCache* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
     if (!of || !of->there()) continue;
-    FRUGAL_TRY(tables_.open_window(*table));
+    FRUGAL_TRY(state_.tables.open_window(*table));
     FRUGAL_TRY(of->turn(step, declared, committed[table.get()]));
     // Where nobody plans ahead, nobody else would do it while the step is computed.
     if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
@@ -238,10 +240,10 @@ Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
   forget_places(t, step);
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
   t.remote_lines.boundary = {};
-  Lock lock(mu_);
+  ControlLock lock(state_.mu);
   t.backlog.clear();
   if (!t.gpu && !t.remote_lines.exist) return FRUGAL_OK;
-  ranks_.begin_again(t);
+  state_.ranks.begin_again(t);
   return s;
 }
 
@@ -256,11 +258,11 @@ void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
 
 // No rank is inside a step, and none can begin one: the caches are ours.
 void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
-  if (!ranks_.caches_exist()) return;
+  if (!state_.ranks.caches_exist()) return;
   Vector<TrainerRef> trainers;
   {
-    Lock lock(mu_);
-    trainers.assign(ranks_.begin(), ranks_.end());
+    ControlLock lock(state_.mu);
+    trainers.assign(state_.ranks.begin(), state_.ranks.end());
   }
   Vector<uint32_t> dropped;
   dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
@@ -268,7 +270,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     TableCache* of = t ? cache_in(*t, table) : nullptr;
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     t->turn.planned = kNoStep;
   }
   if (table.window.opened())
@@ -282,7 +284,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   of->forget();
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
-  Lock lock(mu_);
+  ControlLock lock(state_.mu);
   t.turn.planned = kNoStep;
 }
 

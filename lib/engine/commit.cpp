@@ -7,38 +7,37 @@ namespace frugal {
 
 Status Committer::ready() {
   Status status = FRUGAL_OK;
-  UniqueLock lock(mu_);
+  ControlLock lock(state_.mu);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
-  if (phase_.is(Phase::kCommit)) return FRUGAL_OK;
-  while (one(lock, &status)) {
+  if (state_.phase.is(Phase::kCommit)) return FRUGAL_OK;
+  while (one(&status)) {
   }
   return status;
 }
 
-bool Committer::one(UniqueLock& lock, Status* status) {
-  const uint64_t step = ranks_.to_commit();
-  if (step == kNoStep || phase_.is(Phase::kAbort) || closed_.load()) return false;
+bool Committer::one(Status* status) {
+  const uint64_t step = state_.ranks.to_commit();
+  if (step == kNoStep || state_.phase.is(Phase::kAbort) || state_.closed.load()) return false;
   if (workers_.health() != FRUGAL_OK) return false;
   bool present;
-  if (!ranks_.ended(step, &present)) return false;
+  if (!state_.ranks.ended(step, &present)) return false;
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
   // may be empty: later ones wait behind it, and rows may be staged for it.
-  if (!present && !records_.find(step)) return false;
+  if (!present && !state_.records.find(step)) return false;
   bool begun = false;
   try {
-    StepRecord& record = records_.of(step);
+    StepRecord& record = state_.records.of(step);
     if (!record.flights.empty()) return false;  // land() comes back
-    phase_.begin(Phase::kCommit);
+    state_.phase.begin(Phase::kCommit);
     begun = true;
-    commit(lock, step, record, status);
+    commit(step, record, status);
     if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {
     // Nothing is committed. The next who has time and memory goes on from what there is of it.
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
-    if (!lock.owns_lock()) lock.lock();
-    if (begun) phase_.end(Phase::kCommit);
+    if (begun) state_.phase.end(Phase::kCommit);
     const bool news = !owed_.exchange(true);
     // What has not even begun has changed nothing for who waits.
     if (begun || news) workers_.progress();
@@ -47,32 +46,32 @@ bool Committer::one(UniqueLock& lock, Status* status) {
   }
 }
 
-void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
-                       Status* status) {
-  TraceSpan span(trace_, SpanKind::kCommit);
+void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
+  TraceSpan span(meters_.trace, SpanKind::kCommit);
   span.step(step);
   for (auto& [raw, of] : record.handovers)
     for (const Handover& h : of.ranks) span.more(h.rows());
   const auto staged = [&] { return record.staged(); };
   while (!staged()) {
-    lock.unlock();
-    const bool helped = flusher_.write(UINT64_MAX);
-    lock.lock();
-    if (!helped) workers_.settle(lock, staged);
+    bool helped;
+    {
+      ControlFree meanwhile(state_.mu);
+      helped = flusher_.write(UINT64_MAX);
+    }
+    if (!helped) workers_.settle(state_.mu, staged);
   }
-  auto give_up = [&] {
-    mu_.assert_held();
+  auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
-    phase_.end(Phase::kCommit);
+    state_.phase.end(Phase::kCommit);
     // Who waits for commits to end has no time-out, and nothing else may happen any more.
     workers_.progress();
   };
   if (workers_.health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin(record);
   const bool alone = record.small && !record.deferred;
-  lock.unlock();
-  memory_.end_step();  // of the steps before
   {
+    ControlFree meanwhile(state_.mu);
+    memory_.end_step();  // of the steps before
     Lock boundary(boundary_);
     // First all that may want memory: after a failure it goes on from there.
     for (Commit& c : record.commits) {
@@ -80,55 +79,55 @@ void Committer::commit(UniqueLock& lock, uint64_t step, StepRecord& record,
       if (s == FRUGAL_OK) continue;
       if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
       workers_.fail(s);
-      lock.lock();
+      meanwhile.again();
       return give_up();
     }
     const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it
     // is written.
-    if (ledger_) ledger_->commit(step);
+    if (state_.tables.ledger) state_.tables.ledger->commit(step);
     for (Commit& c : record.commits) publish(step, record, c);
     for (const CreatedRows& c : record.created) c.settle(step);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
-    lock.lock();
-    ranks_.commit(step);
+    meanwhile.again();
+    state_.ranks.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
-    tables_.each_window([&](Window& w) {
+    state_.tables.each_window([&](Window& w) {
       if (w.base() <= step) w.commit(nullptr, step);
     });
-    counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
-    (record.deferred ? counters_.modes_deferred : counters_.modes_at_once)
+    meters_.counters.steps_committed.fetch_add(1, std::memory_order_relaxed);
+    (record.deferred ? meters_.counters.modes_deferred : meters_.counters.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
-    counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
+    meters_.counters.rows_created.fetch_add(created, std::memory_order_relaxed);
     // What was declared for steps up to this one has served.
     declarations_.retire(step);
-    for (const TableRef& t : tables_) declarations_.recount_unsure(*t);
-    records_.erase(step);
+    for (const TableRef& t : state_.tables) declarations_.recount_unsure(*t);
+    state_.records.erase(step);
   }
-  pending_.committed();
-  const bool may_rest = ledger_ && !memory_.pinner->any();
-  if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();
-  phase_.end(Phase::kCommit);
+  state_.pending.committed();
+  const bool may_rest = state_.tables.ledger && !memory_.pinner->any();
+  if (state_.pacing.committed(may_rest, [&] { return measured(); })) workers_.wake();
+  state_.phase.end(Phase::kCommit);
   workers_.progress();
   // Behind a small step there is nothing for them, unless declarations can be linked now.
-  if (alone && !pacing_.deferred() && !ranks_.caches_exist()) return;
+  if (alone && !state_.pacing.deferred() && !state_.ranks.caches_exist()) return;
   workers_.wake();
 }
 
 // What it is to be of is decided once.
 void Committer::begin(StepRecord& record) {
-  const bool any_pending = tables_.any_pending();
-  Vector<Commit> commits(tables_.size());
-  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
+  const bool any_pending = state_.tables.any_pending();
+  Vector<Commit> commits(state_.tables.size());
+  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = state_.tables[i];
   record.commits = std::move(commits);
   // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
-  record.deferred = pacing_.deferred() || any_pending;
+  record.deferred = state_.pacing.deferred() || any_pending;
   const uint64_t bytes = record.row_bytes();
-  record.small = pacing_.small(bytes);
-  pacing_.step(bytes);
-  if (!pacing_.deferred() && any_pending) pending_.drain();
+  record.small = state_.pacing.small(bytes);
+  state_.pacing.step(bytes);
+  if (!state_.pacing.deferred() && any_pending) state_.pending.drain();
   record.prepare_scheduled = false;
 }
 
@@ -178,7 +177,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
     update->ranks = std::move(*ranks);
   }
   for (const Handover& of : update->ranks) update->bytes += of.bytes();
-  pending_.add(update.get());
+  state_.pending.add(update.get());
 }
 
 // All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
@@ -191,15 +190,15 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   commit->held = true;
   table.has_state.store(true);
   {
-    Lock lock(mu_);
-    update->scalars = arith::step_scalars(table.optimizer_at(step), step, ranks_.size(),
+    ControlLock lock(state_.mu);
+    update->scalars = arith::step_scalars(table.optimizer_at(step), step, state_.ranks.size(),
                                           table.config.nan_policy, table.rows.layout().dim);
-    ranks_.expect_backlog(record.commits.size());
+    state_.ranks.expect_backlog(record.commits.size());
   }
   Vector<uint64_t> bounds;
   if (record.deferred) {
     if (!commit->staged) {
-      FRUGAL_TRY(tables_.open_window(table));
+      FRUGAL_TRY(state_.tables.open_window(table));
       stage(commit);
     }
     table.window.make_room(*update);
@@ -215,12 +214,12 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
 
 // What was not staged ahead, or is not what was.
 void Committer::stage(Commit* commit) {
-  Timed timed(counters_.entry_ns);
+  Timed timed(meters_.counters.entry_ns);
   const UpdateRef& update = commit->update;
   Window& window = commit->table->window;
   bool declared = true;
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
   }
   try {
@@ -238,11 +237,11 @@ void Committer::stage(Commit* commit) {
 
 void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
-  if (commit.update && ranks_.caches_exist()) {
-    Lock lock(mu_);
-    ranks_.add_backlog(commit.update, commit.table);
+  if (commit.update && state_.ranks.caches_exist()) {
+    ControlLock lock(state_.mu);
+    state_.ranks.add_backlog(commit.update, commit.table);
   }
-  Timed timed(counters_.entry_ns, commit.staged);
+  Timed timed(meters_.counters.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
   if (commit.job.empty()) return;
   record.small ? workers_.run_alone(commit.job.front()) : workers_.publish(std::move(commit.job));
@@ -252,9 +251,10 @@ Pacing::Measured Committer::measured() const {
   Pacing::Measured m;
   m.wall = now_ns();
   m.cpu = process_cpu_ns();
-  m.apply = counters_.apply_ns.load();
-  m.calls = counters_.lookup_ns.load() + counters_.push_ns.load() + counters_.step_begin_ns.load() +
-            counters_.step_end_ns.load() + counters_.prefetch_ns.load();
+  const Counters& c = meters_.counters;
+  m.apply = c.apply_ns.load();
+  m.calls = c.lookup_ns.load() + c.push_ns.load() + c.step_begin_ns.load() + c.step_end_ns.load() +
+            c.prefetch_ns.load();
   return m;
 }
 

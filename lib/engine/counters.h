@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/stopwatch.h"
+#include "base/trace.h"
 #include "engine/stats.h"
 
 namespace frugal {
@@ -15,6 +16,12 @@ struct Counters {
   FRUGAL_STATS(X, SKIP)
 #undef X
 #undef SKIP
+};
+
+// What tells how an engine is doing.
+struct Meters {
+  Counters counters;
+  Trace trace;
 };
 
 // Wall time of a scope, added to a counter.

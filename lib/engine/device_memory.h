@@ -33,8 +33,8 @@ class DevicePinner : public Pinner {
  private:
   Status pin(void* p, size_t bytes, bool read_only, bool* pinned);
   Mutex mu_;
-  Vector<std::shared_ptr<device::Runtime>> live_;  // one for each trainer
-  std::shared_ptr<device::Runtime> last_;          // to unpin with
+  Vector<std::shared_ptr<device::Runtime>> live_ GUARDED_BY(mu_);  // one for each trainer
+  std::shared_ptr<device::Runtime> last_ GUARDED_BY(mu_);          // to unpin with
   std::atomic<size_t> count_{0};
 };
 
@@ -86,8 +86,8 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   Mutex mu_;
   using BySize = std::multimap<size_t, Free, std::less<size_t>,
                                HeapAllocator<std::pair<const size_t, Free>>>;
-  BySize free_;
-  Circulation circulation_{size_t{8} << 20};  // its clock: requests
+  BySize free_ GUARDED_BY(mu_);
+  Circulation circulation_ GUARDED_BY(mu_){size_t{8} << 20};  // its clock: requests
 };
 
 }  // namespace frugal

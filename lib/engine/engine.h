@@ -1,7 +1,7 @@
 // The engine: the step protocol, and who does which work when.
 //
 // What commits, aborts, ranks and the writing of rows own is theirs alone (docs/architecture.md,
-// section 1); here is what calls do with them. One mutex (mu_) guards the control state: ranks,
+// section 1); here is what calls do with them. One mutex guards the control state: ranks,
 // tables, step records, what runs beside what. Declared batches have a lock of their own
 // (declarations.h), and so have jobs and who waits (workers.h).
 // What every step does per key runs outside them: a table's g-entries under the window's lock, key
@@ -32,6 +32,7 @@
 #include "cache/row_cache.h"
 #include "engine/abort.h"
 #include "engine/commit.h"
+#include "engine/control_state.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
@@ -106,8 +107,8 @@ class Engine final : public Session, private DataPath {
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
-    Lock lock(mu_);
-    return tables_.find(name);
+    ControlLock lock(state_.mu);
+    return state_.tables.find(name);
   }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
@@ -158,8 +159,8 @@ class Engine final : public Session, private DataPath {
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   Status remote_failed(Trainer& t);
   void count_remote(Trainer& t, const RemoteCounts& counts);
-  bool tracing() const { return trace_.on(); }
-  void trace_remote(const TraceEvent& event) { trace_.keep(event); }
+  bool tracing() const { return meters_.trace.on(); }
+  void trace_remote(const TraceEvent& event) { meters_.trace.keep(event); }
   Status inside_step(Trainer& t);
   bool is_inside(const Trainer& t, uint64_t step);
   // Before step_begin: the boundaries up to `number` have been carried out, and for `table` (0: none) there is no
@@ -177,8 +178,8 @@ class Engine final : public Session, private DataPath {
   void on_silent(std::function<void(const TrainerRef&)> silent);
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
-  const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
-  bool closed() const { return closed_.load(); }
+  const std::shared_ptr<Ledger>& ledger() const { return state_.tables.ledger; }
+  bool closed() const { return state_.closed.load(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const { return memory_.place(p); }
   Arena& arena() { return memory_.arena; }
@@ -199,13 +200,13 @@ class Engine final : public Session, private DataPath {
   Status start_trace(size_t events) override { return start_trace(events, nullptr); }
   // `id`: of this recording.
   Status start_trace(size_t events, uint64_t* id);
-  void forget_trace(uint64_t id) { trace_.forget(id); }
-  Status stop_trace(const char* path) override { return trace_.stop(path); }
+  void forget_trace(uint64_t id) { meters_.trace.forget(id); }
+  Status stop_trace(const char* path) override { return meters_.trace.stop(path); }
   Status committed(uint64_t* step) override;
   BufferPool& pool() { return memory_.pool; }
   // For what no other process reads in place.
   BufferPool& own_pool() { return memory_.unread(); }
-  Counters& counters() { return counters_; }
+  Counters& counters() { return meters_.counters; }
 
  private:
   friend class OutsideScope;
@@ -219,29 +220,29 @@ class Engine final : public Session, private DataPath {
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update)
-      REQUIRES(mu_);
+      REQUIRES(control);
   bool prepare_one();
   Workers::Did warm_one();
   void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
-      REQUIRES(mu_);
+      REQUIRES(control);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return workers_.parallel(chunks, run, context);
   }
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
-  // Each trainer that is there: without mu_ held, and without any memory.
+  // Each trainer that is there: without the lock held, and without any memory.
   template <class Visit>
   void each_trainer(Visit visit);
 
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
   bool pin_one();                    // a slab of what was there before the first GPU
-  Status await_pins(Trainer& t, Deadline deadline);
+  Status await_pins(Trainer& t, Deadline deadline) REQUIRES(t.call_mu);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   Status end_flights(Trainer& leaving);
-  Status end_flight(Trainer& t, Flight::Found* found);
+  Status end_flight(Trainer& t, Flight::Found* found) REQUIRES(t.call_mu);
   void device_failed(uint32_t rank, const Gpu& gpu);
 
   // --- caches.cpp: boundaries of caches
@@ -250,12 +251,12 @@ class Engine final : public Session, private DataPath {
   Status open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out);
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
-  bool to_plan(const Trainer& t) const REQUIRES(mu_);
-  void begin_plan(Trainer& t) REQUIRES(mu_);
+  bool to_plan(const Trainer& t) const REQUIRES(control);
+  void begin_plan(Trainer& t) REQUIRES(control);
   void end_plan(Trainer& t, uint64_t planned);
   void allow_planning(Trainer& t, uint64_t step);
   void forbid_planning(Trainer& t);
-  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(mu_);
+  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(control);
   Status turn_caches(Trainer& t, uint64_t step);
   Status turn_or_forget(Trainer& t, uint64_t step);
   void forget_places(const Trainer& t, uint64_t step) noexcept;
@@ -264,37 +265,37 @@ class Engine final : public Session, private DataPath {
 
   // --- gate.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool open_still(uint64_t step) REQUIRES(mu_);
+  bool open_still(uint64_t step) REQUIRES(control);
 
   // --- steps.cpp
-  void take_parts(Trainer& t, uint64_t step) REQUIRES(mu_);
+  void take_parts(Trainer& t, uint64_t step) REQUIRES(control, t.call_mu);
   void schedule_staging(const Trainer& t, uint64_t step);
   struct Handed {  // what a rank hands over of a table when it ends the step
     PushState* push;
     Handover joined;
     StepRecord::TableHandovers* to;
   };
-  Status join_handovers(Trainer& t, Vector<Handed>* handovers);
+  Status join_handovers(Trainer& t, Vector<Handed>* handovers) REQUIRES(t.call_mu);
   FlightRef hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers, uint32_t flags)
-      REQUIRES(mu_);
+      REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
-  Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
+  Status enter(Trainer& t, bool tells = true) REQUIRES(t.call_mu);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);
   Status give_up_lines(Trainer& t);
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   bool find_silent();  // was there one?
-  bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
-  Status first_step_allowed(uint64_t first_step) const REQUIRES(mu_);
+  bool need_links() const { return state_.pacing.deferred() || state_.ranks.caches_exist(); }
+  Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
-  Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(mu_);
+  Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(control);
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  bool outside_allowed(String* why) REQUIRES(mu_);
+  bool outside_allowed(String* why) REQUIRES(control);
   // --- far.cpp: rows that may be far
   bool load_one();
   bool free_places(Table& table, uint64_t step);
@@ -303,7 +304,7 @@ class Engine final : public Session, private DataPath {
   bool give_up_cache(Choose choose);
   bool give_up_lines_of(Table& table);
   bool give_up_own_lines(const Trainer& t);
-  bool loading_until(uint64_t step) REQUIRES(mu_);
+  bool loading_until(uint64_t step) REQUIRES(control);
   Status settle_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
   Status put_far(Table& table, const uint64_t* keys, size_t n,
@@ -311,8 +312,8 @@ class Engine final : public Session, private DataPath {
                  uint64_t* created);
   Status remove_far(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
   template <class Call>
-  Status with_places(Trainer& t, const Vector<Access>& accesses, Call call);
-  Status await_loaded(Trainer& t, const Vector<Access>& accesses);
+  Status with_places(Trainer& t, const Vector<Access>& accesses, Call call) REQUIRES(t.call_mu);
+  Status await_loaded(Trainer& t, const Vector<Access>& accesses) REQUIRES(t.call_mu);
   std::atomic<uint32_t> far_tables_{0};  // that there have been
   // --- access.cpp
   class CallHold;
@@ -342,7 +343,8 @@ class Engine final : public Session, private DataPath {
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
   struct Reading;
-  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading);
+  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading)
+      REQUIRES(t.call_mu);
   // gpu: where the rows go to, if that is memory of a device.
   Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
                  uint64_t step, Deadline deadline);
@@ -355,39 +357,26 @@ class Engine final : public Session, private DataPath {
 
   const uint64_t opened_ns_ = now_ns();
   EngineMemory memory_;
-  Counters counters_;
-  Trace trace_;
-
-  Mutex mu_;
+  Meters meters_;
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
-  std::atomic<bool> closed_{false};    // calls end
-  PendingBytes pending_;
-  Pacing pacing_;
   Workers workers_;
 
   const Silence silence_ = Silence::of(config_.timeout_ms);
-  Ranks ranks_;
-  Tables tables_;
+  ControlState state_;
   Flusher flusher_;
-  Phase phase_ GUARDED_BY(mu_);
   TimedMutex outside_mu_;
-  StepRecords records_;
   Declarations declarations_;
   StepGate gate_{
-      {config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
+      {config_, state_, workers_, declarations_, flusher_},
       {[this](uint64_t step) {
          return resolve_one(step, true) || (need_links() && link_one(step));
        },
-       [this](uint64_t step) {
-         mu_.assert_held();
-         return loading_until(step);
-       },
+       [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
        [this] { return load_one(); }}};
   PinnedTables pins_;
-  bool in_flight() const { return records_.flying() || declarations_.arriving(); }
+  bool in_flight() const { return state_.records.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   bool stale() const { return config_.staleness != 0; }
-  std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
   Committer committer_;
   Aborter aborter_;
 };

@@ -17,8 +17,8 @@ bool Engine::load_one() {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
-    for (const TableRef& t : tables_)
+    ControlLock lock(state_.mu);
+    for (const TableRef& t : state_.tables)
       if (t->rows.far() && t->rows.far()->loading()) tables.push_back(t);
   }
   for (const TableRef& t : tables) {
@@ -35,7 +35,7 @@ bool Engine::load_one() {
 // Is a row loading that is declared for a step up to `step`?
 bool Engine::loading_until(uint64_t step) {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
-  return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
+  return std::any_of(state_.tables.begin(), state_.tables.end(), [&](const TableRef& t) {
     return t->rows.far() && t->arriving.until(*t->rows.far(), step);
   });
 }
@@ -54,15 +54,16 @@ bool Engine::free_places(Table& table, uint64_t step) {
 bool Engine::revoke_later(Table& table, uint64_t step) {
   bool any;
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     // Who plans a boundary has parts in hand.
-    if (phase_.is(Phase::kPlan)) return false;
+    if (state_.phase.is(Phase::kPlan)) return false;
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
     // looked may have got them since, and have begun its step.
     if (!table.arriving.lacking_until(step, *table.rows.far())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
-      const TrainerRef& t = ranks_[b.rank];
+      state_.mu.assert_held();
+      const TrainerRef& t = state_.ranks[b.rank];
       return t && (t->next_step == kNoStep || b.step >= t->next_step);
     });
   }
@@ -72,15 +73,15 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
 
 // Lines hold places. A cache of a trainer is given up, and the trainer goes on from host rows. Who
 // does it has the caches as one who plans a boundary has them: no operation outside steps, nor an
-// abort, may have begun, and those that begin meanwhile wait. choose(&trainer), with mu_ held,
+// abort, may have begun, and those that begin meanwhile wait. choose(&trainer), with the lock held,
 // names the cache, or none.
 template <class Choose>
 bool Engine::give_up_cache(Choose choose) {
   TrainerRef t;
   TableCache* of;
   {
-    Lock lock(mu_);
-    if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
+    ControlLock lock(state_.mu);
+    if (!state_.phase.may(Phase::kPlan) || state_.closed.load()) return false;
     of = choose(&t);
     if (!of) return false;
     begin_plan(*t);
@@ -92,9 +93,9 @@ bool Engine::give_up_cache(Choose choose) {
 
 // That of a trainer which is not in the middle of a boundary.
 bool Engine::give_up_lines_of(Table& table) {
-  if (!ranks_.caches_exist()) return false;
-  return give_up_cache([&](TrainerRef* t) -> TableCache* {
-    for (const TrainerRef& r : ranks_) {
+  if (!state_.ranks.caches_exist()) return false;
+  return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
+    for (const TrainerRef& r : state_.ranks) {
       if (!r || r->turn.planning || r->turn.turning || r->closing.load()) continue;
       TableCache* of = cache_in(*r, table);
       if (!of || !of->any()) continue;
@@ -108,9 +109,9 @@ bool Engine::give_up_lines_of(Table& table) {
 // Its own, of a trainer that waits at a gate.
 bool Engine::give_up_own_lines(const Trainer& own) {
   if (far_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
-  return give_up_cache([&](TrainerRef* t) -> TableCache* {
-    if (ranks_[own.rank].get() != &own) return nullptr;
-    *t = ranks_[own.rank];
+  return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
+    if (state_.ranks[own.rank].get() != &own) return nullptr;
+    *t = state_.ranks[own.rank];
     for (auto& [raw, of] : (*t)->caches)
       if (raw->rows.far() && raw->rows.far()->lacking() && of.any()) return &of;
     return nullptr;

@@ -48,15 +48,15 @@ bool Flusher::write(uint64_t step) {
   for (size_t looked = 0; written < kUrgentRows;) {
     TableRef t;
     {
-      Lock lock(mu_);
-      t = tables_.next_pending(step, &looked);
+      ControlLock lock(state_.mu);
+      t = state_.tables.next_pending(step, &looked);
     }
     if (!t) break;
     const Scratches::Lease scratch(scratches_);
     Claim& claim = scratch->claim;
-    TraceSpan span(trace_, SpanKind::kFlush);
+    TraceSpan span(meters_.trace, SpanKind::kFlush);
     {
-      Timed timed(counters_.entry_ns);
+      Timed timed(meters_.counters.entry_ns);
       size_t rows = step == UINT64_MAX ? kClaimRows : kUrgentRows;
       if (!t->window.claim(step, rows, &claim)) {
         span.drop();
@@ -67,7 +67,7 @@ bool Flusher::write(uint64_t step) {
     if (!claim.runs.empty()) span.step(claim.runs[0].update->step);
     apply_claim(*t, claim, *scratch);
     {
-      Timed timed(counters_.entry_ns);
+      Timed timed(meters_.counters.entry_ns);
       t->window.finish(claim);
     }
     for (const Claim::Run& run : claim.runs)
@@ -95,19 +95,19 @@ void Flusher::let_go(Table& table, const StepUpdate& update) {
 }
 
 void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
-  Timed timed(counters_.apply_ns);
-  uint64_t begun = ranks_.begun(), deferred = 0;
+  Timed timed(meters_.counters.apply_ns);
+  uint64_t begun = state_.ranks.begun(), deferred = 0;
   for (const Claim::Run& run : claim.runs) {
     const StepUpdate& u = *run.update;
     const uint32_t* rows = claim.rows.data() + run.begin;
     size_t n = run.end - run.begin;
-    TraceSpan span(trace_, SpanKind::kApply);
+    TraceSpan span(meters_.trace, SpanKind::kApply);
     span.step(u.step).table(table.number).count(n);
     apply(ApplyTo(table.rows), u, UpdateEntries{rows, n}, &scratch);
     if (u.step + 1 < begun) deferred += n;
   }
-  counters_.rows_updated.fetch_add(claim.ids.size(), std::memory_order_relaxed);
-  counters_.rows_deferred.fetch_add(deferred, std::memory_order_relaxed);
+  meters_.counters.rows_updated.fetch_add(claim.ids.size(), std::memory_order_relaxed);
+  meters_.counters.rows_deferred.fetch_add(deferred, std::memory_order_relaxed);
 }
 
 // --- All of an update ----------------------------------------------------------------------------
@@ -130,8 +130,8 @@ struct Flusher::Chunks : HeapObject {
 };
 
 void Flusher::apply_chunk(const Chunks& of, size_t chunk) {
-  Timed timed(counters_.apply_ns);
-  TraceSpan span(trace_, SpanKind::kApply);
+  Timed timed(meters_.counters.apply_ns);
+  TraceSpan span(meters_.trace, SpanKind::kApply);
   const StepUpdate& u = *of.update;
   const ApplyTo to(of.table->rows);
   std::optional<Scratches::Lease> scratch;
@@ -139,7 +139,7 @@ void Flusher::apply_chunk(const Chunks& of, size_t chunk) {
   const size_t rows = apply(to, u, UpdateChunk{chunk, of.bounds[chunk], of.bounds[chunk + 1]},
                             scratch ? &**scratch : nullptr);
   span.step(u.step).table(of.table->number).count(rows);
-  counters_.rows_updated.fetch_add(rows, std::memory_order_relaxed);
+  meters_.counters.rows_updated.fetch_add(rows, std::memory_order_relaxed);
 }
 
 JobRef Flusher::job(const TableRef& table, const UpdateRef& update, Vector<uint64_t>&& bounds) {

@@ -3,10 +3,8 @@
 #pragma once
 #include <memory>
 
-#include "base/sync.h"
-#include "base/trace.h"
+#include "engine/control_state.h"
 #include "engine/counters.h"
-#include "engine/tables.h"
 #include "engine/workers.h"
 #include "window/apply.h"
 #include "window/window.h"
@@ -47,17 +45,15 @@ class Scratches {
   }
   Mutex mu_;
   const size_t ranks_;
-  size_t row_bytes_ = 0;
-  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_bytes_ came with
+  size_t row_bytes_ GUARDED_BY(mu_) = 0;
+  // Smaller ones are behind the one that row_bytes_ came with.
+  std::unique_ptr<Scratch> free_ GUARDED_BY(mu_);
 };
 
 class Flusher {
  public:
-  // `mu` guards the tables.
-  Flusher(Mutex& mu, Tables& tables, const Ranks& ranks, Workers& workers, Counters& counters,
-          Trace& trace)
-      : mu_(mu), tables_(tables), ranks_(ranks), workers_(workers), counters_(counters),
-        trace_(trace), scratches_(ranks.size()) {}
+  Flusher(ControlState& state, Workers& workers, Meters& meters)
+      : state_(state), workers_(workers), meters_(meters), scratches_(state.ranks.size()) {}
 
   // Rows that are written from now on have so many bytes at most. Throws where there is no memory.
   void make_room(size_t row_bytes) { scratches_.make_room(row_bytes); }
@@ -75,12 +71,9 @@ class Flusher {
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
   void apply_chunk(const Chunks& of, size_t chunk);
 
-  Mutex& mu_;
-  Tables& tables_;
-  const Ranks& ranks_;
+  ControlState& state_;
   Workers& workers_;
-  Counters& counters_;
-  Trace& trace_;
+  Meters& meters_;
   Scratches scratches_;
 };
 

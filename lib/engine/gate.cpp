@@ -6,33 +6,33 @@
 namespace frugal {
 
 Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
-  TraceSpan span(trace_, SpanKind::kGate);
+  TraceSpan span(meters_.trace, SpanKind::kGate);
   span.step(step);
   if (t) span.rank(t->rank);
   Gate::Pass pass;
   pass.step = step;
   auto open = [&] {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     return gate_.open(&pass);
   };
   if (open()) return FRUGAL_OK;
-  counters_.gate_waits.fetch_add(1, std::memory_order_relaxed);
-  Timed timed(counters_.gate_wait_ns);
+  meters_.counters.gate_waits.fetch_add(1, std::memory_order_relaxed);
+  Timed timed(meters_.counters.gate_wait_ns);
   std::optional<Timed> its;
   if (t) its.emplace(t->counts.gate_wait_ns);
-  if (pending_.over_budget())
-    counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
+  if (state_.pending.over_budget())
+    meters_.counters.back_pressure.fetch_add(1, std::memory_order_relaxed);
   Status s = wait_for_ranks(deadline, t, open, [&] {
     return gate_.help(pass) || (t && give_up_own_lines(*t));
   });
   span.waited(pass.waited);
-  if (pass.in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
+  if (pass.in_flight) meters_.counters.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     gate_.open(&pass);
     // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on
     // waiting. (An abort, which is for that, may be what the gate has met first.)
-    if (const uint32_t lost = ranks_.lost(); lost != kNoRank)
+    if (const uint32_t lost = state_.ranks.lost(); lost != kNoRank)
       return fail(s,
                   "step %llu waited for somebody to join in place of rank %u, whose process is "
                   "gone or does not answer; call again",

@@ -7,6 +7,7 @@
 
 #include "base/heap.h"
 #include "base/status.h"
+#include "engine/control.h"
 
 namespace frugal {
 
@@ -31,7 +32,7 @@ class Gate {
 
   void add(Condition condition) { conditions_.push_back(std::move(condition)); }
   // One look.
-  bool open(Pass* pass) const {
+  bool open(Pass* pass) const REQUIRES(control) {
     for (pass->at = 0; pass->at < conditions_.size(); ++pass->at) {
       const Condition& c = conditions_[pass->at];
       if (c.open(*pass)) continue;
@@ -41,7 +42,7 @@ class Gate {
     return true;
   }
   // What the last look waits for.
-  String what(const Pass& pass) const {
+  String what(const Pass& pass) const REQUIRES(control) {
     if (pass.at >= conditions_.size()) return "nothing any more";
     return conditions_[pass.at].what(pass);
   }

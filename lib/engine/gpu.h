@@ -289,7 +289,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   // Memory for `bytes` on both sides; send() copies from here to there.
   Status room(size_t bytes, OnDevice* out);
-  Status send(size_t bytes, OnDevice* out);
+  Status send(size_t bytes, OnDevice* out) REQUIRES(upload_mu_);
   template <class Arguments>
   Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments,
                 device::Stream stream);
@@ -323,13 +323,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Buffer identity_;        // call_mu
   Vector<Buffer> outgrown_;
   Mutex upload_mu_;
-  device::Stream upload_;
+  device::Stream upload_ GUARDED_BY(upload_mu_);
   device::Stream boundary_;       // call_mu
   device::Event boundary_done_;
   Mutex events_mu_;
-  Vector<device::Event> events_;
+  Vector<device::Event> events_ GUARDED_BY(events_mu_);
   Mutex drained_mu_;
-  device::Event drained_;  // drain's, where there is no other
+  device::Event drained_ GUARDED_BY(drained_mu_);  // drain's, where there is no other
   std::atomic<Status> failed_{FRUGAL_OK};
   std::function<void()> while_waiting_;
   device::Result failure_;

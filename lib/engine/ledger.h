@@ -160,7 +160,7 @@ class TableLedger final : public HeapObject,
   uint32_t rows_ = 0, count_ = 0;           // of an image, of images
   Vector<Taken> taken_;                     // by image
   Mutex mu_;
-  Vector<Record*> records_;                 // ascending steps
+  Vector<Record*> records_ GUARDED_BY(mu_);  // ascending steps
 };
 
 class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {

@@ -24,15 +24,15 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     : engine_(engine), order_(engine.outside_mu_, std::try_to_lock) {
   // One after the other. In slices, for the engine may be closed meanwhile.
   while (!order_.owns_lock()) {
-    if (engine.closed_.load()) {
+    if (engine.state_.closed.load()) {
       status_ = engine_closed();
       return;
     }
     if (deadline.passed()) {
       // The other one may only be on its way to be told the same.
       String why;
-      Lock lock(engine.mu_);
-      status_ = engine.ranks_.inside(&why)
+      ControlLock lock(engine.state_.mu);
+      status_ = engine.state_.ranks.inside(&why)
                     ? busy(why)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
@@ -40,14 +40,14 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
       order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
-  UniqueLock lock(engine.mu_);
-  auto settled = [&] {
-    engine.mu_.assert_held();
-    return engine.phase_.may(Phase::kOutside) || engine.closed_.load();
+  ControlLock lock(engine.state_.mu);
+  auto settled = [&]() REQUIRES(control) {
+    return engine.state_.phase.may(Phase::kOutside) || engine.state_.closed.load();
   };
   engine.workers_.settle(lock, settled);
   String why;
-  if ((engine.records_.flying() || engine.committer_.owed()) && !engine.closed_.load() && !engine.ranks_.inside(&why)) {
+  if ((engine.state_.records.flying() || engine.committer_.owed()) && !engine.closed() &&
+      !engine.state_.ranks.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
@@ -55,34 +55,32 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     lock.lock();
     engine.workers_.settle(lock, settled);
   }
-  if (engine.closed_.load()) {
+  if (engine.state_.closed.load()) {
     status_ = engine_closed();
   } else if (!engine.outside_allowed(&why)) {
     status_ = busy(why);
   } else {
-    engine.phase_.begin(Phase::kOutside);  // no more of them begin
+    engine.state_.phase.begin(Phase::kOutside);  // no more of them begin
     entered_ = true;
-    engine.workers_.settle(lock, [&] {
-      engine.mu_.assert_held();
-      return engine.phase_.may(Phase::kAlone);
-    });
+    engine.workers_.settle(
+        lock, [&]() REQUIRES(control) { return engine.state_.phase.may(Phase::kAlone); });
   }
 }
 
 OutsideScope::~OutsideScope() {
   if (!entered_) return;
   {
-    Lock lock(engine_.mu_);
-    engine_.phase_.end(Phase::kOutside);
+    ControlLock lock(engine_.state_.mu);
+    engine_.state_.phase.end(Phase::kOutside);
   }
   engine_.workers_.progress();
 }
 
 bool Engine::outside_allowed(String* why) {
   // What a rank has ended counts after it has left, too.
-  const uint64_t ended = records_.ended();
-  if (ended == kNoStep) return ranks_.between(why);
-  *why = ranks_.some_ended(ended);
+  const uint64_t ended = state_.records.ended();
+  if (ended == kNoStep) return state_.ranks.between(why);
+  *why = state_.ranks.some_ended(ended);
   return false;
 }
 
@@ -91,17 +89,17 @@ Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
-    Lock lock(mu_);
-    if (phase_.is(Phase::kCommit)) return false;
-    return !tables_.any_pending();
+    ControlLock lock(state_.mu);
+    if (state_.phase.is(Phase::kCommit)) return false;
+    return !state_.tables.any_pending();
   };
   Status s = wait(deadline, nullptr, written, [&] {
     return workers_.help(true) || flusher_.write(UINT64_MAX);
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   uint64_t rows = 0;
-  Lock lock(mu_);
-  tables_.each_window([&](Window& w) { rows += w.pending_rows(); });
+  ControlLock lock(state_.mu);
+  state_.tables.each_window([&](Window& w) { rows += w.pending_rows(); });
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
 
@@ -225,7 +223,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     if (state && l.state_floats) t.has_state.store(true);
     uint64_t made_rows = 0;
     const Status s_far = put_far(t, keys, n, give, &made_rows);
-    counters_.rows_created.fetch_add(made_rows, std::memory_order_relaxed);
+    meters_.counters.rows_created.fetch_add(made_rows, std::memory_order_relaxed);
     return s_far;
   }
   auto make = [&](RowWrite& write, size_t first, size_t end) {
@@ -253,7 +251,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     t.rows.create_reserved(s, n, &created);
     return Status{FRUGAL_OK};
   }));
-  counters_.rows_created.fetch_add(created.size(), std::memory_order_relaxed);
+  meters_.counters.rows_created.fetch_add(created.size(), std::memory_order_relaxed);
   return FRUGAL_OK;
 }
 
@@ -289,8 +287,8 @@ struct Engine::Reading {
   ~Reading() {
     if (!counted) return;
     {
-      Lock lock(engine.mu_);
-      engine.phase_.end(Phase::kRead);
+      ControlLock lock(engine.state_.mu);
+      engine.state_.phase.end(Phase::kRead);
     }
     engine.workers_.progress();
   }
@@ -302,7 +300,7 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Rea
   uint64_t next;
   bool inside;
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     inside = t.in_step;
     next = inside ? t.step : t.next_step;
     if (next != kNoStep) *step = next;
@@ -310,15 +308,15 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Rea
   bool busy = false;
   auto ended = [&] {
     if (workers_.applying()) return false;
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     // This rank may have been told of an abort that is still taking rows of others back.
-    busy = !phase_.may(Phase::kRead);
+    busy = !state_.phase.may(Phase::kRead);
     const bool others = next != kNoStep && config_.staleness < next &&
-                        ranks_.to_commit() < next - config_.staleness;
-    if (others) ranks_.note_awaited(ranks_.to_commit());
+                        state_.ranks.to_commit() < next - config_.staleness;
+    if (others) state_.ranks.note_awaited(state_.ranks.to_commit());
     if (busy || others) return false;
     if (!inside) {
-      phase_.begin(Phase::kRead);
+      state_.phase.begin(Phase::kRead);
       reading->counted = true;
     }
     return true;
@@ -362,6 +360,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   if (trainer) {
     tell_used(*trainer);
     call.emplace(trainer->call_mu);
+    trainer->call_mu.assert_held();
     FRUGAL_TRY(enter(*trainer));
     FRUGAL_TRY(await_readable(*trainer, deadline, &step, &reading));
   } else {
@@ -396,7 +395,10 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
               table));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
-  if (trainer && trainer->abort_notice.load()) return aborter_.tell(*trainer);
+  if (trainer && trainer->abort_notice.load()) {
+    trainer->call_mu.assert_held();
+    return aborter_.tell(*trainer);
+  }
   return FRUGAL_OK;
 }
 

@@ -3,10 +3,10 @@
 #include <cstdint>
 
 #include "base/assert.h"
+#include "engine/control.h"
 
 namespace frugal {
 
-// Guarded by the engine's mutex.
 class Phase {
  public:
   enum Act : uint32_t {
@@ -24,17 +24,17 @@ class Phase {
     kActs
   };
   // Nothing that it is not to run beside is under way.
-  bool may(Act act) const {
+  bool may(Act act) const REQUIRES(control) {
     for (uint32_t other = 0; other < kActs; ++other)
       if (kNotBeside[act] >> other & 1 && under_way_[other] != 0) return false;
     return true;
   }
-  bool is(Act act) const { return under_way_[act] != 0; }
-  void begin(Act act) {
+  bool is(Act act) const REQUIRES(control) { return under_way_[act] != 0; }
+  void begin(Act act) REQUIRES(control) {
     FRUGAL_ASSERT(may(act));
     ++under_way_[act];
   }
-  void end(Act act) {
+  void end(Act act) REQUIRES(control) {
     FRUGAL_ASSERT(is(act));
     --under_way_[act];
   }
@@ -53,7 +53,7 @@ class Phase {
       /* kLeave   */ 1u << kOutside,
       /* kEnd     */ 1u << kCommit | 1u << kAbort | 1u << kOutside,
   };
-  uint32_t under_way_[kActs] = {};
+  uint32_t under_way_[kActs] GUARDED_BY(control) = {};
 };
 
 }  // namespace frugal

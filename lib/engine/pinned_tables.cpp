@@ -24,8 +24,8 @@ void PinnedTables::unpin() {
   if (pinner_.any()) return;
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
-    tables = tables_.all();
+    ControlLock lock(state_.mu);
+    tables = state_.tables.all();
   }
   for (const TableRef& table : tables) table->rows.unpin();
 }
@@ -34,8 +34,8 @@ Status PinnedTables::next(bool* any) {
   *any = false;
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
-    tables = tables_.all();
+    ControlLock lock(state_.mu);
+    tables = state_.tables.all();
   }
   for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
   return FRUGAL_OK;
@@ -47,8 +47,8 @@ bool PinnedTables::one(bool* changed) {
   // Of these, and not of who joins from here on, it can be told below that all is pinned.
   Vector<TrainerRef> waiting;
   {
-    Lock lock(mu_);
-    for (const TrainerRef& t : ranks_)
+    ControlLock lock(state_.mu);
+    for (const TrainerRef& t : state_.ranks)
       if (t && waits(*t)) waiting.push_back(t);
   }
   if (waiting.empty()) return false;

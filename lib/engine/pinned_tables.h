@@ -9,17 +9,14 @@
 #include <memory>
 #include <mutex>
 
-#include "base/sync.h"
+#include "engine/control_state.h"
 #include "engine/device_memory.h"
-#include "engine/ranks.h"
-#include "engine/tables.h"
 
 namespace frugal {
 
 class PinnedTables {
  public:
-  PinnedTables(Mutex& mu, const Ranks& ranks, const Tables& tables, DevicePinner& pinner)
-      : mu_(mu), ranks_(ranks), tables_(tables), pinner_(pinner) {}
+  PinnedTables(ControlState& state, DevicePinner& pinner) : state_(state), pinner_(pinner) {}
   // From here on new slabs are pinned, and tables that are being created look again when they are
   // there. Throws.
   void join(Trainer& t, std::shared_ptr<device::Runtime> runtime);
@@ -39,9 +36,7 @@ class PinnedTables {
  private:
   Status next(bool* any);
 
-  Mutex& mu_;
-  const Ranks& ranks_;
-  const Tables& tables_;
+  ControlState& state_;
   DevicePinner& pinner_;
   std::atomic<uint32_t> waiting_{0};  // trainers for which memory is being pinned
   Mutex joins_mu_;               // joins against taking all pins back

@@ -142,7 +142,7 @@ bool Ranks::all_begun(uint64_t step) const {
 }
 
 bool Ranks::others_behind(const Trainer& t, uint64_t step) const {
-  return step != 0 && std::any_of(begin(), end(), [&](const TrainerRef& o) {
+  return step != 0 && std::any_of(begin(), end(), [&](const TrainerRef& o) REQUIRES(control) {
            return o && o.get() != &t && o->next_step != kNoStep && late(*o, step - 1);
          });
 }

@@ -1,7 +1,7 @@
 // The ranks of an engine: who is there, which step each is inside of, and which one all have ended.
 //
-// The engine's mutex guards them. What is atomic may be looked at without it, while a commit, or a
-// step that begins, may be about to move it on.
+// What is atomic may be looked at without the engine's mutex, while a commit, or a step that begins,
+// may be about to move it on.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,6 +11,7 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
+#include "engine/control.h"
 #include "engine/trainer.h"
 
 namespace frugal {
@@ -37,29 +38,31 @@ struct Silence {
 class Ranks {
  public:
   explicit Ranks(uint32_t world_size)
-      : trainers_(world_size), joined_(world_size, 0), lost_(world_size, 0) {}
+      : size_(world_size), trainers_(world_size), joined_(world_size, 0), lost_(world_size, 0) {}
 
   // --- Who is there
-  uint32_t size() const { return static_cast<uint32_t>(trainers_.size()); }
+  uint32_t size() const { return size_; }
   // Null: nobody.
-  const TrainerRef& operator[](uint32_t rank) const { return trainers_[rank]; }
-  auto begin() const { return trainers_.begin(); }
-  auto end() const { return trainers_.end(); }
+  const TrainerRef& operator[](uint32_t rank) const REQUIRES(control) { return trainers_[rank]; }
+  auto begin() const REQUIRES(control) { return trainers_.begin(); }
+  auto end() const REQUIRES(control) { return trainers_.end(); }
   // Somebody has been there, and steps go on without them.
-  bool joined(uint32_t rank) const { return joined_[rank] != 0; }
+  bool joined(uint32_t rank) const REQUIRES(control) { return joined_[rank] != 0; }
   // `recorded`: before this step ranks may have ended some.
-  void join(const TrainerRef& t, uint64_t recorded);
-  void leave(Trainer& t);
+  void join(const TrainerRef& t, uint64_t recorded) REQUIRES(control);
+  void leave(Trainer& t) REQUIRES(control);
 
   // --- Who is gone
   // The rank's process is gone, or does not answer: no step begins before it is replaced.
-  void lose(uint32_t rank) { lost_[rank] = 1; }
-  uint32_t lost() const;  // the first such rank; kNoRank: there is none
+  void lose(uint32_t rank) REQUIRES(control) { lost_[rank] = 1; }
+  uint32_t lost() const REQUIRES(control);  // the first such rank; kNoRank: there is none
   // `silent` is told of trainers in other processes that are as good as dead. Null: nobody is told
   // any more.
-  void on_silent(std::function<void(const TrainerRef&)> silent) { silent_ = std::move(silent); }
-  void note_awaited(uint64_t step);  // somebody waits for all ranks to end it
-  bool find_silent(const Silence& silence);  // was there one?
+  void on_silent(std::function<void(const TrainerRef&)> silent) REQUIRES(control) {
+    silent_ = std::move(silent);
+  }
+  void note_awaited(uint64_t step) REQUIRES(control);  // somebody waits for all ranks to end it
+  bool find_silent(const Silence& silence) REQUIRES(control);  // was there one?
 
   // --- Steps of all
   // kNoStep: no step has begun, or none is committed.
@@ -73,67 +76,70 @@ class Ranks {
     return next == kNoStep ? 0 : next;
   }
   uint64_t begun() const { return begun_.load(); }  // 1 + the latest step that some rank has begun
-  void start(uint64_t first) { first_step_ = first; }
-  void commit(uint64_t step) {
+  void start(uint64_t first) REQUIRES(control) { first_step_ = first; }
+  void commit(uint64_t step) REQUIRES(control) {
     FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
     committed_ = step;
   }
   // All steps that are not committed are undone.
-  void undone() { begun_ = committed_ == kNoStep ? 0 : committed_ + 1; }
+  void undone() REQUIRES(control) { begun_ = committed_ == kNoStep ? 0 : committed_ + 1; }
   // Without the mutex: somebody pushes gradients of the step.
   void note_push(uint64_t step) { pushed_.store(step + 1, std::memory_order_relaxed); }
   uint64_t pushed() const { return pushed_.load(std::memory_order_relaxed); }  // 1 + the latest
 
   // --- A rank's steps
-  Status may_begin(const Trainer& t, uint64_t step) const;
-  void begin(Trainer& t, uint64_t step);
-  static void begin_again(Trainer& t) {  // the step that it is inside of
+  Status may_begin(const Trainer& t, uint64_t step) const REQUIRES(control);
+  void begin(Trainer& t, uint64_t step) REQUIRES(control);
+  static void begin_again(Trainer& t) REQUIRES(control) {  // the step that it is inside of
     t.in_step = false;
     t.next_step = t.step;
   }
-  void undo(Trainer& t) const;
+  void undo(Trainer& t) const REQUIRES(control);
   Status not_inside(const Trainer& t) const;
   // What is to be begun after an undo; no number while no step has ever been begun.
   String step_again() const;
 
   // --- Who has come how far
-  String late_ranks(uint64_t step) const;  // who has not
+  String late_ranks(uint64_t step) const REQUIRES(control);  // who has not
   // All have ended it. `present`: somebody is there who has.
-  bool ended(uint64_t step, bool* present) const;
-  bool all_begun(uint64_t step) const;
+  bool ended(uint64_t step, bool* present) const REQUIRES(control);
+  bool all_begun(uint64_t step) const REQUIRES(control);
   // Some other rank has not ended all steps before.
-  bool others_behind(const Trainer& t, uint64_t step) const;
+  bool others_behind(const Trainer& t, uint64_t step) const REQUIRES(control);
   // Some rank is inside a step, or two are apart.
-  bool inside(String* why) const { return apart(kNoStep, why); }
+  bool inside(String* why) const REQUIRES(control) { return apart(kNoStep, why); }
   // None is inside a step, and what they have ended is committed.
-  bool between(String* why) const { return !apart(to_commit(), why); }
-  String some_ended(uint64_t step) const;  // and others not
+  bool between(String* why) const REQUIRES(control) { return !apart(to_commit(), why); }
+  String some_ended(uint64_t step) const REQUIRES(control);  // and others not
 
   // --- Caches
   bool caches_exist() const { return caches_.load(std::memory_order_relaxed) != 0; }
-  bool has_cache(uint32_t rank) const {
+  bool has_cache(uint32_t rank) const REQUIRES(control) {
     return trainers_[rank] && trainers_[rank]->has_cache.load(std::memory_order_relaxed);
   }
   // Committed updates that caches have not applied: room for `n` more, and then, without any
   // memory, one of them.
-  void expect_backlog(size_t n);
-  void add_backlog(const UpdateRef& update, const TableRef& table);
+  void expect_backlog(size_t n) REQUIRES(control);
+  void add_backlog(const UpdateRef& update, const TableRef& table) REQUIRES(control);
 
  private:
   // Some rank is inside a step, or is to begin another than `next`; kNoStep: than others.
-  bool apart(uint64_t next, String* why) const;
-  static bool late(const Trainer& t, uint64_t step) {  // it has not ended the step
+  bool apart(uint64_t next, String* why) const REQUIRES(control);
+  // It has not ended the step.
+  static bool late(const Trainer& t, uint64_t step) REQUIRES(control) {
     return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
   }
-  bool late(uint32_t rank, uint64_t step) const {
+  bool late(uint32_t rank, uint64_t step) const REQUIRES(control) {
     return trainers_[rank] ? late(*trainers_[rank], step) : !joined(rank);
   }
 
-  Vector<TrainerRef> trainers_;
-  Vector<uint8_t> joined_;
-  Vector<uint8_t> lost_;  // and nobody has joined in its place
-  std::function<void(const TrainerRef&)> silent_;
-  uint64_t awaited_step_ = kNoStep, awaited_since_ = 0, looked_ = 0, went_on_ = 0;
+  const uint32_t size_;
+  Vector<TrainerRef> trainers_ GUARDED_BY(control);
+  Vector<uint8_t> joined_ GUARDED_BY(control);
+  Vector<uint8_t> lost_ GUARDED_BY(control);  // and nobody has joined in its place
+  std::function<void(const TrainerRef&)> silent_ GUARDED_BY(control);
+  uint64_t awaited_step_ GUARDED_BY(control) = kNoStep, awaited_since_ GUARDED_BY(control) = 0;
+  uint64_t looked_ GUARDED_BY(control) = 0, went_on_ GUARDED_BY(control) = 0;
   // Changed with the mutex held.
   std::atomic<uint64_t> first_step_{kNoStep}, committed_{kNoStep};
   std::atomic<uint64_t> begun_{0};

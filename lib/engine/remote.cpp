@@ -9,24 +9,24 @@
 namespace frugal {
 
 Status Engine::keep_ledger() {
-  if (ledger_) return FRUGAL_OK;
+  if (state_.tables.ledger) return FRUGAL_OK;
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   std::shared_ptr<Ledger> ledger;
-  Lock lock(mu_);
-  if (ledger_) return FRUGAL_OK;
-  FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, ranks_.committed(), &ledger));
-  Vector<std::shared_ptr<TableLedger>> of(tables_.size());
+  ControlLock lock(state_.mu);
+  if (state_.tables.ledger) return FRUGAL_OK;
+  FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, state_.ranks.committed(), &ledger));
+  Vector<std::shared_ptr<TableLedger>> of(state_.tables.size());
   for (size_t i = 0; i < of.size(); ++i) {
-    const Rows& rows = tables_[i]->rows;
-    FRUGAL_TRY(ledger->add_table(tables_[i]->handle, rows.layout(), rows.init(), &of[i]));
+    const Rows& rows = state_.tables[i]->rows;
+    FRUGAL_TRY(ledger->add_table(state_.tables[i]->handle, rows.layout(), rows.init(), &of[i]));
   }
   for (size_t i = 0; i < of.size(); ++i) {
-    tables_[i]->ledger = std::move(of[i]);
-    tables_[i]->ledger->watch(tables_[i]->rows);
+    state_.tables[i]->ledger = std::move(of[i]);
+    state_.tables[i]->ledger->watch(state_.tables[i]->rows);
   }
-  ledger_ = std::move(ledger);
+  state_.tables.ledger = std::move(ledger);
   return FRUGAL_OK;
 }
 
@@ -111,11 +111,11 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   if (number == there.boundaries) return FRUGAL_OK;
   if (table && !there.has_refused(table) && there.refused.size() < t.caches.size())
     there.refused.push_back(table);
-  Lock lock(mu_);
+  ControlLock lock(state_.mu);
   if (!t.in_step) return FRUGAL_OK;
   // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
   // begins it anew.
-  ranks_.begin_again(t);
+  state_.ranks.begin_again(t);
   return FRUGAL_OK;
 }
 
@@ -131,8 +131,8 @@ Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches)
     if (t.remote_lines.has_refused(of.table()->handle)) of.close();
   t.remote_lines.done = t.remote_lines.boundaries;
-  Lock lock(mu_);
-  ranks_.begin_again(t);
+  ControlLock lock(state_.mu);
+  state_.ranks.begin_again(t);
   // What had been committed for them is in host rows, too.
   t.backlog.clear();
   return health();
@@ -197,7 +197,7 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
 // be told of stays for itself.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   auto inside = [&] {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     return t.in_step.load();
   };
   if (!inside()) return;
@@ -207,7 +207,7 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   const UniqueLock call(t.call_mu, std::adopt_lock);
-  if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed_.load() &&
+  if (inside() && !t.closing.load() && !t.abort_notice.load() && !state_.closed.load() &&
       health() == FRUGAL_OK)
     create_used(t, used);
 }
@@ -217,8 +217,8 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
 void Engine::tell_used(const Trainer& by) {
   Vector<TrainerRef> others;
   {
-    Lock lock(mu_);
-    for (const TrainerRef& t : ranks_)
+    ControlLock lock(state_.mu);
+    for (const TrainerRef& t : state_.ranks)
       if (t && t.get() != &by && t->process.heard.load()) others.push_back(t);
   }
   for (const TrainerRef& t : others) {
@@ -234,7 +234,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   FRUGAL_TRY(inside(t));
   Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
-  const bool for_kernels = memory_.pinner->any() && ranks_.caches_exist();
+  const bool for_kernels = memory_.pinner->any() && state_.ranks.caches_exist();
   for (RemotePush& p : *pushes) {
     if (for_kernels && p.sums) {
       Buffer seen;
@@ -256,7 +256,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
     s.first.sums = std::move(p.sums);
   }
   t.pushes.swap(states);
-  ranks_.note_push(t.step);
+  state_.ranks.note_push(t.step);
   return FRUGAL_OK;
 }
 
@@ -269,7 +269,7 @@ Status Engine::inside_step(Trainer& t) {
 
 // Has it begun the step, and nobody undone it?
 bool Engine::is_inside(const Trainer& t, uint64_t step) {
-  Lock lock(mu_);
+  ControlLock lock(state_.mu);
   return t.in_step && t.step == step && !t.abort_notice.load();
 }
 
@@ -287,17 +287,17 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   t.counts.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
   t.counts.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
   t.counts.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
-  counters_.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
-  counters_.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
-  counters_.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
-  counters_.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
-  counters_.stale_reads.fetch_add(c.stale_reads, std::memory_order_relaxed);
-  counters_.lookup_ns.fetch_add(c.lookup_ns, std::memory_order_relaxed);
-  counters_.push_ns.fetch_add(c.push_ns, std::memory_order_relaxed);
-  counters_.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);
-  counters_.step_begin_ns.fetch_add(c.step_begin_ns, std::memory_order_relaxed);
-  counters_.step_end_ns.fetch_add(c.step_end_ns, std::memory_order_relaxed);
-  pacing_.trained_elsewhere(c.cpu_ns);
+  meters_.counters.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
+  meters_.counters.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
+  meters_.counters.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
+  meters_.counters.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
+  meters_.counters.stale_reads.fetch_add(c.stale_reads, std::memory_order_relaxed);
+  meters_.counters.lookup_ns.fetch_add(c.lookup_ns, std::memory_order_relaxed);
+  meters_.counters.push_ns.fetch_add(c.push_ns, std::memory_order_relaxed);
+  meters_.counters.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);
+  meters_.counters.step_begin_ns.fetch_add(c.step_begin_ns, std::memory_order_relaxed);
+  meters_.counters.step_end_ns.fetch_add(c.step_end_ns, std::memory_order_relaxed);
+  state_.pacing.trained_elsewhere(c.cpu_ns);
 }
 
 // The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before
@@ -308,25 +308,25 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   workers_.progress();
   {
     Lock call(t->call_mu);  // a call of its that waits ends
-    Lock lock(mu_);
-    if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
-    ranks_.lose(t->rank);
+    ControlLock lock(state_.mu);
+    if (state_.closed.load() || state_.ranks[t->rank] != t) return FRUGAL_OK;
+    state_.ranks.lose(t->rank);
   }
   FRUGAL_TRY(aborter_.undo(*t, Aborter::Why::kLost));
   return close_trainer(t);
 }
 
 void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
-  Lock lock(mu_);
-  ranks_.on_silent(std::move(silent));
+  ControlLock lock(state_.mu);
+  state_.ranks.on_silent(std::move(silent));
 }
 
 bool Engine::find_silent() {
   if (silence_.limit == UINT64_MAX) return false;
   bool found;
   {
-    Lock lock(mu_);
-    found = ranks_.find_silent(silence_);
+    ControlLock lock(state_.mu);
+    found = state_.ranks.find_silent(silence_);
   }
   if (found) workers_.progress();
   return found;

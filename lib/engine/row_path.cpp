@@ -11,6 +11,7 @@ namespace frugal {
 // As a rule ops come in the order in which they were declared, each for a lookup and for a push.
 template <class Match>
 const StepPart* RowPath::part_that(Match match) const {
+  t_.call_mu.assert_held();
   const size_t all = t_.parts.size();
   for (size_t k = 0, i = t_.next_part; k < all; ++k, ++i) {
     if (i >= all) i = 0;
@@ -35,6 +36,7 @@ const StepPart* RowPath::part_of_handle(const frugal_op& op) const {
 // The table of an op. One of a part of the step stays as long as the step does, if it was there
 // when the step began: no handle has to be looked up.
 Status RowPath::table_of(const frugal_op& op, AnyTableRef* out) const {
+  t_.call_mu.assert_held();
   const size_t from = t_.next_part, to = std::min(from + 2, t_.parts.size());
   for (size_t i = from; i < to; ++i) {
     const AnyTableRef& table = t_.parts[i].table;
@@ -47,6 +49,7 @@ Status RowPath::table_of(const frugal_op& op, AnyTableRef* out) const {
 }
 
 Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
+  t_.call_mu.assert_held();
   FRUGAL_TRY(table_of(op, &out->table));
   const AnyTable& table = *out->table;
   const bool padded = op.flags & FRUGAL_OP_PADDING;
@@ -238,6 +241,7 @@ Status RowPath::push(const frugal_op* ops, size_t n) {
 }
 
 Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
+  t_.call_mu.assert_held();
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
   Map<const AnyTable*, PushState> fresh;
   Map<const AnyTable*, size_t> tails;
@@ -401,6 +405,7 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
 // The lent memory that holds all gradients of a push, one for each key; null if there is none.
 std::shared_ptr<Buffer> RowPath::lent_for(const device::GradSource& source, const Part& part,
                                           uint32_t dim) const {
+  t_.call_mu.assert_held();
   if (source.bag || source.factor || part.n == 0 || part.occurrences != part.n) return nullptr;
   const char* from = reinterpret_cast<const char*>(source.grads);
   size_t bytes = (part.n - 1) * source.stride + dim * sizeof(float);
@@ -468,6 +473,7 @@ Status RowPath::sum_push(PushState* state, const device::GradSource& source, boo
 }
 
 Status RowPath::borrow(size_t bytes, void** out) {
+  t_.call_mu.assert_held();
   FRUGAL_TRY(step_.begin(Use::kRead));
   Buffer b;
   FRUGAL_TRY(step_.pool.get(std::max<size_t>(bytes, 64), &b));

@@ -85,11 +85,11 @@ struct AnyTrainer : HeapObject {
   std::atomic<bool> closing{false};
   uint64_t step = kNoStep;    // begun last
   // Of the step that it is inside of, with call_mu held:
-  Vector<StepPart> parts;     // declared; then those that an attached trainer has asked for
-  size_t next_part = 0;       // the one that was found last
-  Map<const AnyTable*, PushState> pushes;
-  Vector<std::shared_ptr<Buffer>> lent;
-  Vector<Access> accesses;    // of a call; empty between calls
+  Vector<StepPart> parts GUARDED_BY(call_mu);     // declared; then those that an attached trainer has asked for
+  size_t next_part GUARDED_BY(call_mu) = 0;       // the one that was found last
+  Map<const AnyTable*, PushState> pushes GUARDED_BY(call_mu);
+  Vector<std::shared_ptr<Buffer>> lent GUARDED_BY(call_mu);
+  Vector<Access> accesses GUARDED_BY(call_mu);    // of a call; empty between calls
 };
 using AnyTrainerRef = std::shared_ptr<AnyTrainer>;
 

@@ -5,41 +5,42 @@ namespace frugal {
 // The list of conditions, in the order in which they are looked at.
 StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work)) {
   add({waited_for(WaitedFor::kOutside),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          p.everything = false;
-         return !of_.phase.is(Phase::kOutside);
+         return !of_.state.phase.is(Phase::kOutside);
        },
        [](const Pass&) { return String("an operation outside steps"); }, nullptr});
-  add({waited_for(WaitedFor::kAborting), [this](Pass&) { return of_.phase.may(Phase::kStep); },
+  add({waited_for(WaitedFor::kAborting),
+       [this](Pass&) REQUIRES(control) { return of_.state.phase.may(Phase::kStep); },
        [](const Pass&) { return String("an abort"); }, nullptr});
-  add({0, [this](Pass&) { return of_.ranks.lost() == kNoRank; },
-       [this](const Pass&) {
+  add({0, [this](Pass&) REQUIRES(control) { return of_.state.ranks.lost() == kNoRank; },
+       [this](const Pass&) REQUIRES(control) {
          return text(
              "somebody to join in place of rank %u, whose process is gone or does not answer",
-             of_.ranks.lost());
+             of_.state.ranks.lost());
        },
        nullptr});
   add({waited_for(WaitedFor::kRanks),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          const bool is_near = near(p.step);
-         if (!is_near) of_.ranks.note_awaited(of_.ranks.to_commit());
+         if (!is_near) of_.state.ranks.note_awaited(of_.state.ranks.to_commit());
          return is_near;
        },
-       [this](const Pass&) {
+       [this](const Pass&) REQUIRES(control) {
          return text("rank %s to end step %llu",
-                     of_.ranks.late_ranks(of_.ranks.to_commit()).c_str(),
-                     static_cast<unsigned long long>(of_.ranks.to_commit()));
+                     of_.state.ranks.late_ranks(of_.state.ranks.to_commit()).c_str(),
+                     static_cast<unsigned long long>(of_.state.ranks.to_commit()));
        },
        nullptr});
   add({waited_for(WaitedFor::kJobs), [this](Pass&) { return !of_.workers.applying(); },
        [](const Pass&) { return String("the updates of the last step to be applied"); },
        [this](const Pass&) { return of_.workers.help(true); }});
   add({waited_for(WaitedFor::kDeclared),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
          const bool links =
-             (of_.pacing.deferred() || of_.ranks.caches_exist()) && of_.config.staleness < kRing;
-         p.declared = of_.declarations.unready(p.step, links ? of_.ranks.to_commit() : kNoStep);
+             (of_.state.pacing.deferred() || of_.state.ranks.caches_exist()) && of_.config.staleness < kRing;
+         p.declared = of_.declarations.unready(p.step, links ? of_.state.ranks.to_commit() : kNoStep);
          return p.declared == kNoStep;
        },
        [](const Pass& p) {
@@ -47,33 +48,34 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
                      static_cast<unsigned long long>(p.declared));
        },
        [this](const Pass& p) { return work_.declare(p.step); }});
-  add({waited_for(WaitedFor::kLoading), [this](Pass& p) { return !work_.loading(p.step); },
+  add({waited_for(WaitedFor::kLoading),
+       [this](Pass& p) REQUIRES(control) { return !work_.loading(p.step); },
        [](const Pass&) { return String("rows to be loaded"); },
        [this](const Pass&) { return work_.load(); }});
   add({waited_for(WaitedFor::kAllPending),
-       [this](Pass& p) {
+       [this](Pass& p) REQUIRES(control) {
          // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-         PendingBytes& pending = of_.pending;
+         PendingBytes& pending = of_.state.pending;
          const bool any =
-             pending.drains() || !of_.pacing.deferred() || pending.now() > pending.limit();
-         p.table = of_.tables.first_pending(
+             pending.drains() || !of_.state.pacing.deferred() || pending.now() > pending.limit();
+         p.table = of_.state.tables.first_pending(
              [&](Window& w) { return w.any_pending() && (any || w.crowded()); });
-         p.everything = p.table != of_.tables.size();
+         p.everything = p.table != of_.state.tables.size();
          if (any && !p.everything) pending.drained();
          return !p.everything;
        },
        [](const Pass&) { return String("pending updates to be written"); },
        [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
   add({waited_for(WaitedFor::kPending),
-       [this](Pass& p) {
-         p.table = of_.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
-         const bool none = p.table == of_.tables.size();
+       [this](Pass& p) REQUIRES(control) {
+         p.table = of_.state.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
+         const bool none = p.table == of_.state.tables.size();
          if (!none && !p.in_flight)
-           p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
+           p.in_flight = of_.state.tables[p.table]->window.in_flight_until(p.step);
          return none;
        },
-       [this](const Pass& p) {
-         const TableRef& t = of_.tables[p.table];
+       [this](const Pass& p) REQUIRES(control) {
+         const TableRef& t = of_.state.tables[p.table];
          return text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
                      t->name.c_str(), static_cast<unsigned long long>(p.step),
                      static_cast<unsigned long long>(t->window.pending_rows()));
@@ -83,7 +85,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
 
 // How far is it from the step to be committed?
 bool StepGate::near(uint64_t step) const {
-  const uint64_t needed = of_.ranks.to_commit(), staleness = of_.config.staleness;
+  const uint64_t needed = of_.state.ranks.to_commit(), staleness = of_.config.staleness;
   const bool is_near = staleness >= step || step - staleness <= needed;
   return is_near && (step <= needed || step - needed <= most_ahead(of_.config));
 }

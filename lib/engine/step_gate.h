@@ -5,14 +5,10 @@
 // Conditions are looked at with the engine's mutex held, all at each look: between two looks an
 // operation outside steps may have dropped a table, or cached rows.
 #pragma once
+#include "engine/control_state.h"
 #include "engine/declarations.h"
 #include "engine/flusher.h"
 #include "engine/gate.h"
-#include "engine/pacing.h"
-#include "engine/pending.h"
-#include "engine/phase.h"
-#include "engine/ranks.h"
-#include "engine/tables.h"
 #include "engine/workers.h"
 
 namespace frugal {
@@ -28,13 +24,9 @@ class StepGate : public Gate {
  public:
   struct Parts {
     const frugal_config& config;
-    const Phase& phase;
-    Ranks& ranks;
+    ControlState& state;
     Workers& workers;
     Declarations& declarations;
-    PendingBytes& pending;
-    const Pacing& pacing;
-    Tables& tables;
     Flusher& flusher;
   };
   // What the engine itself does for a step that waits.

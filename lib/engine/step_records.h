@@ -1,9 +1,13 @@
 // What is known of steps that are not committed: what ranks have handed over, what devices have in
-// flight, and what is taken in ahead. The engine's mutex guards it.
+// flight, and what is taken in ahead.
+//
+// The engine's mutex guards which records there are; whose one is, what runs beside what says
+// (engine/phase.h).
 #pragma once
 #include <atomic>
 #include <memory>
 
+#include "engine/control.h"
 #include "engine/trainer.h"
 #include "engine/workers.h"
 
@@ -54,7 +58,7 @@ struct StepRecord {
   Map<const Table*, TableHandovers> handovers;
   Vector<CreatedRows> created;
   Map<const Table*, PreparedUpdate> prepared;
-  std::shared_ptr<SoonRows> soon;  // or null; guarded by the engine's mutex, but for the slots that are in it
+  std::shared_ptr<SoonRows> soon GUARDED_BY(control);  // or null
   bool prepare_scheduled = false;
   size_t stage_at = 0;  // tables before this have been looked at
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
@@ -68,37 +72,39 @@ struct StepRecord {
 
 class StepRecords {
  public:
-  StepRecord& of(uint64_t step) { return records_[step]; }
-  StepRecord* find(uint64_t step) {  // null: there is none
+  StepRecord& of(uint64_t step) REQUIRES(control) { return records_[step]; }
+  StepRecord* find(uint64_t step) REQUIRES(control) {  // null: there is none
     const auto at = records_.find(step);
     return at == records_.end() ? nullptr : &at->second;
   }
-  void erase(uint64_t step) { records_.erase(step); }
-  uint64_t end() const { return records_.empty() ? 0 : records_.rbegin()->first + 1; }
+  void erase(uint64_t step) REQUIRES(control) { records_.erase(step); }
+  uint64_t end() const REQUIRES(control) {
+    return records_.empty() ? 0 : records_.rbegin()->first + 1;
+  }
   // The first step that some rank has ended and told something of; kNoStep: there is none.
-  uint64_t ended() const;
-  bool staged() const;  // of all steps what is taken in ahead
+  uint64_t ended() const REQUIRES(control);
+  bool staged() const REQUIRES(control);  // of all steps what is taken in ahead
   // All of them; what they have in flight is the caller's to wait for.
-  Map<uint64_t, StepRecord> take();
+  Map<uint64_t, StepRecord> take() REQUIRES(control);
 
   // --- Flights
   // Some are in flight, or have landed and what that allows is not committed yet.
   bool flying() const { return flying_.load() != 0; }
-  void fly(StepRecord* record, FlightRef&& flight) {  // there is room for it
+  void fly(StepRecord* record, FlightRef&& flight) REQUIRES(control) {  // there is room for it
     record->flights.push_back(std::move(flight));
     flying_.fetch_add(1);
   }
   template <class Visit>
-  void each_flight(Visit visit) const {
+  void each_flight(Visit visit) const REQUIRES(control) {
     for (const auto& [step, record] : records_)
       for (const FlightRef& f : record.flights) visit(f);
   }
   // Those that have landed are forgotten. Their number is to be told when what follows is done.
-  uint32_t forget_landed();
+  uint32_t forget_landed() REQUIRES(control);
   void done(uint32_t flights) { flying_.fetch_sub(flights); }
 
  private:
-  Map<uint64_t, StepRecord> records_;
+  Map<uint64_t, StepRecord> records_ GUARDED_BY(control);
   std::atomic<uint32_t> flying_{0};
 };
 

@@ -30,8 +30,8 @@ Status Engine::enter(Trainer& t, bool tells) {
 
 Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   Trainer& t = own(any);
-  Timed timed(counters_.step_begin_ns);
-  TraceSpan span(trace_, SpanKind::kStepBegin);
+  Timed timed(meters_.counters.step_begin_ns);
+  TraceSpan span(meters_.trace, SpanKind::kStepBegin);
   span.step(step).rank(t.rank);
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
@@ -41,14 +41,14 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     device::look_for_devices();
   FRUGAL_TRY(check_step(step));
   {
-    Lock lock(mu_);
-    FRUGAL_TRY(ranks_.may_begin(t, step));
-    if (ranks_.to_commit() == kNoStep) {
-      ranks_.start(step);
-      tables_.each_window([&](Window& w) { w.set_base(step); });
+    ControlLock lock(state_.mu);
+    FRUGAL_TRY(state_.ranks.may_begin(t, step));
+    if (state_.ranks.to_commit() == kNoStep) {
+      state_.ranks.start(step);
+      state_.tables.each_window([&](Window& w) { w.set_base(step); });
     }
-    if (ranks_.others_behind(t, step))
-      counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
+    if (state_.ranks.others_behind(t, step))
+      meters_.counters.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   struct Turning {
@@ -56,7 +56,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     Trainer* t = nullptr;  // null: allow_planning has told
     ~Turning() {
       if (!t) return;
-      Lock lock(engine.mu_);
+      ControlLock lock(engine.state_.mu);
       t->turn.turning = false;
     }
   } turning{*this};
@@ -70,11 +70,11 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
     if (s != FRUGAL_OK) return s;
     {
-      Lock lock(mu_);
-      if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
-          phase_.may(Phase::kStep) && open_still(step)) {
+      ControlLock lock(state_.mu);
+      if (!t.abort_notice.load() && !t.closing.load() && !closed() && health() == FRUGAL_OK &&
+          state_.phase.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
-        ranks_.begin(t, step);
+        state_.ranks.begin(t, step);
         if (t.remote_lines.done == t.remote_lines.boundaries) break;
         again = true;
       }
@@ -94,7 +94,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     allow_planning(t, step);
     turning.t = nullptr;
   }
-  if (pacing_.deferred() && config_.flush_threads) schedule_staging(t, step);
+  if (state_.pacing.deferred() && config_.flush_threads) schedule_staging(t, step);
   return FRUGAL_OK;
 }
 
@@ -104,6 +104,7 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
   t.next_part = 0;
   Lock declared(declarations_.mutex());
   declarations_.each({step, step, t.rank}, [&](const Batch& b, size_t i) {
+    t.call_mu.assert_held();
     StepPart p;
     p.batch = b.id;
     p.index = static_cast<uint32_t>(i);
@@ -118,12 +119,13 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
 void Engine::schedule_staging(const Trainer& t, uint64_t step) {
   bool schedule = false;
   try {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     // After an abort, of which this rank is not told yet, all begin the step again: it may be
     // declared for meanwhile, and what is staged must have passed the gates.
-    if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
-      schedule = ranks_.all_begun(step);
-      if (schedule) records_.of(step).prepare_scheduled = true;
+    if (step == state_.ranks.to_commit() && !state_.phase.is(Phase::kAbort) &&
+        !t.abort_notice.load()) {
+      schedule = state_.ranks.all_begun(step);
+      if (schedule) state_.records.of(step).prepare_scheduled = true;
     }
   } catch (const std::bad_alloc&) {
     schedule = false;  // staging is a favour
@@ -135,8 +137,8 @@ void Engine::schedule_staging(const Trainer& t, uint64_t step) {
 
 Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   Trainer& t = own(any);
-  Timed timed(counters_.step_end_ns);
-  TraceSpan span(trace_, SpanKind::kStepEnd);
+  Timed timed(meters_.counters.step_end_ns);
+  TraceSpan span(meters_.trace, SpanKind::kStepEnd);
   span.step(step).rank(t.rank);
   FlightRef landed;  // ends when no lock is held
   {
@@ -146,8 +148,8 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     {
-      Lock lock(mu_);
-      if (!t.in_step) return ranks_.not_inside(t);
+      ControlLock lock(state_.mu);
+      if (!t.in_step) return state_.ranks.not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
                     t.rank, static_cast<unsigned long long>(t.step),
@@ -164,11 +166,11 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     FRUGAL_TRY(join_handovers(t, &handovers));
     bool taken = false;
     {
-      Lock lock(mu_);
+      ControlLock lock(state_.mu);
       // Who closes the engine has taken the records away already.
-      if (closed_.load()) return engine_closed();
+      if (state_.closed.load()) return engine_closed();
       if (!t.abort_notice.load()) {
-        landed = hand_in(t, records_.of(step), handovers, flags);
+        landed = hand_in(t, state_.records.of(step), handovers, flags);
         taken = true;
       }
     }
@@ -176,7 +178,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     // committed before it.
     if (!taken) return aborter_.tell(t);
   }
-  if (records_.flying()) workers_.wake();  // one of them looks when it has landed
+  if (state_.records.flying()) workers_.wake();  // one of them looks when it has landed
   // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has
   // memory, makes it.
   const Status s = committer_.ready();
@@ -221,7 +223,7 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
     // Sums of runs are of no use any more, but kernels may still be writing them.
     for (auto& [raw, push] : t.pushes)
       if (push.runs) landed->pinned.push_back(std::move(push.runs));
-    records_.fly(&record, std::move(landed));
+    state_.records.fly(&record, std::move(landed));
   }
   t.in_step = false;
   t.parts.clear();
@@ -245,8 +247,8 @@ Status Engine::abort_call(AnyTrainer& any) {
   {
     Lock call(t.call_mu);
     FRUGAL_TRY(enter(t));
-    Lock lock(mu_);
-    if (!t.in_step) return ranks_.not_inside(t);
+    ControlLock lock(state_.mu);
+    if (!t.in_step) return state_.ranks.not_inside(t);
   }
   return aborter_.undo(t, Aborter::Why::kCall);
 }

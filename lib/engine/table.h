@@ -7,6 +7,7 @@
 
 #include "base/heap.h"
 #include "engine/arriving.h"
+#include "engine/control.h"
 #include "engine/ledger.h"
 #include "engine/session.h"
 #include "storage/rows.h"
@@ -19,21 +20,20 @@ struct Table : AnyTable {
   frugal_table_config config{};
   Rows rows;
   Window window;
-  // First step -> hyper-parameters, all of one kind; with the engine's mu_.
-  Map<uint64_t, frugal_optimizer> schedule;
+  // First step -> hyper-parameters, all of one kind.
+  Map<uint64_t, frugal_optimizer> schedule GUARDED_BY(control);
   std::atomic<bool> has_state{false};  // there is state that is not a new row's: the kind is fixed
   // That hold places, besides the declarations that do; a part that somebody resolves is one.
   std::atomic<uint32_t> calls{0};
   std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
-  // With the engine's mu_.
-  const frugal_optimizer& optimizer_at(uint64_t step) const {
+  const frugal_optimizer& optimizer_at(uint64_t step) const REQUIRES(control) {
     return std::prev(schedule.upper_bound(step))->second;
   }
   uint32_t predict_pause = 0;           // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;  // or null
   // Held while it gets another kind of optimizer, and by who tells another process of the table.
   Mutex kind_mu;
-  uint64_t kinds = 0;  // how often that was; with kind_mu
+  uint64_t kinds GUARDED_BY(kind_mu) = 0;  // how often that was
   Arriving arriving;                    // where rows may be far
 };
 using TableRef = std::shared_ptr<Table>;

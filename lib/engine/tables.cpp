@@ -17,21 +17,16 @@ constexpr int kLandTries = 10;         // to commit what has been ended, before 
 Engine::Engine(const frugal_config& config)
     : Session(config),
       memory_(config.host_bytes),
-      pending_(config.pending_bytes, &counters_.pending_bytes_peak),
-      pacing_(config, cpu_count()),
       workers_(config.flush_threads,
-               {[this] { return pacing_.resting() && !ranks_.caches_exist(); },
+               {[this] { return state_.pacing.resting() && !state_.ranks.caches_exist(); },
                 [this] { return calls_first(); },
                 [this] { log(0, "a background thread failed"); }},
-               &trace_),
-      ranks_(config.world_size),
-      tables_(config_, mu_, ranks_),
-      flusher_(mu_, tables_, ranks_, workers_, counters_, trace_),
-      pins_(mu_, ranks_, tables_, *memory_.pinner),
-      committer_(mu_, ranks_, records_, phase_, tables_, declarations_, pending_, flusher_,
-                 workers_, pacing_, memory_, ledger_, closed_, counters_, trace_),
-      aborter_(mu_, ranks_, records_, phase_, committer_, declarations_, workers_, counters_,
-               trace_) {
+               &meters_.trace),
+      state_(config_, cpu_count(), meters_.counters),
+      flusher_(state_, workers_, meters_),
+      pins_(state_, *memory_.pinner),
+      committer_(state_, declarations_, flusher_, workers_, memory_, meters_),
+      aborter_(state_, committer_, declarations_, workers_, meters_) {
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
@@ -59,8 +54,8 @@ Status Engine::start() {
 void Engine::close_ranks() {
   aborter_.insist_no_more();
   {
-    Lock lock(mu_);
-    for (const TrainerRef& t : ranks_)
+    ControlLock lock(state_.mu);
+    for (const TrainerRef& t : state_.ranks)
       if (t && !t->process.notices.load()) t->closing.store(true);
   }
   workers_.progress();
@@ -68,11 +63,11 @@ void Engine::close_ranks() {
 
 template <class Visit>
 void Engine::each_trainer(Visit visit) {
-  for (uint32_t r = 0; r < ranks_.size(); ++r) {
+  for (uint32_t r = 0; r < state_.ranks.size(); ++r) {
     TrainerRef t;
     {
-      Lock lock(mu_);
-      t = ranks_[r];
+      ControlLock lock(state_.mu);
+      t = state_.ranks[r];
     }
     if (t) visit(*t);
   }
@@ -80,27 +75,27 @@ void Engine::each_trainer(Visit visit) {
 
 // Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each
 // part of which is what makes the next one safe. Calls of other threads that are under way notice
-// closed_ and keep what they use alive by their references.
+// that it is closed and keep what they use alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
   insist([this] { return land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
          [](int tries) { return tries >= kLandTries; });
   bool again;
   {
-    Lock lock(mu_);
-    again = closed_.exchange(true);
-    if (again && !workers_.running() && tables_.size() == 0) return;
+    ControlLock lock(state_.mu);
+    again = state_.closed.exchange(true);
+    if (again && !workers_.running() && state_.tables.size() == 0) return;
   }
   if (!again && committer_.owed() && health() == FRUGAL_OK)
     log(0, "there is no memory to commit the last step: the engine is closed without it");
   workers_.stop();
   Vector<Thread> reapers;
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     reapers.swap(reapers_);
   }
   for (Thread& r : reapers) r.join();
-  // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice closed_.
+  // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice it.
   each_trainer([](Trainer& t) { Lock call(t.call_mu); });
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
@@ -110,15 +105,12 @@ void Engine::shutdown() {
     ~End() {
       if (ledger) ledger->end();
     }
-  } end{ledger_.get()};
+  } end{state_.tables.ledger.get()};
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     {
-      UniqueLock lock(mu_);
-      workers_.settle(lock, [&] {
-        mu_.assert_held();
-        return !phase_.is(Phase::kCommit);
-      });
+      ControlLock lock(state_.mu);
+      workers_.settle(lock, [&]() REQUIRES(control) { return !state_.phase.is(Phase::kCommit); });
     }
     while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
@@ -127,15 +119,12 @@ void Engine::shutdown() {
   Vector<TableRef> tables;
   Map<uint64_t, StepRecord> records;
   {
-    UniqueLock lock(mu_);
+    ControlLock lock(state_.mu);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
-    // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
-    workers_.settle(lock, [&] {
-      mu_.assert_held();
-      return phase_.may(Phase::kEnd);
-    });
-    tables = tables_.take();
-    records = records_.take();
+    // trainers' caches without their call_mu). None begins now, and those under way notice it.
+    workers_.settle(lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kEnd); });
+    tables = state_.tables.take();
+    records = state_.records.take();
   }
   workers_.forget_jobs();
   declarations_.forget_arrivals();
@@ -148,8 +137,8 @@ void Engine::shutdown() {
   }
   each_trainer([this](Trainer& t) {
     {
-      Lock lock(mu_);
-      ranks_.leave(t);
+      ControlLock lock(state_.mu);
+      state_.ranks.leave(t);
     }
     t.closing.store(true);
     handle_remove(HandleKind::kTrainer, t.handle);
@@ -164,7 +153,7 @@ void Engine::shutdown() {
 }
 
 Status Engine::check() const {
-  if (closed_.load()) return engine_closed();
+  if (state_.closed.load()) return engine_closed();
   if (Status s = workers_.health())
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",
@@ -178,8 +167,8 @@ Status Engine::committed(uint64_t* step) {
   } catch (const std::bad_alloc&) {
     // What cannot be committed now is not.
   }
-  Lock lock(mu_);
-  *step = ranks_.committed();
+  ControlLock lock(state_.mu);
+  *step = state_.ranks.committed();
   return FRUGAL_OK;
 }
 
@@ -189,8 +178,8 @@ Status Engine::find_table(const char* name, AnyTableRef* out) {
 }
 
 Status Engine::next_table(uint64_t* cursor, String* name) {
-  Lock lock(mu_);
-  const TableRef table = tables_.from(*cursor);
+  ControlLock lock(state_.mu);
+  const TableRef table = state_.tables.from(*cursor);
   if (!table) return FRUGAL_OK;
   *name = table->name;
   *cursor = uint64_t{table->number} + 1;
@@ -289,23 +278,23 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FRUGAL_TRY(check());
   {
-    Lock lock(mu_);
-    if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
-    for (const TrainerRef& t : ranks_)
+    ControlLock lock(state_.mu);
+    if (const TableRef t = state_.tables.find(config.name)) return is_there(t, config, out);
+    for (const TrainerRef& t : state_.ranks)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
                     t->rank, static_cast<unsigned long long>(t->step));
   }
   TableRef table;
   FRUGAL_TRY(open_table(config, here, &table));
-  Lock lock(mu_);
+  ControlLock lock(state_.mu);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
-  if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
+  if (const TableRef t = state_.tables.find(config.name)) return is_there(t, config, out);
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
-  tables_.expect();
+  state_.tables.expect();
   table->handle = handle_of<AnyTable>(table);
   if (!table->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   struct Unmade {
@@ -315,14 +304,14 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     }
   } unmade{table->handle};
   if (stale()) table->rows.read_beside(memory_.versions(), table->handle);
-  if (ledger_) {
+  if (state_.tables.ledger) {
     const Rows& rows = table->rows;
-    FRUGAL_TRY(ledger_->add_table(table->handle, rows.layout(), rows.init(), &table->ledger));
+    FRUGAL_TRY(ledger()->add_table(table->handle, rows.layout(), rows.init(), &table->ledger));
     table->ledger->watch(table->rows);
   }
-  tables_.add(table);
+  state_.tables.add(table);
   unmade.handle = 0;
-  if (trace_.on()) trace_.name_table(table->number, table->name);
+  if (meters_.trace.on()) meters_.trace.name_table(table->number, table->name);
   *out = table;
   return FRUGAL_OK;
 }
@@ -335,21 +324,21 @@ Status Engine::drop_table(const AnyTableRef& any) {
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   // From here on nothing wants memory, so that it is dropped whole, or not at all.
   {
-    UniqueLock lock(mu_);
-    if (!tables_.has(table))
+    ControlLock lock(state_.mu);
+    if (!state_.tables.has(table))
       return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already: the handle is closed");
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     declarations_.close_table(*table);
     workers_.settle(lock, [&] { return declarations_.drop_table(*table); });
-    tables_.remove(table);
+    state_.tables.remove(table);
     if (table->ledger) table->ledger->forget();
   }
   each_trainer([&](Trainer& t) {
     // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
     // nobody uses a cache.
     drop_cache(t, *table);
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     std::erase_if(t.backlog, [&](const Trainer::Late& late) { return late.table == table; });
   });
   handle_remove(HandleKind::kTable, table->handle);
@@ -357,12 +346,13 @@ Status Engine::drop_table(const AnyTableRef& any) {
 }
 
 Status Engine::first_step_allowed(uint64_t first_step) const {
-  const uint64_t committed = ranks_.committed();
+  const uint64_t committed = state_.ranks.committed();
   if (committed != kNoStep && first_step <= committed)
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
-  if ((phase_.is(Phase::kCommit) || committer_.owed()) && first_step <= ranks_.to_commit())
+  if ((state_.phase.is(Phase::kCommit) || committer_.owed()) &&
+      first_step <= state_.ranks.to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;
@@ -382,7 +372,7 @@ Status Engine::describe(AnyTable& table, frugal_table_info* out) {
   i.key_space = t.config.key_space;
   i.page_bytes = static_cast<uint32_t>(kHugePage);
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     i.optimizer = t.schedule.begin()->second.kind;
   }
   *out = i;
@@ -397,7 +387,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   o.flags &= ~FRUGAL_OPT_NEW_STATE;
   for (std::optional<OutsideScope> scope;;) {
     {
-      Lock lock(mu_);
+      ControlLock lock(state_.mu);
       FRUGAL_TRY(check_step(first_step));
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
@@ -406,8 +396,8 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                         std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
       if (same && !renew) {
         // What held before the last committed step is of no use any more.
-        if (ranks_.committed() != kNoStep) {
-          auto now = table.schedule.upper_bound(ranks_.to_commit());
+        if (state_.ranks.committed() != kNoStep) {
+          auto now = table.schedule.upper_bound(state_.ranks.to_commit());
           if (now != table.schedule.begin())
             table.schedule.erase(table.schedule.begin(), std::prev(now));
         }
@@ -464,19 +454,20 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                   o.kind, memory_.budget.left_text().c_str());
   }
   std::shared_ptr<TableLedger> ledger;
-  if (ledger_) FRUGAL_TRY(ledger_->add_table(table.handle, state.layout, state.init, &ledger));
+  if (const auto& all = state_.tables.ledger)
+    FRUGAL_TRY(all->add_table(table.handle, state.layout, state.init, &ledger));
   each_trainer([&](Trainer& t) { drop_cache(t, table); });
   Lock told(table.kind_mu);
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
-  Lock lock(mu_);
+  ControlLock lock(state_.mu);
   table.schedule.swap(schedule);
   if (!ledger) return FRUGAL_OK;
   ledger->watch(rows, table.ledger.get());
   table.ledger.swap(ledger);
   ledger->forget();
   ++table.kinds;
-  ledger_->another_kind();
+  state_.tables.ledger->another_kind();
   return FRUGAL_OK;
 }
 
@@ -484,15 +475,15 @@ Status Engine::stats(frugal_stats* out) {
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
   s.struct_size = sizeof s;
-#define X(name, kind, help) s.name = counters_.name.load(std::memory_order_relaxed);
+#define X(name, kind, help) s.name = meters_.counters.name.load(std::memory_order_relaxed);
 #define SKIP(name, kind, help)
   FRUGAL_STATS(X, SKIP)
 #undef X
 #undef SKIP
   Vector<TableRef> tables;
   {
-    Lock lock(mu_);
-    tables = tables_.all();
+    ControlLock lock(state_.mu);
+    tables = state_.tables.all();
   }
   for (const TableRef& t : tables) {
     if (!t->window.opened()) continue;
@@ -504,7 +495,7 @@ Status Engine::stats(frugal_stats* out) {
     s.pending_rows += w.pending;
     s.active_rows += w.active;
   }
-  s.pending_bytes = pending_.now();
+  s.pending_bytes = state_.pending.now();
   *out = s;
   return FRUGAL_OK;
 }

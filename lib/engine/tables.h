@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/sync.h"
+#include "engine/control.h"
 #include "engine/ranks.h"
 #include "engine/table.h"
 
@@ -12,34 +12,41 @@ namespace frugal {
 class Tables {
  public:
   // `config` is what the engine makes of it, as long as it lives.
-  Tables(const frugal_config& config, Mutex& mu, const Ranks& ranks)
+  Tables(const frugal_config& config, ControlMutex& mu, const Ranks& ranks)
       : config_(config), mu_(mu), ranks_(ranks) {}
 
-  const Vector<TableRef>& all() const { return all_; }
-  auto begin() const { return all_.begin(); }
-  auto end() const { return all_.end(); }
-  size_t size() const { return all_.size(); }
-  const TableRef& operator[](size_t i) const { return all_[i]; }
-  TableRef find(const char* name) const {  // null: there is none
+  const Vector<TableRef>& all() const REQUIRES(control) { return all_; }
+  auto begin() const REQUIRES(control) { return all_.begin(); }
+  auto end() const REQUIRES(control) { return all_.end(); }
+  size_t size() const REQUIRES(control) { return all_.size(); }
+  const TableRef& operator[](size_t i) const REQUIRES(control) { return all_[i]; }
+  TableRef find(const char* name) const REQUIRES(control) {  // null: there is none
     const auto named = [&](const TableRef& t) { return t->name == name; };
     const auto at = std::find_if(begin(), end(), named);
     return at == end() ? TableRef() : *at;
   }
   // The first whose number is not below `number`. Null: there is none.
-  TableRef from(uint64_t number) const {
+  TableRef from(uint64_t number) const REQUIRES(control) {
     const auto before = [](const TableRef& t, uint64_t n) { return t->number < n; };
     const auto at = std::lower_bound(begin(), end(), number, before);
     return at == end() ? TableRef() : *at;
   }
   // Room for one more; and then, without any memory, that.
-  void expect() { all_.reserve(all_.size() + 1); }
-  void add(const TableRef& table) {
+  void expect() REQUIRES(control) { all_.reserve(all_.size() + 1); }
+  void add(const TableRef& table) REQUIRES(control) {
     table->number = numbers_++;
     all_.push_back(table);
   }
-  bool has(const TableRef& table) const { return std::find(begin(), end(), table) != end(); }
-  void remove(const TableRef& table) { all_.erase(std::find(begin(), end(), table)); }
-  Vector<TableRef> take() { return std::exchange(all_, {}); }
+  bool has(const TableRef& table) const REQUIRES(control) {
+    return std::find(begin(), end(), table) != end();
+  }
+  void remove(const TableRef& table) REQUIRES(control) {
+    all_.erase(std::find(begin(), end(), table));
+  }
+  Vector<TableRef> take() REQUIRES(control) { return std::exchange(all_, {}); }
+
+  // null: nobody is to read the tables out; set between steps.
+  std::shared_ptr<Ledger> ledger;
 
   // --- Windows
   // The table's is there, if it was not: from the step on that is to be committed next. Takes the
@@ -52,28 +59,28 @@ class Tables {
     c.placement = config_.world_size;
     c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
     c.pending_rows = &pending_rows_;
-    Lock lock(mu_);
+    ControlLock lock(mu_);
     return table.window.open(c, ranks_.soonest());
   }
   // All that are opened.
   template <class Visit>
-  void each_window(Visit visit) const {
+  void each_window(Visit visit) const REQUIRES(control) {
     for (const TableRef& t : all_)
       if (t->window.opened()) visit(t->window);
   }
   // The place of the first table whose window has pending rows of which something holds; size(): there is none.
   template <class Holds>
-  size_t first_pending(Holds holds) const {
+  size_t first_pending(Holds holds) const REQUIRES(control) {
     if (none_pending()) return size();
     const auto its = [&](const TableRef& t) { return t->window.opened() && holds(t->window); };
     return static_cast<size_t>(std::find_if(begin(), end(), its) - begin());
   }
-  bool any_pending() const {
+  bool any_pending() const REQUIRES(control) {
     return first_pending([](Window& w) { return w.any_pending(); }) != size();
   }
   // The next that has rows to be written until a step; they take turns. Null: none of those that
   // are left to be looked at, after `*looked` of them.
-  TableRef next_pending(uint64_t step, size_t* looked) {
+  TableRef next_pending(uint64_t step, size_t* looked) REQUIRES(control) {
     if (none_pending()) return nullptr;
     while (*looked < all_.size()) {
       ++*looked;
@@ -86,15 +93,15 @@ class Tables {
 
  private:
   const frugal_config& config_;
-  Mutex& mu_;
+  ControlMutex& mu_;
   const Ranks& ranks_;
   // So a look at many tables of which none has any is one look.
   bool none_pending() const { return pending_rows_.load(std::memory_order_acquire) == 0; }
 
-  Vector<TableRef> all_;  // by number
+  Vector<TableRef> all_ GUARDED_BY(control);  // by number
   std::atomic<uint64_t> pending_rows_{0};  // of all windows
-  uint32_t numbers_ = 0;
-  size_t turn_ = 0;
+  uint32_t numbers_ GUARDED_BY(control) = 0;
+  size_t turn_ GUARDED_BY(control) = 0;
 };
 
 }  // namespace frugal

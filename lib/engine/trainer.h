@@ -8,6 +8,7 @@
 #include "base/buffer.h"
 #include "base/heap.h"
 #include "base/sync.h"
+#include "engine/control.h"
 #include "engine/gpu.h"
 #include "engine/session.h"
 #include "engine/table_cache.h"
@@ -105,7 +106,7 @@ struct TrainerProcess {
   // Aborts that it is to be told of are counted in memory that it sees as well. Or null.
   std::atomic<std::atomic<uint32_t>*> notices{nullptr};
   Mutex mu;  // before call_mu
-  UsedElsewhere* used = nullptr;
+  UsedElsewhere* used GUARDED_BY(mu) = nullptr;
 };
 
 // Where the caches of a trainer are between the boundaries of its steps.
@@ -138,10 +139,10 @@ struct Trainer : AnyTrainer {
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
   std::atomic<uint32_t> pins{kPinned};
-  // Guarded by the engine's mu_ (its own calls may look at in_step without):
+  // Changed with the engine's mutex held (its own calls may look at it without).
   std::atomic<bool> in_step{false};
-  uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
-  CacheTurn turn;
+  uint64_t next_step GUARDED_BY(control) = kNoStep;  // to begin next; kNoStep: any (the first step)
+  CacheTurn turn GUARDED_BY(control);
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Whose loss the last abort was for; until the rank begins a step.
   std::atomic<uint32_t> lost_peer{kNoRank};
@@ -150,7 +151,7 @@ struct Trainer : AnyTrainer {
     UpdateRef update;
     TableRef table;
   };
-  Vector<Late> backlog;  // committed updates that the caches have not applied
+  Vector<Late> backlog GUARDED_BY(control);  // committed updates that the caches have not applied
   // Guarded by call_mu (`caches` also by `turn.planning`, and outside steps):
   Vector<CreatedRows> created;
   Map<const Table*, TableCache> caches;

@@ -50,29 +50,27 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
   FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  UniqueLock lock(mu_);
+  ControlLock lock(state_.mu);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
-  if (ranks_.joined(config.rank) && !ranks_[config.rank])
-    workers_.settle(lock, [&] {
-      mu_.assert_held();
-      return phase_.may(Phase::kJoin) || closed_.load();
-    });
-  if (closed_.load()) return engine_closed();
-  if (ranks_[config.rank])
+  if (state_.ranks.joined(config.rank) && !state_.ranks[config.rank])
+    workers_.settle(
+        lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kJoin) || closed(); });
+  if (state_.closed.load()) return engine_closed();
+  if (state_.ranks[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
-  if (ranks_.joined(config.rank)) {
+  if (state_.ranks.joined(config.rank)) {
     String why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
   }
-  t->next_step = ranks_.to_commit();
+  t->next_step = state_.ranks.to_commit();
   t->has_cache.store(cached);
   t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   declarations_.joined(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
-  ranks_.join(t, records_.end());
+  state_.ranks.join(t, state_.records.end());
   workers_.progress();
   joining.t = nullptr;
   lock.unlock();
@@ -91,7 +89,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // when it is being closed.
 Status Engine::may_close(const Trainer& t) {
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     if (!t.in_step) return FRUGAL_OK;
   }
   if (!committer_.owed()) return FRUGAL_OK;
@@ -108,8 +106,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   UniqueLock call(t->call_mu);
   bool inside;
   {
-    Lock lock(mu_);
-    if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
+    ControlLock lock(state_.mu);
+    if (state_.closed.load() || state_.ranks[t->rank] != t) return FRUGAL_OK;
     inside = t->in_step;
   }
   if (t->undo_pending.load()) {
@@ -128,17 +126,16 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   // What it has read in a step that the others have not ended yet stays declared.
   auto mine = [&] {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     return declarations_.any_of(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
   };
   while (const BatchRef b = mine()) drop_batches(b->step, b->rank, nullptr);
   decltype(t->caches) caches;
   {
-    UniqueLock lock(mu_);
+    ControlLock lock(state_.mu);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
-    workers_.settle(lock, [&] {
-      mu_.assert_held();
-      return phase_.may(Phase::kLeave) && !t->turn.planning;
+    workers_.settle(lock, [&]() REQUIRES(control) {
+      return state_.phase.may(Phase::kLeave) && !t->turn.planning;
     });
     caches.swap(t->caches);
   }
@@ -150,8 +147,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   // the rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
   {
-    Lock lock(mu_);
-    ranks_.leave(*t);
+    ControlLock lock(state_.mu);
+    state_.ranks.leave(*t);
     workers_.progress();
   }
   call.unlock();
@@ -166,7 +163,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
 
 // Does the step lie in the window of those that the rank can declare now?
 Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
-  const uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.to_commit();
+  const uint64_t at = t.next_step != kNoStep ? t.next_step : state_.ranks.to_commit();
   const uint64_t lookahead = config_.lookahead;
   if (at == kNoStep) {
     // The first step is not known yet; what is declared must fit into one window.
@@ -203,8 +200,8 @@ Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
 // leaves on its way to the host is waited for at the end.
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
                         bool want_handle, uint64_t* batch_out, Buffer* copies, bool late) {
-  Timed timed(counters_.prefetch_ns, !late);
-  TraceSpan span(trace_, SpanKind::kPrefetch);
+  Timed timed(meters_.counters.prefetch_ns, !late);
+  TraceSpan span(meters_.trace, SpanKind::kPrefetch);
   span.step(step).rank(t.rank);
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t, !late));
@@ -259,9 +256,9 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   bool alone;
   if (!arriving.empty()) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     // Who closes the engine has taken the batches away already.
-    if (closed_.load()) return engine_closed();
+    if (state_.closed.load()) return engine_closed();
     for (const TableRef& table : batch->tables)
       if (table->dropped.load())
         return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it",
@@ -273,7 +270,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (want_handle) *batch_out = batch->handle;
     if (step == t.turn.planned || (t.turn.planning && step == t.next_step)) t.turn.plan_more = true;
   }
-  counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
+  meters_.counters.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
   // A few keys are resolved sooner than somebody is woken, unless others wait, too.
   if (!workers_.callers_work() && (!alone || need_links() || t.gpu || keys > kFewKeys)) {
@@ -296,7 +293,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
 // their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
 // again. Until the caller takes `tight` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
-  UniqueLock lock(mu_);
+  ControlLock lock(state_.mu);
   const Declarations::Which of_table{.table = &table};
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
   // the declarations' lock held, under which it is done, too: who waits for the lock begins to
@@ -309,13 +306,14 @@ void Engine::give_up_reserved(Table& table) {
     });
     return none;
   };
-  workers_.settle(lock, [&] {
-    if (closed_.load() || health() != FRUGAL_OK) return true;
+  workers_.settle(lock, [&]() REQUIRES(control) {
+    if (state_.closed.load() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
     if (!idle()) return false;
     declarations_.each(of_table, [&](Batch& b, size_t i) {
+      state_.mu.assert_held();
       declarations_.mutex().assert_held();
-      const TrainerRef& t = ranks_[b.rank];
+      const TrainerRef& t = state_.ranks[b.rank];
       // Begun: in use. What a rank leaves behind was, too.
       if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
       declarations_.never_resolve(b, i, Part::kStale);
@@ -333,14 +331,14 @@ void Engine::give_up_reserved(Table& table) {
 void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   const Declarations::Share share{step, rank, one};
   if (!declarations_.close(share)) return;
-  UniqueLock lock(mu_);
-  workers_.settle(lock, [&] {
+  ControlLock lock(state_.mu);
+  workers_.settle(lock, [&]() REQUIRES(control) {
     // A step that is being taken in ahead uses its declarations.
-    const StepRecord* record = records_.find(step);
+    const StepRecord* record = state_.records.find(step);
     return (!record || record->staged()) && declarations_.take_out(share);
   });
   Lock declared(declarations_.mutex());
-  for (const TableRef& t : one ? one->tables : tables_.all()) declarations_.recount(*t);
+  for (const TableRef& t : one ? one->tables : state_.tables.all()) declarations_.recount(*t);
   workers_.progress();
 }
 
@@ -355,7 +353,7 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
                 "the batch was declared by rank %u, not rank %u: give one of its own",
                 batch->rank, t.rank);
   {
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     if (t.next_step != kNoStep && batch->step < t.next_step)
       return fail(FRUGAL_ERR_STEP_RANGE,
                   "step %llu has begun: its declaration stays until that ends; cancel before",

@@ -40,14 +40,14 @@ void Engine::list_work() {
   });
   add(Urgency::kSoon, [this] { return workers_.help(false); });
   add(Urgency::kSoon, [this] { return pin_one(); });
-  add(Urgency::kSoon, [this] { return flusher_.write(ranks_.soonest()); });
-  add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
+  add(Urgency::kSoon, [this] { return flusher_.write(state_.ranks.soonest()); });
+  add(Urgency::kSoon, [=, this] { return declared(state_.ranks.soonest() + kSoon); });
   add(Urgency::kSoon, [this] { return load_one(); });
   add(Urgency::kSoon, [this] { return prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
-  add(Urgency::kIdle, [this] { return flusher_.write(ranks_.soonest() + 1); });
+  add(Urgency::kIdle, [this] { return flusher_.write(state_.ranks.soonest() + 1); });
   add(Urgency::kIdle, [this] {
-    return pending_.now() > pending_.limit() / 2 && flusher_.write(UINT64_MAX);
+    return state_.pending.now() > state_.pending.limit() / 2 && flusher_.write(UINT64_MAX);
   });
   add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
   add(Urgency::kIdle, [this] { return flusher_.write(UINT64_MAX); });
@@ -57,9 +57,9 @@ void Engine::list_work() {
 // Where there is device time to hide behind, what no gate is about to need waits while calls that
 // gather or sum want the processors, and the memory's bandwidth, of this machine.
 bool Engine::calls_first() const {
-  return pacing_.deferred() &&
-         pending_.now() <= pending_.limit() &&
-         calls_.load(std::memory_order_relaxed) * 2 >= pacing_.cpus();
+  return state_.pacing.deferred() &&
+         state_.pending.now() <= state_.pending.limit() &&
+         calls_.load(std::memory_order_relaxed) * 2 >= state_.pacing.cpus();
 }
 
 // --- Declarations --------------------------------------------------------------------------------
@@ -75,10 +75,10 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   const TableRef& table = item.table();
   TrainerRef trainer;
   if (memory_.pinner->any()) {
-    Lock lock(mu_);
-    trainer = ranks_[part->rank];
+    ControlLock lock(state_.mu);
+    trainer = state_.ranks[part->rank];
   }
-  TraceSpan span(trace_, SpanKind::kResolve);
+  TraceSpan span(meters_.trace, SpanKind::kResolve);
   span.step(part->step).rank(part->rank).table(table->number).count(part->n);
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
   bool resolved = false, expected = false;
@@ -117,7 +117,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
 }
 
 bool Engine::link_one(uint64_t up_to, bool worker) {
-  const uint64_t base = ranks_.to_commit();
+  const uint64_t base = state_.ranks.to_commit();
   if (base == kNoStep) return false;
   Declarations::Item item;
   const uint64_t end = std::min(base + Window::kHorizon, up_to == UINT64_MAX ? up_to : up_to + 1);
@@ -125,22 +125,23 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   bool owned = false;
-  if (ranks_.caches_exist()) {
-    Lock lock(mu_);
-    owned = ranks_.has_cache(part->rank);
+  if (state_.ranks.caches_exist()) {
+    ControlLock lock(state_.mu);
+    owned = state_.ranks.has_cache(part->rank);
   }
-  TraceSpan span(trace_, SpanKind::kLink);
+  TraceSpan span(meters_.trace, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
   bool done = false, memory = true;
   // Whatever fails: who cancels or leaves waits until nobody is linking.
   try {
-    memory = tables_.open_window(*table) == FRUGAL_OK && memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
+    memory = state_.tables.open_window(*table) == FRUGAL_OK &&
+             memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
     // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
     if (memory && config_.staleness < kRing)
       memory = part->finder.build(memory_.pool, part->row_slots(), part->distinct) == FRUGAL_OK;
     for (size_t at = 0; memory;) {
       {
-        Timed timed(counters_.entry_ns);
+        Timed timed(meters_.counters.entry_ns);
         done = table->window.link(part, at, Window::kPiece, owned, Window::Urgency::kBackground);
       }
       at += Window::kPiece;
@@ -160,11 +161,11 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 // table is looked at once: all that is declared for the step has passed its gate.
 bool Engine::foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update) {
   Lock declared(declarations_.mutex());
-  for (; record->stage_at < tables_.size() && !*table; ++record->stage_at) {
-    const TableRef& t = tables_[record->stage_at];
+  for (; record->stage_at < state_.tables.size() && !*table; ++record->stage_at) {
+    const TableRef& t = state_.tables[record->stage_at];
     if (record->prepared.count(t.get()) || t->dropped.load()) continue;
     if (t->predict_pause) continue;
-    Vector<PartRef> parts(ranks_.size());
+    Vector<PartRef> parts(state_.ranks.size());
     bool any = false, simple = true;
     declarations_.each({step, step, kNoRank, t.get()}, [&](const Batch& b, size_t i) {
       const PartRef& p = b.parts[i];
@@ -192,35 +193,35 @@ bool Engine::foretell(uint64_t step, StepRecord* record, TableRef* table, Update
 // known from the declarations, and when the push is what was declared, the commit has only to
 // publish them.
 bool Engine::prepare_one() {
-  if (!pacing_.deferred()) return false;
+  if (!state_.pacing.deferred()) return false;
   StepRecord* record = nullptr;
   TableRef table;
   UpdateRef update;
   {
-    Lock lock(mu_);
-    const uint64_t step = ranks_.to_commit();
-    if (step == kNoStep || !phase_.may(Phase::kStage)) return false;
-    record = records_.find(step);
+    ControlLock lock(state_.mu);
+    const uint64_t step = state_.ranks.to_commit();
+    if (step == kNoStep || !state_.phase.may(Phase::kStage)) return false;
+    record = state_.records.find(step);
     if (!record || !record->prepare_scheduled) return false;
     if (!foretell(step, record, &table, &update)) {
       record->prepare_scheduled = false;
       return false;
     }
   }
-  TraceSpan span(trace_, SpanKind::kStage);
+  TraceSpan span(meters_.trace, SpanKind::kStage);
   span.step(update->step).table(table->number);
   for (const Handover& h : update->ranks) span.more(h.part->distinct);
   Vector<uint32_t> soon;
   bool staged = true;
   try {
     {
-      Timed timed(counters_.entry_ns);
+      Timed timed(meters_.counters.entry_ns);
       update->make_list();
       table->window.add(update);
     }
     for (bool done = false; !done;) {
       workers_.help(false);  // a lookup has the first word
-      Timed timed(counters_.entry_ns);
+      Timed timed(meters_.counters.entry_ns);
       done = table->window.stage(*update, true, Window::kPiece, Window::Urgency::kBackground);
     }
   } catch (const std::bad_alloc&) {
@@ -234,7 +235,7 @@ bool Engine::prepare_one() {
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
-    Lock lock(mu_);
+    ControlLock lock(state_.mu);
     if (staged) {
       record->prepared[table.get()].ready = true;
     } else {
@@ -247,7 +248,7 @@ bool Engine::prepare_one() {
   return true;
 }
 
-// A favour: if there is no memory for it, these rows are not warmed. With mu_ held.
+// A favour: if there is no memory for it, these rows are not warmed.
 void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots) {
   const size_t bytes = table->rows.layout().bytes();
   try {
@@ -270,8 +271,8 @@ void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t
 // again, for as long as a step usually takes.
 Workers::Did Engine::warm_one() {
   using Did = Workers::Did;
-  const uint64_t next = ranks_.begun();
-  if (!pacing_.deferred() || ranks_.pushed() == next)
+  const uint64_t next = state_.ranks.begun();
+  if (!state_.pacing.deferred() || state_.ranks.pushed() == next)
     return Did::kNothing;
   Declarations::Item item;
   std::shared_ptr<SoonRows> soon;
@@ -285,8 +286,8 @@ Workers::Did Engine::warm_one() {
     table = item.table();
     slots = item.part()->row_slots();
   } else {
-    Lock lock(mu_);
-    if (const StepRecord* record = records_.find(next - 1)) soon = record->soon;
+    ControlLock lock(state_.mu);
+    if (const StepRecord* record = state_.records.find(next - 1)) soon = record->soon;
     if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
     if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
       return Did::kLater;
@@ -306,7 +307,7 @@ Workers::Did Engine::warm_one() {
       }
     }
   }
-  TraceSpan span(trace_, SpanKind::kWarm);
+  TraceSpan span(meters_.trace, SpanKind::kWarm);
   span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
   const device::RowsView rows = table->rows.ref_now();
@@ -319,7 +320,7 @@ Workers::Did Engine::warm_one() {
     const char* state = reinterpret_cast<const char*>(rows.state_row(slots[i]));
     for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
-  pacing_.warmed(now_ns() - begun);
+  state_.pacing.warmed(now_ns() - begun);
   return Did::kWork;
 }
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 
+#include "base/sync.h"
 #include "process/process_lane.h"
 #include "process/trainer_lane.h"
 
@@ -15,20 +15,20 @@ namespace frugal {
 class LargeRings {
  public:
   bool take(pid_t pid) {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (std::count(taken_.begin(), taken_.end(), pid) >= kLargeRings) return false;
     taken_.push_back(pid);
     return true;
   }
   void give(pid_t pid) noexcept {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     taken_.erase(std::find(taken_.begin(), taken_.end(), pid));
   }
 
  private:
   static constexpr ptrdiff_t kLargeRings = 2;  // of a process
-  std::mutex mu_;
-  Vector<pid_t> taken_;
+  Mutex mu_;
+  Vector<pid_t> taken_ GUARDED_BY(mu_);
 };
 
 // A process that has attached, and what it has here: with the server's lock.

@@ -55,6 +55,7 @@ class Client::AttachedStep final : public StepView {
       : StepView(c, t, c, c.pool_, c.pinned_, false), client_(c), t_(t) {}
 
   Status begin(Use use) override {
+    t_.call_mu.assert_held();
     FRUGAL_TRY(client_.enter(t_));
     FRUGAL_TRY(t_.inside());
     if (use == Use::kPush && t_.end.begun)
@@ -77,8 +78,12 @@ class Client::AttachedStep final : public StepView {
     }
     return ask_for(ops);
   }
-  Status create() override { return t_.use(accesses); }
+  Status create() override {
+    t_.call_mu.assert_held();
+    return t_.use(accesses);
+  }
   Status rows_of(const Access& a, RowSource* out) override {
+    t_.call_mu.assert_held();
     const StepPart& p = t_.parts[a.number];
     out->rows = own(*a.table).rows;
     out->versions = client_.controller_.versions();
@@ -101,6 +106,7 @@ class Client::AttachedStep final : public StepView {
   }
   // The controller does not wait for this device when it undoes a step.
   Status end(bool on_device) override {
+    t_.call_mu.assert_held();
     if (on_device) FRUGAL_TRY(client_.await_stream(t_));
     return client_.enter(t_);
   }
@@ -128,6 +134,7 @@ class Client::AttachedStep final : public StepView {
 
 // Keys that nobody has declared as they are used.
 Status Client::AttachedStep::ask_for(const frugal_op* ops) {
+  t_.call_mu.assert_held();
   Vector<OpHead> heads;
   Vector<Access*> which;
   for (Access& a : accesses)
@@ -158,6 +165,7 @@ Status Client::AttachedStep::ask_for(const frugal_op* ops) {
     }
   } taken{t_.parts, from};
   FRUGAL_TRY(t_.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) {
+    t_.call_mu.assert_held();
     return t_.take_parts(c, bytes, until, &which);
   }));
   if (t_.parts.size() != from + which.size() || e.args[0] != from)

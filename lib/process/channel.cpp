@@ -149,6 +149,7 @@ Status Channel::attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<C
 }
 
 void Channel::connect(size_t ring_bytes) {
+  release_mutex_.assert_held();  // nobody else has the channel yet
   Up* up = reinterpret_cast<Up*>(up_.base);
   Down* down = reinterpret_cast<Down*>(down_.base);
   const Layout layout(ring_bytes);
@@ -231,7 +232,7 @@ const char* Channel::staging_at(uint64_t offset, uint64_t bytes) const {
 }
 
 void Channel::release(uint64_t offset) {
-  std::lock_guard<std::mutex> lock(release_mutex_);
+  Lock lock(release_mutex_);
   // No room: it has given out more places than it may.
   const Status s = releaser_.wait(sizeof offset, 0);
   if (s == FRUGAL_ERR_TIMEOUT)

@@ -12,11 +12,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 
 #include "base/arena.h"
 #include "base/heap.h"
 #include "base/os.h"
+#include "base/sync.h"
 #include "base/teller.h"
 #include "process/ring.h"
 
@@ -155,8 +155,8 @@ class Channel : public HeapObject {
   RingReader receiver_;
   uint64_t left_ = 0;  // of the payload that is received
   uint64_t waited_ns_ = 0;
-  std::mutex release_mutex_;
-  RingWriter releaser_;  // controller
+  Mutex release_mutex_;
+  RingWriter releaser_ GUARDED_BY(release_mutex_);  // controller
   RingReader released_;  // trainer process
 };
 

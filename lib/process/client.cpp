@@ -64,14 +64,15 @@ void Client::shutdown() {
     for (auto& weak : trainers_)
       if (auto t = weak.lock()) t->channel().cut();
   }
-  auto next = [this](auto& of) {  // takes no memory
+  auto next = [this](auto list) {  // takes no memory
     Lock lock(mu_);
+    auto& of = this->*list;
     auto item = of.empty() ? nullptr : of.back().lock();
     for (; !of.empty() && !item; item = of.empty() ? nullptr : of.back().lock()) of.pop_back();
     if (item) of.pop_back();
     return item;
   };
-  while (RemoteTrainerRef t = next(trainers_)) {
+  while (RemoteTrainerRef t = next(&Client::trainers_)) {
     bool ended = false;
     try {
       ended = close_trainer(t, false) != FRUGAL_ERR_BAD_HANDLE;
@@ -85,7 +86,7 @@ void Client::shutdown() {
     }
     handle_remove(HandleKind::kTrainer, t->handle);
   }
-  while (RemoteTableRef t = next(tables_)) handle_remove(HandleKind::kTable, t->handle);
+  while (RemoteTableRef t = next(&Client::tables_)) handle_remove(HandleKind::kTable, t->handle);
   if (talk_.opened()) talk_.channel().cut();  // calls of other threads end
   controller_.disconnect();
   helpers_.stop();

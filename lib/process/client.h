@@ -104,7 +104,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes);
   bool let_go_of_lost();
   bool has_rank(uint32_t rank);
-  Status enter(RemoteTrainer& t);
+  Status enter(RemoteTrainer& t) REQUIRES(t.call_mu);
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
   class AttachedStep;
@@ -126,13 +126,13 @@ class Client final : public Session, private DataPath, private Controller::Owner
                     uint64_t* without);
   Status pin_shared(const SumsPlace& sums, Flight& flight, const char** out);
   template <class Wait>
-  Status await_device(RemoteTrainer& t, const char* what, Wait wait);
-  Status end_flight(RemoteTrainer& t, Flight::Found* found);
-  Status await_stream(RemoteTrainer& t);
+  Status await_device(RemoteTrainer& t, const char* what, Wait wait) REQUIRES(t.call_mu);
+  Status end_flight(RemoteTrainer& t, Flight::Found* found) REQUIRES(t.call_mu);
+  Status await_stream(RemoteTrainer& t) REQUIRES(t.call_mu);
   uint64_t silence() const;
-  void say_here(RemoteTrainer& t) noexcept;
+  void say_here(RemoteTrainer& t) noexcept REQUIRES(t.call_mu);
   Status read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline);
-  Status device_failed(RemoteTrainer& t);
+  Status device_failed(RemoteTrainer& t) REQUIRES(t.call_mu);
 
   const std::shared_ptr<Pins> pins_ = std::make_shared<Pins>();  // what its devices see
   Controller controller_{*this, *this, pins_};
@@ -143,9 +143,9 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Talk talk_{controller_};            // for calls outside steps
   Joins joins_{controller_};
   std::atomic<uint64_t> kinds_seen_{0};  // of the ledger's
-  mutable Mutex mu_;             // what follows
-  Vector<std::weak_ptr<RemoteTrainer>> trainers_;
-  Vector<std::weak_ptr<RemoteTable>> tables_;
+  mutable Mutex mu_;
+  Vector<std::weak_ptr<RemoteTrainer>> trainers_ GUARDED_BY(mu_);
+  Vector<std::weak_ptr<RemoteTable>> tables_ GUARDED_BY(mu_);
 };
 
 }  // namespace frugal

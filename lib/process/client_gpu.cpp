@@ -192,6 +192,7 @@ Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
     if (now_ns() - t.device.said < silence()) return FRUGAL_OK;
     t.device.said = now_ns();
     Exchange e{Call::kInside, {}, {}};
+    t.call_mu.assert_held();
     return t.ask(e);
   });
 }

@@ -216,6 +216,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     t.next_part = 0;
     Vector<char> told;
     FRUGAL_TRY(t.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
+      t.call_mu.assert_held();
       if (e.args[1] > bytes / sizeof(PartPlace))
         return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
       const uint64_t parts = e.args[1] * sizeof(PartPlace);
@@ -379,6 +380,7 @@ Status Client::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     std::optional<UniqueLock> call;
     if (t) {
       call.emplace(t->call_mu);
+      t->call_mu.assert_held();
       FRUGAL_TRY(enter(*t));
     }
     if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
@@ -423,7 +425,9 @@ Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadl
     }
     return FRUGAL_OK;
   };
-  return t ? t->ask(e, take) : ask(e, take);
+  if (!t) return ask(e, take);
+  t->call_mu.assert_held();
+  return t->ask(e, take);
 }
 
 }  // namespace frugal

@@ -63,7 +63,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     t->sums.cut_from(&t->staging);
     if (t->gpu) {
       t->sums.pin_with(pins_->pinner());
-      t->gpu->while_waiting([this, trainer = t.get()] { say_here(*trainer); });
+      t->gpu->while_waiting([this, trainer = t.get()] {
+        trainer->call_mu.assert_held();
+        say_here(*trainer);
+      });
     }
     t->cpu_ns = process_cpu_ns();
     std::erase_if(trainers_, [](auto& w) { return w.expired(); });
@@ -107,8 +110,9 @@ bool Client::let_go_of_lost() {
       t = trainers_[i].lock();
     }
     if (!t || t->closing.load()) continue;
-    const UniqueLock call(t->call_mu, std::try_to_lock);
-    if (!call || t->let_go) continue;
+    if (!t->call_mu.try_lock()) continue;
+    const UniqueLock call(t->call_mu, std::adopt_lock);
+    if (t->let_go) continue;
     {
       const UniqueLock late(t->late.mu, std::try_to_lock);
       if (!late || t->channel().look() == FRUGAL_OK) continue;

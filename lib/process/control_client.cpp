@@ -14,12 +14,12 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <utility>
 
 #include "base/futex.h"
 #include "base/handles.h"
 #include "base/os.h"
+#include "base/sync.h"
 #include "base/thread.h"
 #include "process/control_message.h"
 #include "process/control_socket.h"
@@ -123,12 +123,12 @@ struct ControlClient::Impl final : HeapObject {
   Thread thread;
   std::atomic<bool> lost{false};
   std::atomic<uint32_t> joined{0};  // somebody waits for the thread
-  std::mutex sending;  // one message after the other
-  std::mutex mutex;    // what follows
-  Call* calls = nullptr;  // that wait
-  uint64_t last_id = 0;
-  bool closed = false;  // no call begins any more
-  std::function<void()> ended;  // called when the connection has ended
+  Mutex sending;  // one message after the other
+  Mutex mutex;
+  Call* calls GUARDED_BY(mutex) = nullptr;  // that wait
+  uint64_t last_id GUARDED_BY(mutex) = 0;
+  bool closed GUARDED_BY(mutex) = false;  // no call begins any more
+  std::function<void()> ended GUARDED_BY(mutex);  // called when the connection has ended
 
   ~Impl() {
     ForkedDescriptors::close(socket);
@@ -142,14 +142,13 @@ struct ControlClient::Impl final : HeapObject {
                 address.c_str(), static_cast<int>(controller.pid));
   }
 
-  // With the mutex held.
-  void finish_all(const frugal_error& how) {
+  void finish_all(const frugal_error& how) REQUIRES(mutex) {
     while (Call* call = calls) {
       calls = call->next;
       call->finish(how);
     }
   }
-  Call** find(uint64_t id) {
+  Call** find(uint64_t id) REQUIRES(mutex) {
     Call** at = &calls;
     while (*at && (*at)->id != id) at = &(*at)->next;
     return at;
@@ -157,14 +156,21 @@ struct ControlClient::Impl final : HeapObject {
 
   // kNothing: not by then.
   Progress send(Outgoing& out, uint64_t until) {
-    std::unique_lock<std::mutex> lock(sending);
+    UniqueLock lock(sending);
     Progress p;
     while ((p = out.push(socket)) == Progress::kNothing && now_ns() < until) {
+      const auto wait = [&] {
+        pollfd room{socket, POLLOUT, 0};
+        (void)poll(&room, 1, static_cast<int>(std::min<int64_t>(left_of(until), 60000)));
+      };
       // Others may go on, unless their messages would come into the middle of this one.
-      if (!out.on_its_way()) lock.unlock();
-      pollfd room{socket, POLLOUT, 0};
-      (void)poll(&room, 1, static_cast<int>(std::min<int64_t>(left_of(until), 60000)));
-      if (!lock) lock.lock();
+      if (out.on_its_way()) {
+        wait();
+      } else {
+        lock.unlock();
+        wait();
+        lock.lock();
+      }
     }
     // After half of a message nothing can follow. All who wait are told.
     if (p == Progress::kEnd || (p == Progress::kNothing && out.on_its_way()))
@@ -188,7 +194,7 @@ struct ControlClient::Impl final : HeapObject {
     auto request = out.begin<wire::Request>();
     fill(request);
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      Lock lock(mutex);
       if (closed) return fail(FRUGAL_ERR_CLOSED, kClosed);
       if (lost.load()) return is_lost();
       made.id = ++last_id;
@@ -199,7 +205,7 @@ struct ControlClient::Impl final : HeapObject {
     const Progress sent = send(out, until);
     const int code = errno;
     if (sent != Progress::kRefused) (void)made.wait(sent == Progress::kEnd ? UINT64_MAX : until);
-    std::lock_guard<std::mutex> lock(mutex);  // who finishes it is done with it, too
+    Lock lock(mutex);  // who finishes it is done with it, too
     if (Call** at = find(made.id); *at) {
       *at = made.next;
       if (sent == Progress::kRefused)
@@ -236,7 +242,7 @@ struct ControlClient::Impl final : HeapObject {
     shutdown(socket, SHUT_RDWR);
     std::function<void()> tell;
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      Lock lock(mutex);
       lost.store(true);
       frugal_error how{};
       end_call(is_lost());
@@ -255,7 +261,7 @@ struct ControlClient::Impl final : HeapObject {
     try {
       const auto answer = in.read<wire::Answer>();
       const Status status = answer.getStatus();
-      std::unique_lock<std::mutex> lock(mutex);
+      UniqueLock lock(mutex);
       Call** at = find(answer.getId());
       Call* call = *at;
       if (!call) {
@@ -296,7 +302,7 @@ struct ControlClient::Impl final : HeapObject {
 
   void close_link() {
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      Lock lock(mutex);
       closed = true;
       finish_all({FRUGAL_ERR_CLOSED, 0, 0, 0, kClosed});
     }
@@ -363,7 +369,7 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
 }
 
 void ControlClient::on_end(std::function<void()> ended) {
-  std::unique_lock<std::mutex> lock(impl_->mutex);
+  UniqueLock lock(impl_->mutex);
   if (!impl_->lost.load()) {
     impl_->ended = std::move(ended);
     return;

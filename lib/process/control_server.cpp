@@ -15,7 +15,6 @@
 #include <bit>
 #include <cerrno>
 #include <cstdio>
-#include <mutex>
 
 #include "base/condition.h"
 #include "base/handles.h"
@@ -97,12 +96,12 @@ struct ControlServer::Impl final : HeapObject {
   int bell = -1;   // rung when a connection has ended
   int end = -1;    // rung for good by stop()
   Thread thread;
-  std::mutex stop_mutex;
-  bool stopped = false;
+  Mutex stop_mutex;
+  bool stopped GUARDED_BY(stop_mutex) = false;
   std::atomic<bool> stopping{false};
   std::atomic<uint64_t> next_id{1};
-  std::mutex mutex;
-  Vector<std::unique_ptr<Connection>> connections;  // with the mutex; the oldest first
+  Mutex mutex;
+  Vector<std::unique_ptr<Connection>> connections GUARDED_BY(mutex);  // the oldest first
   Condition fewer;  // one has ended, or is to
 
   ~Impl() {
@@ -115,7 +114,7 @@ struct ControlServer::Impl final : HeapObject {
   void add(int socket) noexcept;
   void reap() noexcept;
   Status attach(Connection& connection, uint32_t version);
-  size_t attached_of(pid_t pid, bool* leaving) const;
+  size_t attached_of(pid_t pid, bool* leaving) const REQUIRES(mutex);
 };
 
 class ControlServer::Impl::Connection : public HeapObject {
@@ -131,7 +130,7 @@ class ControlServer::Impl::Connection : public HeapObject {
 
   // False: there is no thread for it.
   bool hire() noexcept {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (started_ == kThreadsOfPeer) return false;
     try {
       threads_[started_] = quiet_thread([this] { body(); });
@@ -178,7 +177,7 @@ class ControlServer::Impl::Connection : public HeapObject {
   // Waits for the next request, one thread at a time. False: there comes none. What has come is
   // taken before the time is looked at, by the wait: this process may be the one that was late.
   bool next(Incoming& in) noexcept {
-    std::lock_guard<std::mutex> lock(reading_);
+    Lock lock(reading_);
     Progress p = Progress::kNothing;
     while (!over_.load() && (p = in.pull(socket_)) == Progress::kNothing)
       if (!wait(POLLIN)) break;
@@ -354,7 +353,7 @@ class ControlServer::Impl::Connection : public HeapObject {
   }
 
   bool send(Outgoing& out, const Given& given) noexcept {
-    std::lock_guard<std::mutex> lock(writing_);
+    Lock lock(writing_);
     Progress p;
     while ((p = out.push(socket_, given.descriptors.data(), given.descriptors.size())) ==
            Progress::kNothing)
@@ -366,13 +365,13 @@ class ControlServer::Impl::Connection : public HeapObject {
   // The last thread tells the handler.
   void leave() noexcept {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       if (++left_ != started_) return;
     }
     end();
     if (attached()) insist([&] { server_.handler->gone(peer_); });
     {
-      std::lock_guard<std::mutex> lock(server_.mutex);
+      Lock lock(server_.mutex);
       ended_.store(true);
       server_.fewer.notify_all();
     }
@@ -384,11 +383,11 @@ class ControlServer::Impl::Connection : public HeapObject {
   Peer peer_;
   const uint64_t taken_ = now_ns();
   std::atomic<bool> attached_{false}, opened_{false}, over_{false}, ended_{false};
-  std::mutex reading_, writing_;
-  std::mutex mutex_;  // what follows
-  Thread threads_[kThreadsOfPeer];
-  std::atomic<size_t> started_{0};
-  size_t left_ = 0;
+  Mutex reading_, writing_;
+  Mutex mutex_;
+  Thread threads_[kThreadsOfPeer] GUARDED_BY(mutex_);
+  std::atomic<size_t> started_{0};  // changed with the mutex held
+  size_t left_ GUARDED_BY(mutex_) = 0;
   std::atomic<size_t> busy_{0}, opening_{0};
 };
 
@@ -402,7 +401,7 @@ void ControlServer::Impl::run() noexcept {
     eventfd_t rings;
     if (all[1].revents) eventfd_read(bell, &rings);
     reap();
-    std::unique_lock<std::mutex> lock(mutex);
+    UniqueLock lock(mutex);
     if (all[0].revents) {
       // Calls that have not begun are answered so; there are no more than have come by now.
       serves = false;
@@ -449,7 +448,7 @@ void ControlServer::Impl::add(int socket) noexcept {
   if (!made) return ForkedDescriptors::close(socket);
   for (;;) {
     std::unique_ptr<Connection> oldest;  // is waited for without the lock
-    std::lock_guard<std::mutex> lock(mutex);
+    Lock lock(mutex);
     if (stopping.load()) return;
     const auto waits = [](const auto& c) { return !c->attached(); };
     const auto waiting = std::count_if(connections.begin(), connections.end(), waits);
@@ -486,7 +485,7 @@ void ControlServer::Impl::add(int socket) noexcept {
 void ControlServer::Impl::reap() noexcept {
   for (;;) {
     std::unique_ptr<Connection> one;
-    std::lock_guard<std::mutex> lock(mutex);
+    Lock lock(mutex);
     const auto at = std::find_if(connections.begin(), connections.end(),
                                  [](const auto& c) { return c->ended(); });
     if (at == connections.end()) return;
@@ -504,9 +503,9 @@ Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
         version, kControlVersion);
   // Without this bound one process takes all places. (Of one in another PID namespace the system
   // tells no number.)
-  std::unique_lock<std::mutex> lock(mutex);
+  UniqueLock lock(mutex);
   size_t there = 0;
-  const auto decided = [&] {
+  const auto decided = [&]() REQUIRES(mutex) {
     bool leaving = false;
     there = attached_of(connection.pid(), &leaving);
     return stopping.load() || connection.given_up || there < limits.of_process || !leaving;
@@ -559,11 +558,11 @@ Status ControlServer::start(const char* address, ControlHandler* handler,
 
 void ControlServer::stop() {
   if (!impl_ || impl_->generation != process_generation()) return;
-  std::lock_guard<std::mutex> lock(impl_->stop_mutex);
+  Lock lock(impl_->stop_mutex);
   if (impl_->stopped) return;
   impl_->stopped = true;
   {
-    std::lock_guard<std::mutex> nobody_comes(impl_->mutex);
+    Lock nobody_comes(impl_->mutex);
     impl_->stopping.store(true);
     impl_->fewer.notify_all();
   }
@@ -589,7 +588,7 @@ void ControlServer::adopt(int socket) {
 }
 
 size_t ControlServer::connections() const {
-  std::lock_guard<std::mutex> lock(impl_->mutex);
+  Lock lock(impl_->mutex);
   return impl_->connections.size();
 }
 

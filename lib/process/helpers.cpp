@@ -24,11 +24,11 @@ Status Helpers::start(uint32_t threads) {
 
 void Helpers::stop() {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     stopping_ = true;
   }
   wake_.notify_all();
-  std::lock_guard<std::mutex> mine(one_);
+  Lock mine(one_);
   for (Thread& t : threads_) t.join();
   threads_.clear();
 }
@@ -53,7 +53,7 @@ void Helpers::Loop::work() noexcept {
 void Helpers::main() {
   os_brief_thread();
   uint64_t seen = 0;
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   for (;;) {
     if (!loop_) {
       const uint64_t count = loops_.load();
@@ -64,7 +64,7 @@ void Helpers::main() {
           cpu_relax();
         lock.lock();
       }
-      if (!loop_) wake_.wait(lock, [&] { return loop_ || stopping_; });
+      if (!loop_) wake_.wait(lock, [&]() REQUIRES(mu_) { return loop_ || stopping_; });
     }
     if (stopping_) return;
     seen = loops_.load();
@@ -83,9 +83,10 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   loop.run = run;
   loop.context = context;
   loop.chunks = chunks;
-  std::unique_lock<std::mutex> mine(one_, std::defer_lock);
+  UniqueLock mine(one_, std::defer_lock);
   const bool shared = chunks > 1 && mine.try_lock() && !threads_.empty();
   if (shared) {
+    one_.assert_held();
     // The system may think of an idle processor as a busy one, as in a virtual machine, and have a
     // helper wait for the caller's.
     if (const int on = os_processor(); on != kept_off_) {
@@ -93,7 +94,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
       kept_off_ = on;
     }
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       loop_ = &loop;
       loops_.fetch_add(1);
     }
@@ -101,7 +102,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   }
   loop.work();
   if (shared) {
-    std::unique_lock<std::mutex> lock(mu_);
+    UniqueLock lock(mu_);
     loop_ = nullptr;  // nobody else comes in; who is in works on chunks that it has taken
     lock.unlock();
     for (uint64_t until = now_ns() + kLastNs; inside_.load() != 0 && now_ns() < until;) cpu_relax();

@@ -1,9 +1,8 @@
 // Threads of a trainer process that share its loops over chunks. They sleep while there are none.
 #pragma once
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 
+#include "base/condition.h"
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
@@ -31,16 +30,16 @@ class Helpers {
   };
   void main();
 
-  std::mutex mu_, one_;       // one_: the loop that has helpers, or they begin or end
-  std::condition_variable wake_, done_;
-  Loop* loop_ = nullptr;      // under way; mu_
+  Mutex one_ ACQUIRED_BEFORE(mu_), mu_;  // one_: the loop that has helpers, or they begin or end
+  Condition wake_, done_;
+  Loop* loop_ GUARDED_BY(mu_) = nullptr;  // under way
   std::atomic<uint32_t> inside_{0};  // helpers that work on it; written under mu_
-  bool waits_ = false;        // the caller, for them; mu_
+  bool waits_ GUARDED_BY(mu_) = false;    // the caller, for them
   std::atomic<uint64_t> loops_{0};
-  bool stopping_ = false;
+  bool stopping_ GUARDED_BY(mu_) = false;
   Vector<Thread> threads_;
   Processors processors_;     // of who has started them
-  int kept_off_ = -1;         // the processor; one_
+  int kept_off_ GUARDED_BY(one_) = -1;  // the processor
 };
 
 }  // namespace frugal

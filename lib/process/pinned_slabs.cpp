@@ -8,18 +8,18 @@
 namespace frugal {
 
 void Pins::add(std::shared_ptr<device::Runtime> runtime) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   pinner_->add(std::move(runtime));
 }
 
 void Pins::remove(const device::Runtime* runtime) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   pinner_->remove(runtime);
   if (!pinner_->any()) unpin_all();
 }
 
 void Pins::unpin() noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   unpin_all();
 }
 
@@ -29,7 +29,7 @@ void Pins::unpin_all() noexcept {
 
 PinnedSlabs::PinnedSlabs(std::shared_ptr<Pins> pins) : pins_(std::move(pins)) {
   if (!pins_) return;
-  std::lock_guard<std::mutex> lock(pins_->mu_);
+  Lock lock(pins_->mu_);
   next_ = pins_->first_;
   from_ = &pins_->first_;
   if (next_) next_->from_ = &next_;
@@ -38,13 +38,13 @@ PinnedSlabs::PinnedSlabs(std::shared_ptr<Pins> pins) : pins_(std::move(pins)) {
 
 PinnedSlabs::~PinnedSlabs() {
   if (!pins_) return;
-  std::lock_guard<std::mutex> lock(pins_->mu_);
+  Lock lock(pins_->mu_);
   *from_ = next_;
   if (next_) next_->from_ = from_;
 }
 
 void PinnedSlabs::over_rows(const Mapping& mapping, uint64_t count, size_t row_bytes) {
-  std::lock_guard<std::mutex> lock(mu_);  // the last device may go just now
+  Lock lock(mu_);  // the last device may go just now
   base_ = mapping.base;
   row_bytes_ = row_bytes;
   slab_ = SlabArray::slab_bytes(count, row_bytes);
@@ -53,7 +53,7 @@ void PinnedSlabs::over_rows(const Mapping& mapping, uint64_t count, size_t row_b
 }
 
 void PinnedSlabs::over_buffers(const Mapping& mapping) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   base_ = mapping.base;
   slab_ = kHugePage;  // as an Arena takes it
   pinned_.assign(mapping.bytes / slab_, 0);
@@ -74,7 +74,7 @@ Status PinnedSlabs::pin_slab(uint64_t slab) {
 
 Status PinnedSlabs::pin(const uint32_t* slots, size_t n) {
   if (all_.load(std::memory_order_acquire)) return FRUGAL_OK;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   for (const uint32_t *at = slots, *end = slots + n; at != end;) {
     const uint64_t from = *at * uint64_t{row_bytes_}, last = (from + row_bytes_ - 1) / slab_;
     for (uint64_t slab = from / slab_; slab <= last; ++slab) FRUGAL_TRY(pin_slab(slab));
@@ -86,7 +86,7 @@ Status PinnedSlabs::pin(const uint32_t* slots, size_t n) {
 
 Status PinnedSlabs::pin_bytes(uint64_t from, uint64_t bytes) {
   if (bytes == 0) return FRUGAL_OK;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   for (uint64_t slab = from / slab_; slab <= (from + bytes - 1) / slab_; ++slab)
     FRUGAL_TRY(pin_slab(slab));
   return FRUGAL_OK;
@@ -94,14 +94,14 @@ Status PinnedSlabs::pin_bytes(uint64_t from, uint64_t bytes) {
 
 Status PinnedSlabs::pin_all() {
   if (all_.load(std::memory_order_acquire)) return FRUGAL_OK;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   for (uint64_t slab = 0; slab < pinned_.size(); ++slab) FRUGAL_TRY(pin_slab(slab));
   all_.store(true, std::memory_order_release);
   return FRUGAL_OK;
 }
 
 void PinnedSlabs::unpin() noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   all_.store(false);
   for (uint64_t slab = 0; slab < pinned_.size(); ++slab)
     if (std::exchange(pinned_[slab], uint8_t{0})) pins_->pinner()->unpin(base_ + slab * slab_);

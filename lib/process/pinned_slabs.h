@@ -6,10 +6,10 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 
 #include "base/heap.h"
 #include "base/os.h"
+#include "base/sync.h"
 #include "engine/gpu.h"
 
 namespace frugal {
@@ -31,11 +31,11 @@ class Pins {
 
  private:
   friend class PinnedSlabs;
-  void unpin_all() noexcept;  // with mu_
+  void unpin_all() noexcept REQUIRES(mu_);
 
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
-  std::mutex mu_;
-  PinnedSlabs* first_ = nullptr;  // all that there are
+  Mutex mu_;
+  PinnedSlabs* first_ GUARDED_BY(mu_) = nullptr;  // all that there are
 };
 
 class PinnedSlabs {
@@ -58,15 +58,14 @@ class PinnedSlabs {
 
  private:
   friend class Pins;
-  // With mu_ held.
-  Status pin_slab(uint64_t slab);
+  Status pin_slab(uint64_t slab) REQUIRES(mu_);
 
   const std::shared_ptr<Pins> pins_;
   PinnedSlabs *next_ = nullptr, **from_ = nullptr;  // among the pins', with their lock
-  std::mutex mu_;
-  char* base_ = nullptr;
-  size_t row_bytes_ = 0, slab_ = 0;
-  Vector<uint8_t> pinned_;  // of each slab
+  Mutex mu_;
+  char* base_ GUARDED_BY(mu_) = nullptr;
+  size_t row_bytes_ GUARDED_BY(mu_) = 0, slab_ GUARDED_BY(mu_) = 0;
+  Vector<uint8_t> pinned_ GUARDED_BY(mu_);  // of each slab
   std::atomic<bool> all_{false};
 };
 

@@ -14,19 +14,19 @@ Status Reaper::start() {
 }
 
 void Reaper::reserve(size_t ranks) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   silent_.reserve(ranks);  // one of a rank, until it is taken out
 }
 
 void Reaper::lose_soon(const TrainerRef& trainer) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end())
     silent_.push_back(trainer);
   silence_.notify_one();
 }
 
 bool Reaper::has(uint32_t rank) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   return std::any_of(silent_.begin(), silent_.end(),
                      [&](const TrainerRef& t) { return t->rank == rank; });
 }
@@ -34,7 +34,7 @@ bool Reaper::has(uint32_t rank) {
 void Reaper::stop() {
   if (!thread_.joinable()) return;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     stopping_ = true;
     silence_.notify_one();
   }
@@ -42,9 +42,9 @@ void Reaper::stop() {
 }
 
 void Reaper::loop() {
-  std::unique_lock<std::mutex> lock(mu_);
+  UniqueLock lock(mu_);
   for (;;) {
-    silence_.wait(lock, [&] { return stopping_ || !silent_.empty(); });
+    silence_.wait(lock, [&]() REQUIRES(mu_) { return stopping_ || !silent_.empty(); });
     if (stopping_) return;
     const TrainerRef trainer = silent_.front();
     lock.unlock();

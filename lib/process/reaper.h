@@ -1,10 +1,9 @@
 // Trainers that the controller takes for lost, because they do not answer or break the protocol: a
 // thread takes each out, for whoever finds it holds locks, or is what is to end.
 #pragma once
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 
+#include "base/condition.h"
 #include "base/thread.h"
 #include "engine/engine.h"
 
@@ -36,10 +35,10 @@ class Reaper {
   void loop();
 
   Owner& owner_;
-  std::mutex mu_;  // what follows; under the engine's mutex, so nothing is done with it held
-  std::condition_variable silence_;
-  Vector<TrainerRef> silent_;
-  bool stopping_ = false;
+  Mutex mu_;  // under the engine's mutex, so nothing is done with it held
+  Condition silence_;
+  Vector<TrainerRef> silent_ GUARDED_BY(mu_);
+  bool stopping_ GUARDED_BY(mu_) = false;
   Thread thread_;
 };
 

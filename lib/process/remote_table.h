@@ -48,9 +48,10 @@ struct RemoteTable : AnyTable {
     Mapping mapping;
     std::unique_ptr<PinnedSlabs> pinned;
   };
-  Vector<Former> former_;  // with kind_mu
+  Vector<Former> former_ GUARDED_BY(kind_mu);
   Mutex readout_mu_;
-  std::unique_ptr<TableReadout> readout_;  // when the controller is dead and somebody has asked
+  // When the controller is dead and somebody has asked.
+  std::unique_ptr<TableReadout> readout_ GUARDED_BY(readout_mu_);
 };
 using RemoteTableRef = std::shared_ptr<RemoteTable>;
 

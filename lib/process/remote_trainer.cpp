@@ -42,7 +42,7 @@ Status RemoteTrainer::say_here() {
 }
 
 // Takes the answer to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come,
-// and may be waited for again. late.mu is held.
+// and may be waited for again.
 Status RemoteTrainer::answer_late(uint64_t until) {
   Header h;
   if (Status s = channel().receive(&h, until)) return s;
@@ -90,8 +90,10 @@ Status RemoteTrainer::take_settled() {
 void RemoteTrainer::settle_within(uint64_t until) {
   for (Status s = FRUGAL_ERR_TIMEOUT; s == FRUGAL_ERR_TIMEOUT;) {
     const uint64_t now = now_ns();
-    if (UniqueLock one(late.mu, std::try_to_lock); one)
+    if (late.mu.try_lock()) {
+      const UniqueLock one(late.mu, std::adopt_lock);
       s = late.open ? answer_late(std::min(until, now + kLateNs)) : FRUGAL_OK;
+    }
     if (s == FRUGAL_ERR_TIMEOUT && now >= until) break;
     if (s == FRUGAL_ERR_TIMEOUT) std::this_thread::sleep_for(kLateSleep);
   }

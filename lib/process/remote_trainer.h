@@ -37,7 +37,7 @@ struct RemoteTrainer : AnyTrainer {
 
   // --- Asking. What was used comes first, and what an answer says of the step is done.
   template <class Answer>
-  Status ask(Exchange& e, Answer answer) {
+  Status ask(Exchange& e, Answer answer) REQUIRES(call_mu) {
     FRUGAL_TRY(take_settled());
     add_used(&e);
     patience->set(e.call, kLookNs);
@@ -46,36 +46,38 @@ struct RemoteTrainer : AnyTrainer {
     if (s == FRUGAL_OK) used.clear();
     return concluded(s);
   }
-  Status ask(Exchange& e) { return ask(e, nothing_more); }
+  Status ask(Exchange& e) REQUIRES(call_mu) { return ask(e, nothing_more); }
   // That this process lives, without more.
-  Status say_here();
+  Status say_here() REQUIRES(call_mu);
   // What a failed call tells; what it says of the step is done.
-  Status concluded(Status s);
+  Status concluded(Status s) REQUIRES(call_mu);
   // A declaration, whose answer is not waited for.
-  Status declare_late(Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch);
+  Status declare_late(Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch)
+      REQUIRES(call_mu);
   // First thing before anything else is asked.
-  Status take_settled();
+  Status take_settled() REQUIRES(call_mu);
   // The same for any thread, which waits at most so long: the trainer's own calls do what follows
   // from the answer.
   void settle_within(uint64_t until);
   void take_releases();
 
   // --- The step
-  Status inside();
+  Status inside() REQUIRES(call_mu);
   // Undoes it.
-  Status abort();
+  Status abort() REQUIRES(call_mu);
   // Nothing of the step is of use any more, but for sums that the controller may be reading.
-  void leave_step();
+  void leave_step() REQUIRES(call_mu);
   // Parts that the controller answers. `asked`: the accesses that they are for; or null: they are
   // the declared ones.
-  Status take_parts(Channel& from, uint64_t bytes, uint64_t until, const Vector<Access*>* asked);
+  Status take_parts(Channel& from, uint64_t bytes, uint64_t until, const Vector<Access*>* asked)
+      REQUIRES(call_mu);
   // Rows of hashed tables exist once they have been used.
-  Status use(const Vector<Access>& accesses);
+  Status use(const Vector<Access>& accesses) REQUIRES(call_mu);
   // Before parts get other numbers.
-  void forget_used();
+  void forget_used() REQUIRES(call_mu);
   // The sums of the step, for its end: the same however often that is tried, since the controller
   // may have them.
-  Status place_sums();
+  Status place_sums() REQUIRES(call_mu);
   // A call that this process has made by itself.
   void trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   // The lines of a table; none if there are none.
@@ -135,7 +137,7 @@ struct RemoteTrainer : AnyTrainer {
   // the trainer's calls do what follows from it.
   struct Late {
     Mutex mu;
-    bool open = false;         // the next message is its answer
+    bool open GUARDED_BY(mu) = false;  // the next message is its answer
     RemoteBatchRef batch;      // null: nothing follows
     size_t used = 0;           // told with it, of `used`
     Vector<uint64_t> places;   // of its keys, that were not given back
@@ -147,7 +149,7 @@ struct RemoteTrainer : AnyTrainer {
 
   void add_used(Exchange* e) const;
   Status settle();
-  Status answer_late(uint64_t until);
+  Status answer_late(uint64_t until) REQUIRES(late.mu);
 
   Controller& controller_;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of

@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 
+#include "base/condition.h"
 #include "base/handles.h"
 #include "base/insist.h"
 #include "engine/config_check.h"
@@ -33,14 +33,14 @@ constexpr size_t kMostReplaced = 16;
 }  // namespace
 
 struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
-  std::mutex mu_;
+  Mutex mu_;
   std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
   uint64_t engine_handle_ = 0;
   bool own_engine_ = false;
   frugal_log_fn log_ = nullptr;      // of its own engine
   LargeRings large_rings_;
-  Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
-  Vector<uint32_t> leaving_;         // by rank: lanes that are being lost
+  Map<uint64_t, std::shared_ptr<Attached>> processes_ GUARDED_BY(mu_);  // by peer
+  Vector<uint32_t> leaving_ GUARDED_BY(mu_);  // by rank: lanes that are being lost
   struct Joining {
     uint32_t rank;
     const Attached* process;
@@ -48,8 +48,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     bool given_up = false;           // its process does not wait for it any more
     bool ends() const { return given_up || process->gone || has_ended(*process); }
   };
-  Vector<Joining*> joining_;         // calls of join under way, the oldest first
-  std::condition_variable left_;
+  Vector<Joining*> joining_ GUARDED_BY(mu_);  // calls of join under way, the oldest first
+  Condition left_;
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
   Reaper reaper_{*this};
@@ -63,14 +63,14 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     insist([&] { take_over(trainer->rank, trainer.get()); });
   }
   void reaped() override {
-    std::lock_guard<std::mutex> waiters(mu_);
+    Lock waiters(mu_);
     left_.notify_all();
   }
   // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its
   // ranks.
   void broken(uint64_t peer, const TrainerRef& trainer) noexcept override {
     insist([&] {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       auto at = processes_.find(peer);
       if (at == processes_.end()) return;
       for (auto& lane : at->second->trainers)
@@ -83,7 +83,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
 
   std::shared_ptr<Attached> process_of(const Peer& peer) {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     auto at = processes_.find(peer.id);
     return at == processes_.end() || at->second->gone ? nullptr : at->second;
   }
@@ -123,7 +123,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
 
   Status open_engine(const frugal_config& asked) {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (asked.flags & FRUGAL_OBSERVE)
       return engine_ ? FRUGAL_OK
                      : fail(FRUGAL_ERR_NOT_FOUND,
@@ -145,7 +145,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
 
   // What it takes for other processes to read the tables out when this one has been killed.
-  Status make_readable(Engine& engine) {
+  Status make_readable(Engine& engine) REQUIRES(mu_) {
     FRUGAL_TRY(engine.keep_ledger());
     leaving_.assign(engine.config().world_size, 0);
     return FRUGAL_OK;
@@ -203,7 +203,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
       if (process->pidfd < 0 || watched.fd < 0)
         return os_no_descriptor(errno, "the controller's watch of this process");
     }
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!processes_.emplace(peer.id, process).second)
       return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
     // Where the kernel cannot tell when a process ends, its connection does.
@@ -287,7 +287,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     if (config.flags & FRUGAL_TRAINER_REPLACE && await_rank(joins, true)) take_over(config.rank);
     if (!await_rank(joins, false)) return not_awaited();
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       if (process->replaced.size() >= kMostReplaced)
         return fail(FRUGAL_ERR_BUSY,
                     "this process has %zu trainers that have lost their ranks: close them first",
@@ -315,7 +315,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     FRUGAL_TRY(lane->start());
     reply->numbers.push_back(lane->joined());
     reply->numbers.push_back(lane->notices_place());
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (joins.ends()) return not_awaited();
     lane->request = request;
     process->trainers.push_back(std::move(lane));
@@ -334,9 +334,9 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
            [&](int tries) { return tries >= kForASecond && ending_.load(); });
   }
 
-  // The lane that has this rank, in its process's list, or null. With mu_ held.
-  static std::unique_ptr<TrainerLane>* lane_of(Attached& process, uint32_t rank,
-                                               const Trainer* trainer = nullptr) {
+  // The lane that has this rank, in its process's list, or null.
+  std::unique_ptr<TrainerLane>* lane_of(Attached& process, uint32_t rank,
+                                        const Trainer* trainer = nullptr) REQUIRES(mu_) {
     for (auto& lane : process.trainers)
       if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer))
         return &lane;
@@ -346,15 +346,14 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   // Whoever has the rank now does not answer: it is cut off as if it had died.
   void take_over(uint32_t rank, const Trainer* trainer = nullptr) {
     std::shared_ptr<Attached> of;  // lanes end without the lock
-    std::unique_lock<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (auto& [id, process] : processes_) {
       std::unique_ptr<TrainerLane>* lane = lane_of(*process, rank, trainer);
       if (!lane) continue;
       of = process;
       of->replaced.push_back(std::move(*lane));
       std::erase(of->trainers, nullptr);
-      TrainerLane& replaced = *of->replaced.back();
-      lose(lock, replaced);
+      lose(*of->replaced.back());
       return;
     }
   }
@@ -364,9 +363,9 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   // `mine` any more.
   bool await_rank(const Joining& mine, bool earlier) {
     const uint32_t rank = mine.rank;
-    std::unique_lock<std::mutex> lock(mu_);
-    for (;;) {
-      if (mine.ends()) return false;
+    bool ended = false;
+    const auto known = [&]() REQUIRES(mu_) {
+      if (mine.ends()) return ended = true;
       bool soon = leaving_[rank] > 0;
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
@@ -377,22 +376,24 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
         else if (j->rank == rank) soon |= before || j->ends();
       }
       soon |= reaper_.has(rank);
-      if (!soon) return true;
-      left_.wait(lock);
-    }
+      return !soon;
+    };
+    UniqueLock lock(mu_);
+    left_.wait(lock, known);
+    return !ended;
   }
 
   // A process that dies while it joins has the rank for a moment, and no lane as yet.
   struct JoinScope : Joining {
     JoinScope(Impl& impl, uint32_t rank, const Attached& of, uint64_t request)
         : Joining{rank, &of, request}, impl_(impl) {
-      std::lock_guard<std::mutex> lock(impl_.mu_);
+      Lock lock(impl_.mu_);
       const auto at = of.given_up.find(rank);
       given_up = at != of.given_up.end() && request < at->second;
       impl_.joining_.push_back(this);
     }
     ~JoinScope() {
-      std::lock_guard<std::mutex> lock(impl_.mu_);
+      Lock lock(impl_.mu_);
       std::erase(impl_.joining_, this);
       impl_.left_.notify_all();
     }
@@ -406,15 +407,15 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
 
   // While it lives the rank's trainer is on its way out, and mu_, which is held before and after,
   // is let go.
-  class LeavingScope {
+  class SCOPED_CAPABILITY LeavingScope {
    public:
-    LeavingScope(Impl& impl, std::unique_lock<std::mutex>& lock, uint32_t rank)
-        : impl_(impl), lock_(lock), rank_(rank) {
+    LeavingScope(Impl& impl, uint32_t rank) RELEASE(impl.mu_) NO_THREAD_SAFETY_ANALYSIS
+        : impl_(impl), rank_(rank) {
       ++impl_.leaving_[rank_];
-      lock_.unlock();
+      impl_.mu_.unlock();
     }
-    ~LeavingScope() {
-      lock_.lock();
+    ~LeavingScope() RELEASE() NO_THREAD_SAFETY_ANALYSIS {
+      impl_.mu_.lock();
       --impl_.leaving_[rank_];
       impl_.left_.notify_all();
     }
@@ -423,14 +424,13 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
 
    private:
     Impl& impl_;
-    std::unique_lock<std::mutex>& lock_;
     const uint32_t rank_;
   };
 
-  // Takes the trainer of a lane out of the engine. With mu_ held, which is let go meanwhile.
-  void lose(std::unique_lock<std::mutex>& lock, TrainerLane& lane) {
+  // Takes the trainer of a lane out of the engine. mu_ is let go of meanwhile.
+  void lose(TrainerLane& lane) REQUIRES(mu_) {
     const TrainerRef trainer = lane.trainer();
-    const LeavingScope leaving(*this, lock, trainer->rank);
+    const LeavingScope leaving(*this, trainer->rank);
     lane.cut();
     lane.tell_lost();
     take_out(trainer);
@@ -443,7 +443,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<TrainerLane> lane, replaced;  // lanes end without the lock
-    std::unique_lock<std::mutex> lock(mu_);
+    UniqueLock lock(mu_);
     if (std::unique_ptr<TrainerLane>* its = lane_of(*process, rank); its && !lost) {
       const TrainerRef trainer = (*its)->trainer();
       lock.unlock();
@@ -459,7 +459,9 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
         given_up = j->given_up = true;
     if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
-    left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
+    left_.wait(lock, [&]() REQUIRES(mu_) {
+      return rank >= leaving_.size() || leaving_[rank] == 0;
+    });
     for (auto& old : process->replaced)
       if (joined != kAnyJoin && old->trainer()->rank == rank && old->joined() == joined)
         replaced = std::move(old);
@@ -475,10 +477,10 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     if (!lane && given_up) return FRUGAL_OK;
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     if (lost) {
-      lose(lock, *lane);
+      lose(*lane);
       return FRUGAL_OK;
     }
-    const LeavingScope leaving(*this, lock, rank);
+    const LeavingScope leaving(*this, rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
     lane->cut();
     try {
@@ -516,7 +518,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   // What has it in the watch; 0: nothing, or somebody else is about it.
   uint64_t lose_process(uint64_t id) {
     std::shared_ptr<Attached> process;  // it ends without the lock
-    std::unique_lock<std::mutex> lock(mu_);
+    UniqueLock lock(mu_);
     auto at = processes_.find(id);
     if (at == processes_.end() || at->second->gone) return 0;
     process = at->second;
@@ -526,7 +528,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     while (!process->trainers.empty()) {
       std::unique_ptr<TrainerLane> lane = std::move(process->trainers.back());
       process->trainers.pop_back();
-      lose(lock, *lane);
+      lose(*lane);
       lock.unlock();
       lane.reset();
       lock.lock();
@@ -560,6 +562,7 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine,
   } undo{impl.get()};
   FRUGAL_TRY(impl->reaper_.start());
   if (impl->engine_) {
+    impl->mu_.assert_held();  // nobody else has it yet
     FRUGAL_TRY(impl->make_readable(*impl->engine_));
     impl->listen();
   }
@@ -573,7 +576,7 @@ void Server::stop() {
   if (!impl_) return;
   impl_->ending_.store(true);
   {
-    std::lock_guard<std::mutex> lock(impl_->mu_);  // somebody may be opening it
+    Lock lock(impl_->mu_);  // somebody may be opening it
     if (impl_->engine_) impl_->engine_->insist_no_more();
   }
   if (impl_->control_) impl_->control_->stop();

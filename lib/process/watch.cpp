@@ -59,7 +59,7 @@ Status Watch::follow(int socket, std::function<void()> some, uint64_t* id) {
 }
 
 Status Watch::enter(int fd, std::function<void()> call, bool stays, uint64_t* id) try {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   const uint64_t number = last_id_ + 1;
   const auto entry = entries_.emplace(number, Entry{fd, std::move(call), stays}).first;
   epoll_event event{};
@@ -84,9 +84,9 @@ Status Watch::enter(int fd, std::function<void()> call, bool stays, uint64_t* id
 
 void Watch::remove(uint64_t id) {
   std::function<void()> gone;  // what it holds goes without the lock
-  std::unique_lock<std::mutex> lock(mutex_);
+  UniqueLock lock(mutex_);
   if (!pthread_equal(pthread_self(), thread_.native_handle()))
-    returned_.wait(lock, [&] { return running_ != id; });
+    returned_.wait(lock, [&]() REQUIRES(mutex_) { return running_ != id; });
   const auto entry = entries_.find(id);
   if (entry != entries_.end()) {
     // Not by closing: a forked child may hold the descriptor, too.
@@ -108,7 +108,7 @@ void Watch::loop() {
     std::function<void()> gone;
     const std::function<void()>* some = nullptr;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       const auto entry = entries_.find(event.data.u64);
       if (entry == entries_.end()) continue;  // removed meanwhile
       running_ = entry->first;
@@ -127,7 +127,7 @@ void Watch::loop() {
     else insist(gone);
     gone = nullptr;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       running_ = 0;
     }
     returned_.notify_all();

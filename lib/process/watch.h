@@ -1,11 +1,10 @@
 // Tells when processes end, and when sockets have something to read. One thread sleeps until then.
 #pragma once
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 
+#include "base/condition.h"
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/thread.h"
@@ -44,11 +43,11 @@ class Watch : public HeapObject {
   void loop();
 
   int poll_ = -1, stop_ = -1;  // epoll, eventfd
-  std::mutex mutex_;
-  std::condition_variable returned_;
-  Map<uint64_t, Entry> entries_;
-  uint64_t last_id_ = 0;
-  uint64_t running_ = 0;  // the entry whose callback runs
+  Mutex mutex_;
+  Condition returned_;
+  Map<uint64_t, Entry> entries_ GUARDED_BY(mutex_);
+  uint64_t last_id_ GUARDED_BY(mutex_) = 0;
+  uint64_t running_ GUARDED_BY(mutex_) = 0;  // the entry whose callback runs
   Thread thread_;
 };
 

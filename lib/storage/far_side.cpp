@@ -4,8 +4,6 @@
 #include <cstring>
 #include <optional>
 
-#include "base/assert.h"
-
 namespace frugal {
 
 std::atomic<FarRows (*)(const frugal_table_config&)> g_make_far_rows{nullptr};
@@ -68,26 +66,26 @@ void FarSide::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
   }
 }
 
-void FarSide::settled(uint32_t s) {
-  places_.mu.assert_held();
+void FarSide::settled(Places& places, uint32_t s) {
+  are_mine(places);
   if (!places_.holders.held(s)) become_idle();
 }
 
-void FarSide::removed(uint32_t s) {
-  places_.mu.assert_held();
+void FarSide::removed(Places& places, uint32_t s) {
+  are_mine(places);
   store_->forget(places_.key_of(s));
   if (places_.holders.held(s)) return;
   places_.free(s);
   tell_room();
 }
 
-uint64_t FarSide::away() const {
-  places_.mu.assert_held();
+uint64_t FarSide::away(Places& places) const {
+  are_mine(places);
   return away_;
 }
 
-uint64_t FarSide::being_written() const {
-  places_.mu.assert_held();
+uint64_t FarSide::being_written(Places& places) const {
+  are_mine(places);
   return leaving_;
 }
 
@@ -428,8 +426,7 @@ size_t FarSide::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   Lock lock(places_.mu);
   store_->keys(&all);
   // A record of a row that is here is an old one.
-  std::erase_if(all, [&](uint64_t key) {
-    places_.mu.assert_held();
+  std::erase_if(all, [&](uint64_t key) REQUIRES(places_.mu) {
     const uint32_t s = places_.index().find(key);
     return s != KeyIndex::kNone && places_.flag(s) != Places::kLoading;
   });

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 
+#include "base/assert.h"
 #include "storage/far_store.h"
 #include "storage/places.h"
 
@@ -52,18 +53,22 @@ class FarSide : public HeapObject {
   Status put(uint64_t key, const device::RowsView& row, bool* placed, bool* created);
   void forget(uint64_t key, bool* placed, bool* was);
 
-  // For the table's Rows, with the places' lock held. The row here is there for good; or was, and
-  // its place is reserved.
-  void settled(uint32_t slot);
-  void removed(uint32_t slot);
-  uint64_t away() const;           // rows that are far, those that are loading included
-  uint64_t being_written() const;  // records, of rows that are here
+  // For the table's Rows, whose places these are. The row here is there for good; or was, and its
+  // place is reserved.
+  void settled(Places& places, uint32_t slot) REQUIRES(places.mu);
+  void removed(Places& places, uint32_t slot) REQUIRES(places.mu);
+  // Rows that are far, those that are loading included; records, of rows that are here.
+  uint64_t away(Places& places) const REQUIRES(places.mu);
+  uint64_t being_written(Places& places) const REQUIRES(places.mu);
   // As Rows::enumerate(), which takes the lock.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
   const FarStore& store() const { return *store_; }
 
  private:
+  void are_mine(const Places& places) const ASSERT_CAPABILITY(places_.mu) {
+    FRUGAL_ASSERT(&places == &places_);
+  }
   Status take_places(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could,
                      uint32_t* slots, uint64_t* lacking);
   void give_back(uint32_t* slots, size_t n, uint64_t could) REQUIRES(places_.mu);

@@ -29,7 +29,7 @@ void Rows::unpin() {
 
 Status Rows::take_state(State* s) {
   Lock lock(places_.mu);  // no row is begun
-  if (far_ && far_->away() + far_->being_written() != 0)
+  if (far_ && far_->away(places_) + far_->being_written(places_) != 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "rows of the table that are not in memory have state of its kind");
   if (hashed_) {
@@ -235,7 +235,7 @@ void Rows::settle(const uint32_t* slots, size_t n, uint64_t step) {
     const uint32_t s = slots[i];
     if (!places_.exists(s) || Places::flag_mark(places_.flag(s)) != Places::mark_of(step)) continue;
     places_.mark(s, 0);
-    if (far_) far_->settled(s);
+    if (far_) far_->settled(places_, s);
   }
 }
 
@@ -255,7 +255,7 @@ void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
 // A row that exists does so no longer.
 void Rows::remove(uint32_t s) {
   places_.remove(s);
-  if (far_) return far_->removed(s);
+  if (far_) return far_->removed(places_, s);
   places_.holders.forget(s);
   try {
     unsure_.push_back(s);
@@ -384,7 +384,7 @@ bool Rows::any_reserved(const uint32_t* slots, size_t n) {
 uint64_t Rows::count() {
   if (!hashed_) return capacity();
   Lock lock(places_.mu);
-  return places_.existing() + (far_ ? far_->away() : 0);
+  return places_.existing() + (far_ ? far_->away(places_) : 0);
 }
 
 size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {

@@ -143,8 +143,7 @@ struct World {
 
   Schedule& schedule;
   CommitParts parts;
-  StepGate gate{{parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations,
-                 parts.pending, parts.pacing, parts.tables, parts.flusher},
+  StepGate gate{{parts.config, parts.state, parts.workers, parts.declarations, parts.flusher},
                 {[](uint64_t) { return false; }, [](uint64_t) { return false; },
                  [] { return false; }}};
   const TableRef table;

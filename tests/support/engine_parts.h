@@ -13,8 +13,9 @@
 namespace frugal {
 
 struct EngineParts {
-  explicit EngineParts(uint32_t world_size = 1) : ranks(world_size) {
-    config.world_size = world_size;
+  explicit EngineParts(uint32_t world_size = 1, int32_t flush_mode = FRUGAL_FLUSH_AUTO)
+      : state((config.world_size = world_size, config.flush_mode = flush_mode, config), 2,
+              counters) {
     optimizer.lr = 1;
   }
   // Rows begin as zeros.
@@ -80,20 +81,23 @@ struct EngineParts {
   BufferPool pool;
   frugal_config config = FRUGAL_CONFIG_INIT;
   frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
-  Counters counters;
-  Trace trace;
-  Mutex mu;
-  PendingBytes pending{uint64_t{1} << 30, &counters.pending_bytes_peak};
-  Workers workers{0, {[] { return false; }, [] { return false; }, [] {}}, &trace};
-  Ranks ranks;
-  Tables tables{config, mu, ranks};
-  Flusher flusher{mu, tables, ranks, workers, counters, trace};
+  Meters meters;
+  Counters& counters = meters.counters;
+  Workers workers{0, {[] { return false; }, [] { return false; }, [] {}}, &meters.trace};
+  ControlState state;
+  ControlMutex& mu = state.mu;
+  Ranks& ranks = state.ranks;
+  Tables& tables = state.tables;
+  StepRecords& records = state.records;
+  Phase& phase = state.phase;
+  PendingBytes& pending = state.pending;
+  Flusher flusher{state, workers, meters};
 };
 
 // And what commits their steps, or undoes them.
 struct CommitParts : EngineParts {
   explicit CommitParts(uint32_t world_size, int32_t flush_mode)
-      : EngineParts(world_size), pacing((config.flush_mode = flush_mode, config), 2) {
+      : EngineParts(world_size, flush_mode) {
     EXPECT_OK(memory.open(false, false));
   }
   // The rank ends the step that it is inside of, having pushed that.
@@ -129,16 +133,10 @@ struct CommitParts : EngineParts {
   }
 
   EngineMemory memory{UINT64_MAX};
-  StepRecords records;
-  Phase phase;
   Declarations declarations;
-  Pacing pacing;
-  std::shared_ptr<Ledger> ledger;
-  std::atomic<bool> closed{false};
-  Committer committer{mu,      ranks,   records, phase,  tables, declarations, pending, flusher,
-                      workers, pacing,  memory,  ledger, closed, counters,     trace};
-  Aborter aborter{mu,           ranks,   records,  phase, committer,
-                  declarations, workers, counters, trace};
+  std::atomic<bool>& closed = state.closed;
+  Committer committer{state, declarations, flusher, workers, memory, meters};
+  Aborter aborter{state, committer, declarations, workers, meters};
 };
 
 }  // namespace frugal

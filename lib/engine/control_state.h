@@ -1,0 +1,33 @@
+// What an engine's mutex guards: who is there, what is known of steps, which tables there are, and
+// what runs beside what. The mode, and what is pending, are looked at without it, too.
+#pragma once
+#include <atomic>
+
+#include "engine/control.h"
+#include "engine/counters.h"
+#include "engine/pacing.h"
+#include "engine/pending.h"
+#include "engine/phase.h"
+#include "engine/ranks.h"
+#include "engine/step_records.h"
+#include "engine/tables.h"
+
+namespace frugal {
+
+struct ControlState {
+  // `config` is what the engine makes of it, as long as it lives.
+  ControlState(const frugal_config& config, uint32_t cpus, Counters& counters)
+      : pending(config.pending_bytes, &counters.pending_bytes_peak), pacing(config, cpus),
+        ranks(config.world_size), tables(config, mu, ranks) {}
+
+  ControlMutex mu;
+  std::atomic<bool> closed{false};  // calls end, and no step is committed any more
+  PendingBytes pending;  // updates end before it
+  Pacing pacing;
+  Ranks ranks;
+  Tables tables;
+  Phase phase;
+  StepRecords records;
+};
+
+}  // namespace frugal
