@@ -426,7 +426,7 @@ class Steps:
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self.trials: Dict[Any, Any] = {}  # what Lookaheads have found about the loop of now
         self._interrupted = False
-        self._told_of_wait = False
+        self._told_of_wait = self._told_of_part = False
         self.muted: Optional[bool] = None  # in `muting`: whether another rank writes for this one
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
@@ -829,6 +829,16 @@ class Steps:
                 f" end their step ({message}): make such calls, as load_state_dict(), where no rank is between its forward"
                 " and its step(), behind a torch.distributed.barrier()",
                 stacklevel=2,
+            )
+
+    def tell_of_part(self, name: str) -> None:
+        """One warning, where somebody may take a gradient of this rank for that of all ranks."""
+        if not self._told_of_part and _ranks.are_told(self.rank, self.world_size):
+            self._told_of_part = True
+            warnings.warn(
+                f"table {name!r}: weight.grad has the gradients of rank {self.rank} alone. Those of DistributedDataParallel are means"
+                " over all ranks, which the engine makes in the step",
+                stacklevel=4,
             )
 
     def _abort(self) -> None:

@@ -260,6 +260,7 @@ class Weight(torch.Tensor):
         if gradient is None:
             return None
         self._table.grad_read_at = self._table.steps.writes
+        self._table.steps.tell_of_part(self._table.name)
         return _copy_of(*_GradSource(self, gradient).both())
 
     @grad.setter
