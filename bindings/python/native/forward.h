@@ -100,9 +100,10 @@ inline bool shows_all(const at::Tensor& grad) {
 }
 
 struct Backward : torch::autograd::Node {
-  Backward(torch::autograd::edge_list&& edges, Forward* of, const at::Tensor& keys,
+  // `own`: nobody else has the keys.
+  Backward(torch::autograd::edge_list&& edges, Forward* of, const at::Tensor& keys, bool own,
            const at::Tensor& ends)
-      : Node(std::move(edges)), of(of), keys(keys), ends(ends), version(keys._version()) {
+      : Node(std::move(edges)), of(of), keys(keys), ends(ends), version(keys._version()), own(own) {
     Py_INCREF(of);
   }
   ~Backward() override {
@@ -129,6 +130,7 @@ struct Backward : torch::autograd::Node {
   Forward* const of;
   at::Tensor keys, ends;
   const uint32_t version;  // of keys
+  const bool own;
   bool freed = false;
   mutable std::shared_ptr<Node> addition;
 };
@@ -162,8 +164,11 @@ inline bool Backward::hold(const at::Tensor& grad, bool shared) const {
   if (integer(get(of->steps, names.world_size)) != 1) return false;
   if (!hooks || !owner || !adding || PyObject_Size(hooks.get()) != 0 || owner.get() == Py_None)
     return false;
-  const at::Tensor kept = at::detail::empty_cpu(keys.sizes(), at::kLong);
-  std::memcpy(kept.mutable_data_ptr(), keys.const_data_ptr(), keys.nbytes());
+  at::Tensor kept = keys;
+  if (!own) {
+    kept = at::detail::empty_cpu(keys.sizes(), at::kLong);
+    std::memcpy(kept.mutable_data_ptr(), keys.const_data_ptr(), keys.nbytes());
+  }
   const Ref numbers = get(of->steps, names.backwards);
   const Ref number(numbers ? PyIter_Next(numbers.get()) : nullptr);
   const Ref tensors(PyList_New(3));
@@ -263,20 +268,25 @@ inline bool is_tensor(PyObject* object) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass;
 }
 
-inline bool is_of_keys(const at::Tensor& tensor) {
-  return is_plain(tensor) && tensor.scalar_type() == at::kLong && tensor.is_contiguous() &&
-         !tensor.is_inference();
+// Keys, or offsets, as the library takes them. Nothing, if they are not usual.
+inline at::Tensor keys_of(PyObject* object) {
+  if (!is_tensor(object)) return {};
+  const at::Tensor& tensor = tensor_of(object);
+  if (!is_plain(tensor) || !tensor.is_contiguous() || tensor.is_inference()) return {};
+  if (tensor.scalar_type() == at::kInt) return tensor.to(at::kLong);
+  return tensor.scalar_type() == at::kLong ? tensor : at::Tensor();
 }
 
-// Whether the module is as it was made, and trains rows.
-inline bool is_usual(const Forward& self, PyObject* module) {
+// Whether the module is as it was made, and trains rows. `has_last`: its offsets end with the number
+// of keys.
+inline bool is_usual(const Forward& self, PyObject* module, bool* has_last) {
   const Ref dict(PyObject_GenericGetDict(module, nullptr));
   if (!dict || !is_off(dict.get(), names._instead, true) ||
       !is_off(dict.get(), names.max_norm, false) ||
       !is_off(dict.get(), names.scale_grad_by_freq, false) ||
-      in(dict.get(), names._lookup) != self.lookup ||
-      (self.bags && !is_off(dict.get(), names.include_last_offset, false)))
+      in(dict.get(), names._lookup) != self.lookup)
     return false;
+  *has_last = self.bags && !is_off(dict.get(), names.include_last_offset, false);
   PyObject* parameters = in(dict.get(), names._parameters);
   if (!parameters || !PyDict_Check(parameters) || in(parameters, self.first) != self.anchor)
     return false;
@@ -354,15 +364,15 @@ inline at::Tensor look_up(Forward& self, frugal_op& op, at::IntArrayRef shape) {
   return {};
 }
 
-// Offsets with the last, which is the number of keys, of bags that begin there.
-inline at::Tensor ends_of(Forward& self, const at::Tensor& begins, int64_t count) {
-  const int64_t bags = begins.numel();
+// Offsets with the last, which is the number of keys, of so many bags that begin there.
+inline at::Tensor ends_of(Forward& self, const at::Tensor& begins, int64_t bags, int64_t count) {
+  const size_t bytes = sizeof(int64_t) * static_cast<size_t>(bags);
   at::Tensor ends = self.ends;
   if (!ends.defined() || ends.numel() != bags + 1 ||
       ends.const_data_ptr<int64_t>()[bags] != count ||
-      std::memcmp(ends.const_data_ptr(), begins.const_data_ptr(), begins.nbytes()) != 0) {
+      std::memcmp(ends.const_data_ptr(), begins.const_data_ptr(), bytes) != 0) {
     ends = at::detail::empty_cpu({bags + 1}, at::kLong);
-    std::memcpy(ends.mutable_data_ptr(), begins.const_data_ptr(), begins.nbytes());
+    std::memcpy(ends.mutable_data_ptr(), begins.const_data_ptr(), bytes);
     ends.mutable_data_ptr<int64_t>()[bags] = count;
     self.ends = ends;
     self.length = -1;
@@ -383,19 +393,22 @@ inline at::Tensor ends_of(Forward& self, int64_t bags, int64_t length) {
 }
 
 inline PyObject* forward(Forward& self, PyObject* module, PyObject* input, PyObject* offsets) {
-  if (!is_recording() || !is_tensor(input) || !is_usual(self, module)) return not_usual();
-  const at::Tensor& keys = tensor_of(input);
-  if (!is_of_keys(keys)) return not_usual();
+  bool has_last = false;
+  if (!is_recording() || !is_usual(self, module, &has_last)) return not_usual();
+  const at::Tensor keys = keys_of(input);
+  if (!keys.defined()) return not_usual();
   c10::SmallVector<int64_t, 5> shape;
   at::Tensor ends;
   if (self.bags) {
     if (keys.dim() == 2 && offsets == Py_None) {
       ends = ends_of(self, keys.size(0), keys.size(1));
     } else {
-      if (keys.dim() != 1 || !is_tensor(offsets)) return not_usual();
-      const at::Tensor& begins = tensor_of(offsets);
-      if (!is_of_keys(begins) || begins.dim() != 1 || begins.numel() == 0) return not_usual();
-      ends = ends_of(self, begins, keys.numel());
+      const at::Tensor begins = keys_of(offsets);
+      if (keys.dim() != 1 || !begins.defined() || begins.dim() != 1) return not_usual();
+      const int64_t bags = begins.numel() - has_last;
+      if (bags <= 0) return not_usual();
+      if (has_last && begins.const_data_ptr<int64_t>()[bags] != keys.numel()) return not_usual();
+      ends = ends_of(self, begins, bags, keys.numel());
     }
     shape.push_back(ends.numel() - 1);
   } else {
@@ -428,7 +441,8 @@ inline PyObject* forward(Forward& self, PyObject* module, PyObject* input, PyObj
   at::Tensor out = look_up(self, op, shape);
   if (!out.defined()) return not_usual();
   const std::shared_ptr<Backward> node(
-      new Backward(torch::autograd::collect_next_edges(tensor_of(self.anchor)), &self, keys, ends),
+      new Backward(torch::autograd::collect_next_edges(tensor_of(self.anchor)), &self, keys,
+                   !keys.is_same(tensor_of(input)), ends),
       torch::autograd::deleteNode);
   torch::autograd::set_history(out, node);
   return THPVariable_Wrap(std::move(out));

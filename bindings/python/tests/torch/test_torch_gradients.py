@@ -129,8 +129,8 @@ VALUES: Dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("use", list(VALUES))
 def test_what_a_gradient_gives(trainer: frugal.Trainer, use: str) -> None:
     expected = VALUES[use](modules(torch.nn.Embedding)[0])
-    got = VALUES[use](modules(lambda *shape: ft.Embedding(*shape, trainer=trainer))[0])
-    torch.testing.assert_close(got.clone(), expected.clone())
+    module = modules(lambda *shape: ft.Embedding(*shape, trainer=trainer))[0]
+    torch.testing.assert_close(VALUES[use](module).clone(), expected.clone())
 
 
 def _ema(module: Any) -> Any:
@@ -227,5 +227,6 @@ def test_a_gradient_whose_modules_are_gone(trainer: frugal.Trainer) -> None:
 def test_the_memory_of_a_gradient_has_no_numbers(trainer: frugal.Trainer) -> None:
     """PyTorch takes the memory without a call of anything here."""
     other = torch.ones(ROWS, DIM)
-    other.data = grad(modules(lambda *shape: ft.Embedding(*shape, trainer=trainer))[0])
+    module = modules(lambda *shape: ft.Embedding(*shape, trainer=trainer))[0]
+    other.data = grad(module)
     assert bool(torch.isnan(other.sum()))

@@ -120,6 +120,33 @@ OPTIMIZERS: Dict[str, Callable[[List[Any]], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("last", [False, True])
+def test_forms_of_keys_and_offsets(told: Callable[[Story], List[Any]], dtype: torch.dtype, last: bool) -> None:
+    """A caller may write to keys and offsets after the forward where they have been converted."""
+
+    def story(side: Side) -> List[Any]:
+        bags, rows = side.bags(mode="mean", include_last_offset=last), side.embedding()
+        optimizer = torch.optim.Adagrad([*bags.parameters(), *rows.parameters()], lr=0.3)
+        seen: List[Any] = []
+        for _ in range(6):
+            keys, offsets = bag_inputs()
+            if last:
+                offsets = torch.cat([offsets, torch.tensor([keys.numel()])])
+            keys, offsets = keys.to(dtype), offsets.to(dtype)
+            outs = [by(side, bags(keys, offsets)), by(side, bags(keys.view(4, 6))), by(side, rows(keys))]
+            if dtype != torch.int64:
+                keys.zero_()
+                offsets.zero_()
+            sum(out.square().mean() for out in outs).backward()
+            seen += [out.detach() for out in outs]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, bags.weight.detach().clone(), rows.weight.detach().clone()]
+
+    told(story)
+
+
 @pytest.mark.filterwarnings("ignore:.*a frugal table's row changes in the steps")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -386,10 +413,15 @@ def test_python_does_what_is_not_usual(trainer: frugal.Trainer) -> None:
             torch.set_default_device(None)
     with torch.device("cpu"):
         assert not left()
-    assert module(keys.int(), offsets).grad_fn.name() != NODE
+    assert module(keys.int(), offsets.int()).grad_fn.name() == NODE
+    assert module(keys.short(), offsets).grad_fn.name() != NODE
     assert module(keys.view(4, 6).t()).grad_fn.name() != NODE
     module.include_last_offset = True
-    assert left()
+    assert left()  # the last is not the number of keys
+    assert module(keys, torch.cat([offsets, torch.tensor([keys.numel()])])).grad_fn.name() == NODE
+    with pytest.raises(ValueError, match="number for each bag and one more"):
+        module(keys, offsets[:0])
+    assert module(keys[:0], offsets[:1]).shape == (0, DIM)
     module.include_last_offset = False
     module.scale_grad_by_freq = True
     assert left()

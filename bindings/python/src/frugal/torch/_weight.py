@@ -38,7 +38,8 @@ def write(table: Table, source: torch.Tensor) -> None:
         )
     if isinstance(source, Weight):
         source = source.read()
-    _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
+    with table.steps.written(table.name):
+        _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
 
 
 def of_table(table: Table) -> "Weight":
