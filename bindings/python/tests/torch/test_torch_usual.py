@@ -138,7 +138,7 @@ def test_forms_of_keys_and_offsets(told: Callable[[Story], List[Any]], dtype: to
             if dtype != torch.int64:
                 keys.zero_()
                 offsets.zero_()
-            sum(out.square().mean() for out in outs).backward()
+            torch.stack([out.square().mean() for out in outs]).sum().backward()
             seen += [out.detach() for out in outs]
             optimizer.step()
             optimizer.zero_grad()
