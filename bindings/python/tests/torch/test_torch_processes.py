@@ -177,10 +177,11 @@ def scale_view():
 def set_rows():
     table.weight[torch.tensor([0, 7])] = 0.25
 def refused():
-    try:
-        table.weight.copy_(torch.ones(3, 4))
-    except RuntimeError:
-        pass
+    for write in (lambda: table.weight.copy_(torch.ones(3, 4)), lambda: table.weight.add_(torch.ones(5))):
+        try:
+            write()
+        except RuntimeError as error:
+            assert "expand" in str(error) or "must match the size" in str(error), error
 parameter = next(table.parameters())
 writes = [
     lambda: table.weight.mul_(0.5), lambda: table.weight.data.add_(1.0), normalize, scale_rows, scale_view, set_rows, refused,

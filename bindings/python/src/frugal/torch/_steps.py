@@ -17,7 +17,8 @@ import time
 import warnings
 import weakref
 from typing import (
-    Any, Callable, Collection, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar,
+    Any, Callable, Collection, ContextManager, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple,
+    TypeVar,
 )  # fmt: skip
 
 import torch
@@ -774,11 +775,14 @@ class Steps:
                     with _ranks.in_turn(what, self.rank, self.world_size):
                         yield
                     return
+                # Where it fails here, rank 0 fails, too: what is raised here says why.
+                failed: ContextManager[None] = contextlib.suppress(RuntimeError)
                 try:
                     yield
+                    failed = contextlib.nullcontext()
                 finally:
                     _ranks.meet(f"{what}, read", self.world_size, tell)
-                    with _ranks.in_turn(what, self.rank, self.world_size):
+                    with failed, _ranks.in_turn(what, self.rank, self.world_size):
                         pass
 
     @contextlib.contextmanager
