@@ -33,15 +33,15 @@ uint64_t ticks() { return 0; }
 // The kernel takes a counter for its clock if it runs evenly and alike on all processors.
 bool is_kernel_clock() {
   char name[32] = {};
-  const int file =
-      open("/sys/devices/system/clocksource/clocksource0/current_clocksource", O_RDONLY | O_CLOEXEC);
+  const int file = open("/sys/devices/system/clocksource/clocksource0/current_clocksource",
+                        O_RDONLY | O_CLOEXEC);
   if (file < 0) return false;
   const ssize_t size = read(file, name, sizeof name);
   close(file);
   return size > 0 && std::string_view(name, static_cast<size_t>(size)).starts_with(kSource);
 }
 
-constexpr uint64_t kLongest = 2'000;      // ns between two clocks that are read together
+constexpr uint64_t kLongest = 2'000;        // ns between two clocks that are read together
 constexpr uint64_t kMeasured = 20'000'000;  // ns by which the counter's rate is measured
 
 struct Both {

@@ -191,8 +191,8 @@ void Engine::host_rows(const Table& table, RowSource* from) const {
 // --- A step's calls ------------------------------------------------------------------------------
 
 Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const OpNumbers* numbers)
-    : StepView(engine, t, engine, engine.memory_.pool, engine.memory_.pinned, true), engine_(engine),
-      t_(t), span_(span), numbers_(numbers) {}
+    : StepView(engine, t, engine, engine.memory_.pool, engine.memory_.pinned, true),
+      engine_(engine), t_(t), span_(span), numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
   t_.call_mu.assert_held();

@@ -85,11 +85,12 @@ struct AnyTrainer : HeapObject {
   std::atomic<bool> closing{false};
   uint64_t step = kNoStep;    // begun last
   // Of the step that it is inside of, with call_mu held:
-  Vector<StepPart> parts GUARDED_BY(call_mu);     // declared; then those that an attached trainer has asked for
-  size_t next_part GUARDED_BY(call_mu) = 0;       // the one that was found last
+  // What is declared; then what an attached trainer has asked for.
+  Vector<StepPart> parts GUARDED_BY(call_mu);
+  size_t next_part GUARDED_BY(call_mu) = 0;  // the one that was found last
   Map<const AnyTable*, PushState> pushes GUARDED_BY(call_mu);
   Vector<std::shared_ptr<Buffer>> lent GUARDED_BY(call_mu);
-  Vector<Access> accesses GUARDED_BY(call_mu);    // of a call; empty between calls
+  Vector<Access> accesses GUARDED_BY(call_mu);  // of a call; empty between calls
 };
 using AnyTrainerRef = std::shared_ptr<AnyTrainer>;
 

@@ -97,7 +97,7 @@ def is_shared(table: "Table") -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The element of all gradients: who takes their memory, as other.data = p.grad does, finds a NaN and no gradient."""
+    """The element of all gradients. Who takes their memory, as other.data = p.grad does, finds a NaN in it."""
     return torch.full(SHAPE, math.nan, dtype=dtype, device=device)
 
 
@@ -383,8 +383,7 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
 
 
 class Shown(Gradient):
-    """What detach() and data of a gradient give: its values, until data of the gradient is assigned, and from then on those
-    of before."""
+    """What detach() and data of a gradient give: its values, and those of before once the gradient's data is assigned."""
 
     shows: Optional[Gradient]  # None: it has values of its own
 

@@ -112,7 +112,9 @@ class Table:
     def anchor(self) -> Anchor:
         anchor = self.held_anchor()
         if anchor is None:  # modules, weights and parameters hold it; gradients do not
-            raise RuntimeError(f"table {self.name!r} went with the last of its modules: keep a module as long as its gradient")
+            raise RuntimeError(
+                f"table {self.name!r} went with the last of its modules: keep a module as long as its gradient"
+            )
         return anchor
 
     def make_anchor(self, dtype: torch.dtype, requires_grad: bool, device: torch.device) -> Anchor:
@@ -756,8 +758,8 @@ class Steps:
 
     @contextlib.contextmanager
     def once(self, what: str, has: str, advice: str) -> Iterator[None]:
-        """A block that all ranks of torch.distributed enter, and in which rank 0 writes for all. Before, each of them ends a step,
-        empty: what they push comes in the one after it."""
+        """A block that all ranks of torch.distributed enter, and in which rank 0 writes for all. Before it each of them
+        ends a step, empty: what they push comes in the one after it."""
 
         def tell() -> None:
             warnings.warn(
@@ -796,8 +798,8 @@ class Steps:
 
     @contextlib.contextmanager
     def written(self, name: str) -> Iterator[None]:
-        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write: here rank 0 does it for them,
-        when all have come. Before the first step it does not wait for the others, as it may give them what it has."""
+        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it for
+        them, when all have come; before the first step it waits for nobody, as it may give the others what it has."""
         with self.lock:
             if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
                 yield
@@ -840,8 +842,8 @@ class Steps:
         if not self._told_of_part and _ranks.are_told(self.rank, self.world_size):
             self._told_of_part = True
             warnings.warn(
-                f"table {name!r}: weight.grad has the gradients of rank {self.rank} alone. Those of DistributedDataParallel are means"
-                " over all ranks, which the engine makes in the step",
+                f"table {name!r}: weight.grad has the gradients of rank {self.rank} alone. Those of"
+                " DistributedDataParallel are means over all ranks, which the engine makes in the step",
                 stacklevel=4,
             )
 
