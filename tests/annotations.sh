@@ -1,6 +1,6 @@
 #!/bin/sh
-# What locks guard (lib/base/annotations.h) is touched with them held: clang says so of each source. It reads many of
-# them as one file, since most of its time is for headers.
+# What locks guard (lib/base/annotations.h) is touched with them held: clang says so of each source.
+# It reads many of them as one file, since most of its time is for headers.
 #
 #   annotations.sh ROOT CLANG++ [OPTIONS...]
 root=$1 clang=$2
@@ -41,8 +41,8 @@ if [ "$errors" -ne 7 ]; then
   exit 1
 fi
 
-# All sources but those of kernels, and of what stands in for the control plane: as three files, in none of which two
-# sources have names of their own in common.
+# All sources but those of kernels, and of what stands in for the control plane: as three files, in
+# none of which two sources have names of their own in common.
 for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name control_none.cpp | sort); do
   case $source in
     */flush/* | */control_client.cpp) file=third ;;

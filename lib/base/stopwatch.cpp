@@ -61,7 +61,7 @@ struct Counter {
 
   uint64_t measure() {
     Both now;
-    if (usable && read_both(&now) && now.ns - began.ns >= kMeasured)
+    if (read_both(&now) && now.ns - began.ns >= kMeasured)
       ns_per_tick.store(static_cast<double>(now.ns - began.ns) /
                             static_cast<double>(now.ticks - began.ticks),
                         std::memory_order_relaxed);

@@ -128,7 +128,7 @@ bool Declarations::take_out(const Share& share) {
     for (size_t i = 0; i < b->parts.size(); ++i) {
       Part& p = *b->parts[i];
       unlink(*b, i);
-      // In this section: who counts holders finds them among the parts, or has them let go already.
+      // In this section: who counts holders finds them among the parts, or has them let go.
       if (p.resolved()) p.let_go(b->tables[i]->rows);
       count(s, p, -1u);
       if (!p.resolved()) p.state.store(Part::kDropped);

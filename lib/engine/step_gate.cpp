@@ -39,8 +39,10 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](Pass& p) REQUIRES(control) {
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
          const bool links =
-             (of_.state.pacing.deferred() || of_.state.ranks.caches_exist()) && of_.config.staleness < kRing;
-         p.declared = of_.declarations.unready(p.step, links ? of_.state.ranks.to_commit() : kNoStep);
+             (of_.state.pacing.deferred() || of_.state.ranks.caches_exist()) &&
+             of_.config.staleness < kRing;
+         p.declared =
+             of_.declarations.unready(p.step, links ? of_.state.ranks.to_commit() : kNoStep);
          return p.declared == kNoStep;
        },
        [](const Pass& p) {
@@ -68,7 +70,8 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
   add({waited_for(WaitedFor::kPending),
        [this](Pass& p) REQUIRES(control) {
-         p.table = of_.state.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
+         p.table = of_.state.tables.first_pending(
+             [&](Window& w) { return w.pending_until(p.step); });
          const bool none = p.table == of_.state.tables.size();
          if (!none && !p.in_flight)
            p.in_flight = of_.state.tables[p.table]->window.in_flight_until(p.step);

@@ -95,7 +95,8 @@ void Engine::shutdown() {
     reapers.swap(reapers_);
   }
   for (Thread& r : reapers) r.join();
-  // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice it.
+  // Calls that are under way write rows, too, and put what they have claimed back into queues: they
+  // notice it.
   each_trainer([](Trainer& t) { Lock call(t.call_mu); });
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
