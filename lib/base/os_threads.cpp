@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <new>
 
 #include "base/os.h"
@@ -31,6 +33,14 @@ uint64_t now_ns() {
   if (Scheduler* s = this_scheduler) return s->now();
 #endif
   return clock_ns(CLOCK_MONOTONIC);
+}
+bool os_clock_is(const char* counter) {
+  FILE* f = std::fopen("/sys/devices/system/clocksource/clocksource0/current_clocksource", "re");
+  if (!f) return false;
+  char name[64] = {};
+  const bool is = std::fscanf(f, "%63s", name) == 1 && std::strcmp(name, counter) == 0;
+  std::fclose(f);
+  return is;
 }
 uint64_t after_ns(uint64_t ns) {
   const uint64_t now = now_ns();

@@ -1,10 +1,6 @@
 #include "base/stopwatch.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <string_view>
 #if defined(__x86_64__)
 #include <x86intrin.h>
 #endif
@@ -16,30 +12,19 @@ namespace frugal {
 namespace {
 
 #if defined(__x86_64__)
-constexpr std::string_view kSource = "tsc";
+constexpr const char* kSource = "tsc";
 uint64_t ticks() { return __rdtsc(); }
 #elif defined(__aarch64__)
-constexpr std::string_view kSource = "arch_sys_counter";
+constexpr const char* kSource = "arch_sys_counter";
 uint64_t ticks() {
   uint64_t found;
   asm volatile("mrs %0, cntvct_el0" : "=r"(found));
   return found;
 }
 #else
-constexpr std::string_view kSource = "none";
+constexpr const char* kSource = "none";
 uint64_t ticks() { return 0; }
 #endif
-
-// The kernel takes a counter for its clock if it runs evenly and alike on all processors.
-bool is_kernel_clock() {
-  char name[32] = {};
-  const int file = open("/sys/devices/system/clocksource/clocksource0/current_clocksource",
-                        O_RDONLY | O_CLOEXEC);
-  if (file < 0) return false;
-  const ssize_t size = read(file, name, sizeof name);
-  close(file);
-  return size > 0 && std::string_view(name, static_cast<size_t>(size)).starts_with(kSource);
-}
 
 constexpr uint64_t kLongest = 2'000;        // ns between two clocks that are read together
 constexpr uint64_t kMeasured = 20'000'000;  // ns by which the counter's rate is measured
@@ -56,7 +41,7 @@ bool read_both(Both* out) {
 
 struct Counter {
   Both began{};
-  bool usable = is_kernel_clock() && read_both(&began);
+  bool usable = os_clock_is(kSource) && read_both(&began);
   std::atomic<double> ns_per_tick{0};  // 0: it is not known yet
 
   uint64_t measure() {

@@ -195,6 +195,10 @@ class Table:
             finally:
                 self.counts = before
 
+    def by_all(self) -> ContextManager[None]:
+        """For a write to weight, which all ranks make."""
+        return self.steps.written(self.name)
+
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
         each of the others' steps."""

@@ -38,7 +38,7 @@ def write(table: Table, source: torch.Tensor) -> None:
         )
     if isinstance(source, Weight):
         source = source.read()
-    with table.steps.written(table.name):
+    with table.by_all():
         _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
 
 
@@ -232,7 +232,7 @@ class Weight(torch.Tensor):
         if self._at is not None:
             self.copy_(value)
             return
-        with self._table.steps.written(self._table.name), self._table.uncounted(True):
+        with self._table.by_all(), self._table.uncounted(True):
             # As in PyTorch, who has the data of before has the rows of before.
             shown = [weight for reference in list(self._table.shown) if (weight := reference()) is not None]
             if shown:
@@ -435,7 +435,7 @@ class Weight(torch.Tensor):
         self._check_written()
         if isinstance(value, torch.Tensor):
             value = value.detach().to(device="cpu", dtype=torch.float32)
-        with self._table.steps.written(self._table.name), self._table.steps.still(), torch.no_grad():
+        with self._table.by_all(), self._table.steps.still(), torch.no_grad():
             found = self._places(index)
             if found is None:
                 rows = self.read().to(device="cpu", dtype=torch.float32)
@@ -585,14 +585,14 @@ class Weight(torch.Tensor):
         if isinstance(source, (Weight, _Part)):
             source = source.read() if isinstance(source, Weight) else source.plain()
         source = torch.as_tensor(source).detach().to("cpu").expand(self.shape)
-        with self._table.steps.written(self._table.name):
+        with self._table.by_all():
             self.change(lambda rows, part: rows.copy_(source[part]))
         return self
 
     def _become(self, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
         """Functions with the weight as `out`."""
         self._check_written()
-        with self._table.steps.written(self._table.name), self._table.steps.still(), torch.no_grad():
+        with self._table.by_all(), self._table.steps.still(), torch.no_grad():
             rows = self.read().to(device="cpu", dtype=torch.float32)
             func(*_here(args), out=rows, **dict(zip(kwargs, _here(tuple(kwargs.values())))))
             if tuple(rows.shape) != tuple(self.shape):
@@ -602,7 +602,7 @@ class Weight(torch.Tensor):
 
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
         """Functions of torch.nn.init. What they draw are the numbers that a tensor of this dtype would get, on this device."""
-        with self._table.steps.written(self._table.name), torch.no_grad():
+        with self._table.by_all(), torch.no_grad():
             self.change(_drawn(func, kwargs, tuple(self.shape), self.dtype, self.device), True)
         return self
 
@@ -615,7 +615,7 @@ class Weight(torch.Tensor):
         if name not in _ELEMENTWISE or any(value.numel() > 1 or isinstance(value, Gradient) for value in values):
             _change_whole(func, name, (self, *args), kwargs)
         else:
-            with self._table.steps.written(self._table.name):
+            with self._table.by_all():
                 self.change(lambda rows, part: func(rows, *args, **kwargs), True)
         return self
 
@@ -882,7 +882,7 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
     for weight in weights:
         weight._check_written()
     table = weights[0]._table
-    with table.steps.written(table.name), table.steps.still(), torch.no_grad():
+    with table.by_all(), table.steps.still(), torch.no_grad():
         rows = {id(weight): weight.read().to(device="cpu", dtype=torch.float32) for weight in weights}
         targets = [rows.get(id(value), value) for value in flat(args[:1])]
         first = targets if isinstance(args[0], (list, tuple)) else targets[0]
@@ -1080,7 +1080,7 @@ class _Part(torch.Tensor):
             if getattr(func, "__module__", "") == "torch.nn.init":
                 stack.enter_context(torch.no_grad())
             for source in written:  # what is read, changed and written is one thing for other threads
-                stack.enter_context(source.table.steps.written(source.table.name))
+                stack.enter_context(source.table.by_all())
                 stack.enter_context(source.table.steps.still())
             for source in sources:
                 source.before(source in written)
