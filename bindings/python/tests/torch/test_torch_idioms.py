@@ -502,12 +502,18 @@ def test_functions_that_write_to_a_later_argument_write_rows(pair: Pair, form: s
         assert torch.equal(torch.relu(pair[0].weight), torch.relu(snapshot(pair[0])))
 
 
-def test_hooks_of_a_weight_are_refused(pair: Pair) -> None:
-    weight = pair[0].weight
-    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
-        with pytest.raises(NotImplementedError, match="would not be called"):
-            register(lambda grad: None)
+def test_hooks_of_a_weight_are_called(pair: Pair) -> None:
     for module in pair:
+        called: List[torch.Tensor] = []
+        handles = [
+            module.weight.register_hook(lambda grad, called=called: called.append(grad.sum())),
+            module.weight.register_post_accumulate_grad_hook(lambda p, called=called: called.append(p.grad.sum())),
+        ]
+        backward(module)
+        assert len(called) == 2 and called[0] == called[1] == module.weight.grad.sum()
+        for handle in handles:
+            handle.remove()
+        module.zero_grad()
         module.weight.retain_grad()  # of a leaf
         backward(module)
         del module.weight.grad

@@ -357,8 +357,11 @@ def test_what_a_weight_is(pair: Pair) -> None:
     assert repr(ours.detach()[3]) == repr(theirs.detach()[3])
     assert torch.is_tensor(ours) and bool((ours == theirs).all())
     with pytest.raises(RuntimeError, match=r"no memory.*clone\(\)"):
-        ours.data_ptr()
+        ours.data.data_ptr()
     torch.testing.assert_close(ours, theirs)
+    (parameter,) = pair[0].parameters()
+    assert ours is parameter and pair[0].weight is parameter
+    assert ours.as_subclass(torch.Tensor).sum() == theirs.sum()
 
 
 def test_a_weight_shows_rows_as_they_are(pair: Pair) -> None:
@@ -814,8 +817,9 @@ def test_hashed_tables(trainer: frugal.Trainer) -> None:
     ids = torch.tensor([5, -7, 2**60])
     optimizer = torch.optim.Adagrad(module.parameters(), lr=0.5)
     module(ids).sum().backward()
+    assert module.weight.grad is not None and module.weight.grad.sum() == 3 * DIM
     with pytest.raises(NotImplementedError, match="hashed"):
-        module.weight.grad
+        module.weight.grad.numpy()
     optimizer.step()
     saved = module.state_dict()
     assert module.weight.shape == (3, DIM) and torch.equal(module.weight, saved["weight"])
@@ -868,17 +872,23 @@ def test_a_parameter_of_a_weight_is_a_copy(trainer: frugal.Trainer) -> None:
     assert isinstance(bags.weight, torch.nn.Parameter) and not isinstance(bags.weight.data, torch.nn.Parameter)
 
 
-def test_a_tensor_that_has_taken_a_weight_for_its_data_says_what_to_do(trainer: frugal.Trainer) -> None:
+def test_a_tensor_that_has_taken_a_weight_for_its_data_is_an_error_or_no_number(trainer: frugal.Trainer) -> None:
     bags = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
-    for taken in (bags.weight, bags.weight.data):
-        head = torch.nn.Linear(DIM, ROWS, bias=False)
-        head.weight.data = taken
-        uses: List[Callable[[torch.nn.Linear], Any]] = [
-            lambda head: head(torch.ones(1, DIM)), lambda head: head.weight.detach().clone(),
-            lambda head: head.weight.data.fill_(0.0),
-        ]  # fmt: skip
-        for use in uses:
-            with pytest.raises(RuntimeError, match=r"no memory of its own.*module\.weight\.detach\(\)\.clone\(\)"):
-                use(head)
+    before = snapshot(bags)
+    head = torch.nn.Linear(DIM, ROWS, bias=False)
+    uses: List[Callable[[torch.nn.Linear], Any]] = [
+        lambda head: head(torch.ones(1, DIM)), lambda head: head.weight.detach().clone(),
+        lambda head: head.weight.data.fill_(0.0),
+    ]  # fmt: skip
+    head.weight.data = bags.weight.data
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"no memory of its own.*module\.weight\.detach\(\)\.clone\(\)"):
+            use(head)
+    head.weight.data = bags.weight  # the parameter's element
+    with pytest.raises(RuntimeError):
+        uses[0](head)
+    assert bool(uses[1](head).isnan().all())
+    uses[2](head)
+    assert torch.equal(bags.weight, before)
     head.weight.data = bags.weight.data.clone()
     assert torch.equal(head.weight, bags.weight)

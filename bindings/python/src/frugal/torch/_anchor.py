@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import SHAPE, call_with, flat, is_of_torch
+from ._computed import SHAPE, call_with, flat, is_of_torch, no_number
 from ._gradient import (
     Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
 )  # fmt: skip
@@ -45,15 +45,42 @@ def use_of(node: Any) -> int:
         return RETURNED if "leaf node" in str(error) else NOT_ASKED
 
 
+def is_of_a_parameter() -> bool:
+    """Whether torch.nn.Parameter() or Buffer() calls whoever asks."""
+    return sys._getframe(2).f_globals.get("__name__") == torch.nn.parameter.__name__
+
+
+class Copied(torch.Tensor):
+    """Of which torch.nn.Parameter() and Buffer() have a copy: they want their argument's class, and say then what it is."""
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+
+    @property
+    def _is_buffer(self) -> bool:
+        return False
+
+    @_is_buffer.setter
+    def _is_buffer(self, value: bool) -> None:
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        self._is_buffer = value
+
+
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 
 
-class Anchor(torch.nn.Parameter):
+class Anchor(Copied, torch.nn.Parameter):
     """The one element by which PyTorch knows a table. Its value means nothing: what is computed of the parameter is computed
     of the table's rows. Its dtype is that of outputs."""
 
     table: "Table"
+    sparse: bool  # whether its gradient is shown as a sparse tensor, see `module.sparse`
     _dtype: torch.dtype
     _requires_grad: bool
     seen: int  # the value's version that is known to be ours
@@ -64,13 +91,13 @@ class Anchor(torch.nn.Parameter):
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
-            data = torch.zeros(SHAPE, dtype=dtype, device=table.device)
-            anchor = super().__new__(cls, data, requires_grad)
+            anchor = super().__new__(cls, no_number(dtype, table.device), requires_grad)
         anchor._dtype, anchor._requires_grad = dtype, requires_grad
         return anchor
 
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
         self.table = table
+        self.sparse = False
         self.trainer = table.steps.trainer  # lives as long
         self.given = {}
         self.adding = threading.Lock()  # of backwards in several threads
@@ -80,13 +107,13 @@ class Anchor(torch.nn.Parameter):
         self.seen = self._version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Anchor of the table {self.table.name!r} ({self.table.capacity} x {self.table.dim})"
+        return repr(self.rows())
 
     def rows(self) -> Any:
-        """What `module.weight` is."""
-        from ._weight import of_table
+        """The rows, for a computation."""
+        from ._weight import Weight
 
-        return of_table(self.table)
+        return Weight(self.table)
 
     @classmethod
     def __torch_function__(
@@ -97,15 +124,13 @@ class Anchor(torch.nn.Parameter):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_BOTH:
-            from ._weight import Weight
-
-            if any(isinstance(value, Weight) for value in flat([*args, *kwargs.values()])):
-                return Weight.__torch_function__(func, types, args, kwargs)
+        if func is torch.autograd.grad:
+            return _grads(*args, **kwargs)
         if func in _OF_THE_ELEMENT or is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
-        return call_with(lambda value: value.rows() if isinstance(value, Anchor) else value, func, args, kwargs)
+        out = call_with(lambda value: value.rows() if isinstance(value, Anchor) else value, func, args, kwargs)
+        return _parameter_of(out)
 
     # Every step asks for these, and torch's own would ask `__torch_function__`.
 
@@ -149,7 +174,7 @@ class Anchor(torch.nn.Parameter):
         device = self.table.device
         set_grad(self, None)
         with as_itself():
-            _tensor.data.__set__(self, torch.zeros(SHAPE, dtype=dtype, device=device))
+            _tensor.data.__set__(self, no_number(dtype, device))
         self._dtype = dtype
         self.seen = self._version
         if isinstance(grad, Gradient) and grad.device != device:
@@ -169,10 +194,20 @@ class Anchor(torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         self.rows().data = value
 
+    # torch's own do not ask `__torch_function__`.
+
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return cast(torch.Tensor, self.rows().set_(*args, **kwargs))
+
+    def as_subclass(self, cls: Any) -> Any:
+        return self.rows()[...].as_subclass(cls)
+
     def detach(self) -> torch.Tensor:
         if is_of_torch():
             with as_itself():
                 return torch.Tensor.detach(self)
+        if is_of_a_parameter():
+            return cast(torch.Tensor, self.rows().copy_as(Anchor))
         return cast(torch.Tensor, self.rows().detach())
 
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
@@ -195,7 +230,7 @@ class Anchor(torch.nn.Parameter):
         if isinstance(value, Gradient) or (is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
             set_grad(self, value)
         else:
-            self.rows().grad = value
+            self.rows().take_grad(value)
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
     grad = _grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
@@ -216,10 +251,11 @@ class Anchor(torch.nn.Parameter):
     def check(self) -> None:
         """An error, if somebody has written the element: rows are as before."""
         self.seen = self._version
-        if is_distributed() and not bool(self.value.any()):
+        value = no_number(self._dtype, self.table.device)
+        if is_distributed() and torch.equal(self.value.isnan(), value.isnan()):
             return  # DistributedDataParallel sends it from rank to rank
         with torch.no_grad(), as_itself():
-            torch.Tensor.zero_(self)
+            torch.Tensor.copy_(self, value)
         self.seen = self._version
         raise NotImplementedError(
             f"table {self.table.name!r}: something has written to the memory of the parameter that stands for it, which"
@@ -391,11 +427,38 @@ _OF_THE_ELEMENT = {
         "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device", "data_ptr", "is_shared", "is_pinned",
         "__hash__", "_is_view", "backward",
     )],
-    torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.autograd.backward, torch.autograd.grad,
+    torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.autograd.backward,
 }  # fmt: skip
 
-EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left and from the right
-_OF_BOTH = {*EQUAL, torch.autograd.backward, torch.autograd.grad}
+
+def _parameter_of(out: Any) -> Any:
+    """What a function has returned that got rows in the place of a parameter, which it may have written and returned."""
+    whole = getattr(out, "is_whole", None)
+    return out.parameter() if whole is not None and whole() else out
+
+
+def _grads(
+    outputs: Any,
+    inputs: Any,
+    *more: Any,
+    allow_unused: Optional[bool] = None,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """torch.autograd.grad() where parameters of tables are among the inputs."""
+    inputs = tuple(flat([inputs]))
+    if materialize_grads and allow_unused is None:
+        allow_unused = True
+    with as_itself():
+        found = list(torch.autograd.grad(outputs, inputs, *more, allow_unused=allow_unused, **options))
+    for i, value in enumerate(inputs):
+        grad = found[i]
+        if isinstance(grad, Gradient):
+            live = grad.with_graph()
+            found[i] = grad if live is None else live
+        if grad is None and materialize_grads:
+            found[i] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
+    return tuple(found)
 
 
 def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional[Gradient]:

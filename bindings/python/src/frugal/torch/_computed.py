@@ -14,6 +14,11 @@ _aten = torch.ops.aten
 SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses parameters by their dimensions
 
 
+def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The element that stands for something. Who takes its memory, as other.data = p does, finds a NaN in it."""
+    return torch.full(SHAPE, math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
 _INPLACE = {
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__",
     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
@@ -77,6 +82,12 @@ def is_of_torch(depth: int = 2) -> bool:
     """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
     return name.startswith(_OF_TORCH)
+
+
+def is_called_by_torch() -> bool:
+    """Whether the caller's caller is a function of PyTorch's."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("torch.")
 
 
 def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:
@@ -145,6 +156,9 @@ class OfGradient(torch.Tensor):
     def tolist(self) -> Any:
         return self.values_of_all().tolist()
 
+    def as_subclass(self, cls: Any) -> Any:
+        return self.values_of_all().as_subclass(cls)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values_of_all().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -166,7 +180,7 @@ class OfGradient(torch.Tensor):
             return NotImplemented  # weights among them are written in their own way
         try:
             if func in _BY_SIZE and not is_of_torch(3):  # who calls a subclass's
-                raise NoAnswer(f"{name} of the gradient of a table: take it of module.weight.grad")
+                raise NoAnswer(f"{name} of the gradient of a table")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NoAnswer as error:
@@ -179,11 +193,13 @@ class OfGradient(torch.Tensor):
         return call_with(of_all, func, args, kwargs)
 
 
-# They look at the size of the one element before they ask for anything.
+# They look at the size or at the layout of the one element before they ask for anything.
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 _BY_SIZE = {
     *[getattr(_tensor, name) for name in (
         "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape", "flatten",
+        "coalesce", "is_coalesced", "indices", "values", "_indices", "_values", "_nnz", "sparse_dim", "dense_dim", "to_dense",
+        "sparse_mask", "__dlpack__",
     )],
     *[getattr(_tensor, name).__get__ for name in ("nbytes", "T", "mT")],
     torch.narrow, torch.reshape, torch.flatten, torch.numel, torch.Tensor.size, torch.Tensor.numel,

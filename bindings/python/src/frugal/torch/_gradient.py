@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 import torch
 
-from ._computed import REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_number, is_of_torch
+from ._computed import (
+    REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_called_by_torch, is_number, is_of_torch,
+    no_number,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ._anchor import Anchor
@@ -37,7 +40,7 @@ as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 class Held:
     """What one backward of a module delivered: the gradient of its output, and the keys of the forward."""
 
-    __slots__ = ("lookup", "tensors", "grad", "number", "version", "graph")
+    __slots__ = ("lookup", "tensors", "grad", "number", "version", "graph", "live")
 
     def __init__(self, lookup: "Lookup", tensors: Sequence[Any], grad: torch.Tensor, number: int) -> None:
         self.lookup = lookup
@@ -46,6 +49,7 @@ class Held:
         self.number = number  # backwards are pushed in their order
         self.version = grad._version
         self.graph = False  # whether PyTorch's gradients of this backward have one (create_graph=True)
+        self.live: Optional[Tuple[torch.Tensor, torch.Tensor]] = None  # keys and gradients that have it, where we know them
 
     def move(self, device: torch.device) -> None:
         """To another device, where the table's outputs are now."""
@@ -95,10 +99,8 @@ def is_shared(table: "Table") -> bool:
     return table.steps.world_size > 1 or is_distributed()
 
 
-@functools.lru_cache(maxsize=None)
-def _no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The element of all gradients. Who takes their memory, as other.data = p.grad does, finds a NaN in it."""
-    return torch.full(SHAPE, math.nan, dtype=dtype, device=device)
+# The element of all gradients.
+_element = functools.lru_cache(maxsize=None)(no_number)
 
 
 class Part:
@@ -126,7 +128,7 @@ class Gradient(OfGradient):
 
     @staticmethod
     def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
-        return torch.Tensor._make_subclass(cls, _no_number(dtype or anchor.dtype, anchor.device))
+        return torch.Tensor._make_subclass(cls, _element(dtype or anchor.dtype, anchor.device))
 
     def __init__(self, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> None:
         self.table = anchor.table
@@ -136,16 +138,49 @@ class Gradient(OfGradient):
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
         return cast(torch.Tensor, memo.setdefault(id(self), self.clone()))
 
+    # A module with sparse=True has a sparse gradient for its user. PyTorch's own, as GradScaler, take it as it is.
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self._is_sparse() and not is_called_by_torch()
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return torch.sparse_coo if self._is_sparse() and not is_called_by_torch() else torch.strided
+
+    def _is_sparse(self) -> bool:
+        anchor = self.table.held_anchor()
+        return anchor is not None and anchor.sparse and not self.table.hashed
+
     def values_of_all(self) -> torch.Tensor:
-        self.check_alone("the values")
-        return self.dense()
+        return self.whole(NoAnswer(f"table {self.table.name!r} is hashed: the gradient of its rows has no shape"), False)
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
-        if self.table.hashed or self.table.steps.world_size > 1:
+        table = self.table
+        if table.hashed or (writes and table.steps.world_size > 1):
             raise why
+        live = self.with_graph() if torch.is_grad_enabled() and not writes else None
+        if live is not None:
+            return live
         if torch.is_grad_enabled():
             self.check_graph("a computation")
-        return cast(torch.Tensor, self.table.anchor.rows().all_of(self))
+        table.grad_read_at = table.steps.writes
+        table.steps.tell_of_part(table.name)
+        if table.held_anchor() is None and not writes:  # the module is gone, and with it whose gradient this is
+            return self.dense()
+        return cast(torch.Tensor, table.anchor.rows().all_of(self))
+
+    def with_graph(self) -> Optional[torch.Tensor]:
+        """All rows, as PyTorch differentiates them, where all backwards were with create_graph=True and of computations of
+        `weight`; or None."""
+        parts = [(part.held.live, part.factor) for part in self.parts]
+        if not parts or self.clip_limit or any(live is None for live, _ in parts):
+            return None
+        out = torch.zeros(self.table.capacity, self.table.dim, dtype=self.dtype, device=self.device)
+        for live, factor in parts:
+            keys, rows = cast(Tuple[torch.Tensor, torch.Tensor], live)
+            out = out.index_add(0, keys.to(rows.device), rows if factor == 1.0 else rows * factor)
+        return out
 
     @classmethod
     def of(cls, anchor: Anchor, held: Held, features: Tuple[int, ...]) -> "Gradient":
@@ -175,7 +210,7 @@ class Gradient(OfGradient):
         set_data(self, value)
 
     def sizes(self) -> Tuple[int, ...]:
-        return SHAPE if is_of_torch(3) else tuple(self.table.anchor.rows().shape)
+        return SHAPE if is_of_torch(3) else self.table.shape
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         if self.clip_limit:
@@ -280,7 +315,7 @@ class Gradient(OfGradient):
     def check_graph(self, func: Any) -> None:
         """An error, if a computation of it would be differentiated."""
         if any(part.held.graph for part in self.parts):
-            raise NotImplementedError(
+            raise NoAnswer(
                 f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of it is not"
                 " possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
             )
@@ -675,7 +710,7 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
     if bool(last.all() if finite else last.any()) == bool(found.all() if finite else found.any()):
         return Computed(found, keys, rows, table.name, finite)
     # A factor that is no number makes one of rows without a gradient, too.
-    return torch.full(tuple(table.anchor.rows().shape), not finite, dtype=torch.bool, device=grad.device)
+    return torch.full(table.shape, not finite, dtype=torch.bool, device=grad.device)
 
 
 def _for_a_reducer(grad: Gradient) -> float:

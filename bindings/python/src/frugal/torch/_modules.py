@@ -301,6 +301,8 @@ class _Module(torch.nn.Module):
         for key in self._anchor_keys(prefix) - rows.keys():
             del destination[key]
         destination.update(rows)
+        if keep_vars:
+            destination.update((prefix + name + "weight", table.anchor) for name, table in self._tables().items())
 
     def _anchor_keys(self, prefix: str) -> Set[str]:
         return {prefix + name for name, parameter in self._parameters.items() if isinstance(parameter, Anchor)}
@@ -400,7 +402,6 @@ class _Single(_Module):
 
     _kind = ""
     _pools = False
-    _shown: Optional[Weight] = None
     _usual: Optional[Callable[..., Optional[torch.Tensor]]] = None  # see the module of that name
     num_embeddings: int
     embedding_dim: int
@@ -433,7 +434,6 @@ class _Single(_Module):
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
-        self._has_sparse = sparse
         name, alone = table.name or self._steps.name(self._kind), self._steps.world_size == 1
         size = 1 if table.trainer else self._steps.world_size
         with _ranks.in_turn(f"table {name!r}", self._trainer.rank, size) as in_turn:
@@ -446,6 +446,7 @@ class _Single(_Module):
             self._parameters = _Parameters()
             self._parameters.table = self._table.name
             self._hold_anchors(dtype, freeze, place)
+            self.sparse = sparse
             # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
             draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
             with self._steps.muting(False):
@@ -480,7 +481,7 @@ class _Single(_Module):
 
     @sparse.setter
     def sparse(self, value: bool) -> None:
-        self._has_sparse = value
+        self._has_sparse = self._anchors[0].sparse = value
 
     @property
     def weight(self) -> torch.Tensor:
@@ -492,45 +493,35 @@ class _Single(_Module):
         if sys._getframe(1).f_globals.get("__name__") in _COMPUTE_WEIGHT:
             _refuse_computed(self._table.name, "a parametrization")
         self._check_anchors()
-        shown = self._shown
-        if shown is None or not shown.is_as_now(self._has_sparse):
-            shown = Weight(self._table, self._lookup.features[0], self._has_sparse)
-            object.__setattr__(self, "_shown", shown)  # a parameter would be registered
-        return shown
+        return self._anchors[0]
 
     @weight.setter
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
-        if isinstance(value, Anchor):
-            value = value.rows()
-        if type(value) is Weight and value.is_whole() and value._table is not self._table:
-            self._share(value._table)
-            return
         anchor, requires_grad = self._anchors[0], self._anchors[0].requires_grad
+        if isinstance(value, Anchor):
+            if value is not anchor:  # as it is by weight *= 2
+                self._share(value.table)
+            return
         if isinstance(value, torch.nn.Parameter):
             requires_grad = value.requires_grad
         dtype = anchor.dtype
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
-        own = isinstance(value, Weight) and value._table is self._table and value._at is None  # as by weight *= 2
-        if not own:
-            write(self._table, value)
+        write(self._table, value)
         if dtype != anchor.dtype:
             anchor.requires_grad_(False)  # which integers cannot
             anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
         anchor.requires_grad_(requires_grad)
-        if not own:
-            self._table.tied_to(value)
-            if isinstance(value, torch.nn.Parameter):
-                self.weight.grad = value.grad  # that of before went with the parameter of before
+        self._table.tied_to(value)
+        if isinstance(value, torch.nn.Parameter):
+            anchor.grad = value.grad  # that of before went with the parameter of before
 
     def _instead(self) -> Optional[torch.Tensor]:
         """What stands in the place of the rows, as in a torch.func.functional_call, and is no table's."""
         value: Optional[torch.Tensor] = self._parameters.get("weight")
         if value is self._anchors[0]:
-            return None
-        if type(value) is Weight and value.is_whole() and value._table is self._table:
             return None
         name, shape = self._table.name, (self.num_embeddings, self.embedding_dim)
         if self._table.hashed:
@@ -565,7 +556,6 @@ class _Single(_Module):
         self._anchors = (table.make_anchor(old.dtype, old.requires_grad, old.device),)
         self._parameters[self._first] = self._anchors[0]
         cast(_Parameters, self._parameters).table = table.name
-        object.__setattr__(self, "_shown", None)
         self._make_lookup(self._pooling())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -628,11 +618,6 @@ class _Single(_Module):
         if isinstance(value, Anchor):
             return {"": value.table}
         return {} if self._instead() is not None else {"": self._table}
-
-    def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if keep_vars:
-            destination[prefix + "weight"] = self.weight
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
         if self._table.empty:

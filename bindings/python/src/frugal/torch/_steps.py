@@ -102,6 +102,14 @@ class Table:
         """The anchor, if somebody has it."""
         return None if self._anchor is None else self._anchor()
 
+    @property
+    def shape(self) -> Tuple[int, int]:
+        """Rows, of a hashed table those that there are, and columns."""
+        if not self.hashed:
+            return self.capacity, self.dim
+        with self.steps.still():
+            return self.steps.patiently(self.table.count), self.dim
+
     def is_gone(self) -> bool:
         """Whether the table went with the last of its modules, or with its engine."""
         trainer = self.steps._trainer()

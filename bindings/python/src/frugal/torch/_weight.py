@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 import torch
 
 from . import _default, _native, _state
-from ._anchor import ACCUMULATED, EQUAL, NOT_ASKED, RETURNED, Anchor, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, is_of_a_parameter, use_of
 from ._computed import (
     SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, refuse_memory, without_writes,
 )  # fmt: skip
 from ._gradient import Gradient, Held, set_data
 from ._steps import Kept, Table
-
-if TYPE_CHECKING:
-    from ._lookup import Feature
 
 _CHUNK = 65536  # rows that are held at once where a table is written
 _LEAST = 16  # and not fewer at the end: normal_() of a tensor with fewer elements draws other numbers
@@ -31,22 +28,15 @@ _HOW = (
 
 def write(table: Table, source: torch.Tensor) -> None:
     """Makes `source` the table's rows, whose optimizer state stays."""
-    if tuple(source.shape) != _shape(table):
+    if tuple(source.shape) != table.shape:
         raise ValueError(
-            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {_shape(table)}, which it keeps: make another"
+            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {table.shape}, which it keeps: make another"
             " module of the new shape, as by from_pretrained(weight, freeze=False)"
         )
     if isinstance(source, Weight):
         source = source.read()
     with table.by_all():
         _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
-
-
-def of_table(table: Table) -> "Weight":
-    """What `weight` of a module is that has the table, without the module."""
-    from ._lookup import Feature
-
-    return Weight(table, Feature(table, _native.POOL_NONE, None, 0), False)
 
 
 def _no_memory(table: Table) -> str:
@@ -56,72 +46,44 @@ def _no_memory(table: Table) -> str:
     )
 
 
-def _is_of_a_parameter() -> bool:
-    """Whether torch.nn.Parameter() or Buffer() calls whoever asks."""
-    return sys._getframe(2).f_globals.get("__name__") == torch.nn.parameter.__name__
-
-
-def _shape(table: Table) -> Tuple[int, int]:
-    if not table.hashed:
-        return table.capacity, table.dim
-    with table.steps.still():
-        return table.steps.patiently(table.table.count), table.dim
-
-
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: rows of it, at these places, of these keys; None: all. Their gradient is
-    the table's, as of a forward; that of this weight comes back for who asks for it, by torch.autograd.grad()."""
+    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's, as of
+    a forward."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: torch.Tensor,
-        weight: "Weight",
-        rows: torch.Tensor,
-        at: Optional[torch.Tensor],
-        keys: Optional[torch.Tensor],
+        ctx: Any, anchor: torch.Tensor, weight: "Weight", rows: torch.Tensor, keys: Optional[torch.Tensor]
     ) -> torch.Tensor:
-        ctx.at, ctx.shape, ctx.keys, ctx.weight = at, tuple(weight.shape), keys, weight
+        ctx.count, ctx.keys, ctx.weight = weight.shape[0], keys, weight
         # The same memory, but no view, which PyTorch would not let be written.
         return rows.new_empty(0).set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        anchor, weight = (use_of(function) for function, _ in ctx.next_functions[:2])
-        if anchor != ACCUMULATED and weight == RETURNED:
-            if ctx.at is not None:
-                rows = grad.reshape(-1, ctx.shape[1])
-                grad = grad.new_zeros(ctx.shape).index_add(0, ctx.at.reshape(-1).to(grad.device), rows)
-            return None, grad, None, None, None
-        keys = ctx.keys
+        use, keys = use_of(ctx.next_functions[0][0]), ctx.keys
         if keys is None:  # of all rows of a dense table, each of which then has a gradient, as PyTorch's dense one
-            keys = torch.arange(ctx.shape[0], dtype=torch.int64, device="cpu")
-        ctx.weight._hold(anchor, keys, grad)
+            keys = torch.arange(ctx.count, dtype=torch.int64, device="cpu")
+        ctx.weight._hold(use, keys, grad)
         # In the place of what is returned a hook puts the table's gradient, if there is something.
-        return grad.new_zeros(SHAPE) if anchor == RETURNED else None, None, None, None, None
+        return grad.new_zeros(SHAPE) if use == RETURNED else None, None, None, None
 
 
 _read: Callable[..., Any] = _Read.apply  # without types in torch
 
 
-class Weight(torch.Tensor):
+class Weight(Copied, torch.Tensor):
     """A table's rows. Nothing is read before something is computed; then what was asked for is copied."""
 
     _table: Table
-    _feature: "Feature"
-    _sparse: bool
     _at: Optional[torch.Tensor]  # which rows, None: all
     _own: Optional[bool]  # requires_grad, None: the module's
     _anchor: Anchor
-    _made: Tuple[torch.dtype, torch.device]
     _counts = True  # whether a backward of what was computed of it finds out that rows were written since
     _left: Optional[torch.Tensor] = None  # of `data`: the rows, once the table has got others by an assignment to data
 
     @staticmethod
-    def __new__(
-        cls, table: Table, feature: "Feature", sparse: bool, at: Optional[torch.Tensor] = None, detached: bool = False
-    ) -> "Weight":
-        shape = _shape(table) if at is None else (at.numel(), table.dim)
+    def __new__(cls, table: Table, at: Optional[torch.Tensor] = None, detached: bool = False) -> "Weight":
+        shape = table.shape if at is None else (at.numel(), table.dim)
         anchor = table.anchor
         requires_grad = anchor.requires_grad and not detached
         weight = torch.Tensor._make_wrapper_subclass(
@@ -131,45 +93,11 @@ class Weight(torch.Tensor):
         refuse_memory(weight, _no_memory(table))
         return weight
 
-    def __init__(
-        self, table: Table, feature: "Feature", sparse: bool, at: Optional[torch.Tensor] = None, detached: bool = False
-    ) -> None:
+    def __init__(self, table: Table, at: Optional[torch.Tensor] = None, detached: bool = False) -> None:
         self._table = table
         self._anchor = table.anchor  # the table lives as long
-        self._feature = feature
-        self._sparse = sparse
         self._at = at
         self._own = False if detached else None
-        self._made = table.anchor.dtype, table.device
-
-    @property
-    def _is_param(self) -> bool:
-        """For isinstance(weight, torch.nn.Parameter)."""
-        return self.is_whole()
-
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        self.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # see requires_grad_
-
-    @property
-    def _is_buffer(self) -> bool:
-        return False
-
-    @_is_buffer.setter
-    def _is_buffer(self, value: bool) -> None:
-        self.__class__ = torch.Tensor  # type: ignore[assignment]
-        self._is_buffer = value
-
-    def is_as_now(self, sparse: bool) -> bool:
-        """Whether a new one would be alike, but for what can be set."""
-        table = self._table
-        made = table.anchor.dtype, table.device
-        if self._sparse != sparse or self._made != made or tuple(self.shape) != _shape(table):
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            if _tensor.requires_grad.__get__(self) != self.requires_grad:
-                _tensor.requires_grad.__set__(self, self.requires_grad)
-        return True
 
     def is_whole(self) -> bool:
         """Whether it is what a module's `weight` is: all rows, not detached."""
@@ -244,41 +172,38 @@ class Weight(torch.Tensor):
 
     def _rows_of(self, gradient: Gradient) -> torch.Tensor:
         """A table's gradient as one of rows."""
-        if not self._sparse or self._table.hashed:
+        if not self._anchor.sparse or self._table.hashed:
             dense = gradient.dense()
             return dense if self._at is None else dense[self._at]
         dtype = self._table.anchor.dtype
         keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
         rows = rows.to(dtype)
         rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
-        return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
+        return torch.sparse_coo_tensor(keys[None], rows, self._table.shape, check_invariants=False)
+
+    # A detached tensor has no gradient of its own.
 
     @property
     def grad(self) -> Optional[torch.Tensor]:
-        """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
-        sparse=True, or else one of the table's shape, which is made when it is asked for."""
-        gradient = self._table.anchor.gradient()
-        if gradient is None:
-            return None
-        self._table.grad_read_at = self._table.steps.writes
-        self._table.steps.tell_of_part(self._table.name)
-        return _copy_of(*_GradSource(self, gradient).both())
+        return None if self._own is not None else self._anchor.grad
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
-        if value is None:
-            self._table.anchor.grad = None
-            return
-        if tuple(value.shape) != tuple(self.shape):
-            raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {tuple(self.shape)}")
-        if isinstance(value, _Copy) and value._source.is_all(value):
-            return  # weight.grad *= 2 has written already
-        self._check_grad_written("an assignment")
-        self._take_grad(value, True)
+        if self._own is None:
+            self._anchor.grad = value
 
     @grad.deleter
     def grad(self) -> None:
-        self._table.anchor.grad = None
+        self.grad = None
+
+    def take_grad(self, value: torch.Tensor) -> None:
+        """The table's gradient is this from now on, a tensor of a caller's."""
+        if tuple(value.shape) != tuple(self.shape):
+            raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {tuple(self.shape)}")
+        if isinstance(value, _Copy) and value._source.is_all(value):
+            return  # p.grad[3] *= 2 has written already
+        self._check_grad_written("an assignment")
+        self._take_grad(value, True)
 
     def all_of(self, gradient: Gradient) -> torch.Tensor:
         """A gradient of the table as one of all rows: who writes to it writes to the gradient."""
@@ -325,11 +250,10 @@ class Weight(torch.Tensor):
 
     def _held(self, keys: torch.Tensor, rows: torch.Tensor) -> Held:
         """Gradients of keys, as a backward would have delivered them."""
-        from ._lookup import Lookup
+        from ._lookup import Feature, Lookup
 
         steps = self._table.steps
-        feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
-        lookup = Lookup(steps, [feature], self._table.dim)
+        lookup = Lookup(steps, [Feature(self._table, _native.POOL_NONE, None, 0)], self._table.dim)
         with torch.inference_mode(False):  # a training step is going to use it
             rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
             keys = keys.clone()
@@ -341,7 +265,8 @@ class Weight(torch.Tensor):
         if use == NOT_ASKED or (use == ACCUMULATED and not anchor.requires_grad):
             return
         held = self._held(keys.reshape(-1), grad.reshape(-1, self._table.dim))
-        held.graph = torch.is_grad_enabled()  # create_graph=True
+        if torch.is_grad_enabled():  # create_graph=True
+            held.graph, held.live = True, (keys.reshape(-1), grad.reshape(-1, self._table.dim))
         if use == ACCUMULATED:
             anchor.hold(held, (0,))
         else:
@@ -366,11 +291,8 @@ class Weight(torch.Tensor):
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
-        if self._own is not None and _is_of_a_parameter():
-            leaf = self.read().requires_grad_(requires_grad)  # of its own
-            # It wants its argument's class, and says then what this is. (as_subclass() would leave more.)
-            leaf.__class__ = Weight
-            return leaf
+        if self._own is not None and is_of_a_parameter():
+            return self.copy_as(Weight, requires_grad)
         if self._own is not None and requires_grad:  # a leaf of its own, of the same rows
             source = self.source()
             with torch._C.DisableTorchFunctionSubclass():
@@ -378,8 +300,14 @@ class Weight(torch.Tensor):
         self.requires_grad = requires_grad
         return self
 
+    def copy_as(self, kind: type, requires_grad: bool = False) -> torch.Tensor:
+        """The rows as a tensor of their own, of this class, for torch.nn.Parameter() or Buffer(), which make it another."""
+        leaf = self.read().requires_grad_(requires_grad)
+        leaf.__class__ = kind  # as_subclass() would leave more
+        return leaf
+
     def detach(self) -> "Weight":
-        return Weight(self._table, self._feature, self._sparse, self._at, True)
+        return Weight(self._table, self._at, True)
 
     def retain_grad(self) -> None:
         """Does nothing, as for every leaf."""
@@ -400,10 +328,6 @@ class Weight(torch.Tensor):
             " weight.grad after backward(), or give the hook to module.parameters()"
         )
 
-    def __hash__(self) -> int:
-        # A weight and the parameter are one key: modules, optimizers and sets that have both have a table once.
-        return hash(self._anchor) if self.is_whole() else id(self)
-
     def data_ptr(self) -> NoReturn:
         raise RuntimeError(_no_memory(self._table))
 
@@ -422,7 +346,7 @@ class Weight(torch.Tensor):
         if torch.is_grad_enabled() and self.requires_grad:
             if keys is None:
                 keys = at
-            values = cast(torch.Tensor, _read(self._table.anchor, self, values, at, keys))
+            values = cast(torch.Tensor, _read(self._table.anchor, self, values, keys))
         out = values[(slice(None),) * at.dim() + rest] if rest else values
         if view:
             out = _shared(out, [_Source(self._table, keys, values, self)])
@@ -443,7 +367,7 @@ class Weight(torch.Tensor):
                 self.change(lambda some, where: some.copy_(rows[where]))
                 return
             at, rest, _ = found
-            part = Weight(self._table, self._feature, self._sparse, at.reshape(-1), True)
+            part = Weight(self._table, at.reshape(-1), True)
             part._counts = self._counts
             if self._at is not None:
                 part._at = self._at[at.reshape(-1)]
@@ -482,7 +406,7 @@ class Weight(torch.Tensor):
             keys = self._keys()
             rows = self._rows(keys)
         if torch.is_grad_enabled() and self.requires_grad:
-            rows = _read(self._table.anchor, self, rows, None, keys)
+            rows = _read(self._table.anchor, self, rows, keys)
         return _Source(self._table, keys, rows, self)
 
     def _check_written(self) -> None:
@@ -537,17 +461,6 @@ class Weight(torch.Tensor):
                 return func(*args, **kwargs)
         if any(isinstance(value, Weight) and value._left is not None for value in flat([*args, *kwargs.values()])):
             return call_with(_of_before, func, args, kwargs)
-        if func is torch.autograd.grad:
-            return _grads(*args, **kwargs)
-        if func in EQUAL and len(args) == 2 and _are_keys(*args):
-            weight, anchor = args if isinstance(args[0], Weight) else reversed(args)
-            return weight._anchor is anchor
-        if func in EQUAL and len(args) == 2 and _are_alike(*args):
-            same = args[0].read() == args[1].read()
-            return cast(torch.Tensor, same).as_subclass(_Same)
-        if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
-            inputs = [value.parameter() if isinstance(value, Weight) else value for value in flat([kwargs["inputs"]])]
-            return func(*args, **{**kwargs, "inputs": inputs})
         name = getattr(func, "__name__", "")
         target = args[0] if args else None
         init = kwargs.get("tensor")
@@ -779,36 +692,6 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _grads(
-    outputs: Any,
-    inputs: Any,
-    *,
-    allow_unused: Optional[bool] = None,
-    materialize_grads: bool = False,
-    **more: Any,
-) -> Tuple[Optional[torch.Tensor], ...]:
-    """torch.autograd.grad() where weights are among the inputs: what computations of a weight leave, and forwards of its
-    module."""
-    inputs = tuple(flat([inputs]))
-    weights = [i for i, value in enumerate(inputs) if isinstance(value, Weight)]
-    anchors = [cast(Weight, inputs[i]).parameter() for i in weights]
-    with torch._C.DisableTorchFunctionSubclass():
-        found = list(torch.autograd.grad(outputs, (*inputs, *anchors), allow_unused=True, **more))
-        for i, gradient in zip(weights, found[len(inputs) :]):
-            if isinstance(gradient, Gradient):
-                rows = cast(Weight, inputs[i])._rows_of(gradient)
-                found[i] = rows if found[i] is None else found[i] + rows
-    for i, value in enumerate(inputs):
-        if found[i] is None and materialize_grads:
-            found[i] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
-        if found[i] is None and not allow_unused:
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this"
-                " is the desired behavior."
-            )
-    return tuple(found[: len(inputs)])
-
-
 def _rows_of(table: Table, keys: Optional[torch.Tensor]) -> torch.Tensor:
     """A copy of the rows of these keys, None: of all."""
     if keys is None:
@@ -913,12 +796,6 @@ def _of_before(value: Any) -> Any:
     return value._left if isinstance(value, Weight) and value._left is not None else value
 
 
-def _are_keys(one: Any, other: Any) -> bool:
-    """Whether these are a weight and a parameter, of the same table or not: they are compared as keys of a set."""
-    weight, anchor = (one, other) if isinstance(one, Weight) else (other, one)
-    return isinstance(weight, Weight) and weight.is_whole() and isinstance(anchor, Anchor)
-
-
 def _here(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """The values with what tensors and weights are among them where rows are changed."""
     out = []
@@ -938,18 +815,6 @@ def _wrapped(at: torch.Tensor, count: int) -> torch.Tensor:
     if at.numel() and (int(at.min()) < -count or int(at.max()) >= count):
         raise IndexError(f"index out of range: weight has {count} rows")
     return torch.where(at < 0, at + count, at)
-
-
-class _Same(torch.Tensor):
-    """What == of two weights of one table is: a set that has both, as of modules that share it, asks whether they are one."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    whole = all(isinstance(weight, Weight) and weight.is_whole() for weight in (one, other))
-    return whole and one._anchor is other._anchor
 
 
 class _Source:
