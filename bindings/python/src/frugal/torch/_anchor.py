@@ -7,7 +7,6 @@ whose shape and values in Python are those of `module.weight`. Its gradient is a
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 import weakref
@@ -196,7 +195,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     # torch's own do not ask `__torch_function__`.
 
-    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return cast(torch.Tensor, self.rows().set_(*args, **kwargs))
 
     def as_subclass(self, cls: Any) -> Any:
@@ -230,7 +229,9 @@ class Anchor(Copied, torch.nn.Parameter):
         if isinstance(value, Gradient) or (is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
             set_grad(self, value)
         else:
-            self.rows().take_grad(value)
+            from . import _dense
+
+            _dense.take(self, value)
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
     grad = _grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
@@ -333,7 +334,9 @@ class Anchor(Copied, torch.nn.Parameter):
                         f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)}, not"
                         f" {tuple(grad.shape)}"
                     )
-                found = self.rows().gradient_of(found, grad)
+                from . import _dense
+
+                found = _dense.of_rows(self, found, grad)
             grad = found
         return grad
 
@@ -343,10 +346,15 @@ class Anchor(Copied, torch.nn.Parameter):
     # A copy is a parameter of its own, as torch's is.
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(cast(torch.Tensor, self.rows()), memo)
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        return cast(torch.Tensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.rows().__reduce_ex__(protocol)
+        return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copied(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self.rows().read(), self.requires_grad)
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         """Adds a backward's gradient, of these features of its module, to the anchor's."""
@@ -433,14 +441,15 @@ _OF_THE_ELEMENT = {
 
 def _parameter_of(out: Any) -> Any:
     """What a function has returned that got rows in the place of a parameter, which it may have written and returned."""
-    whole = getattr(out, "is_whole", None)
-    return out.parameter() if whole is not None and whole() else out
+    parameter = getattr(out, "parameter", None)
+    return out if parameter is None else parameter()
 
 
 def _grads(
     outputs: Any,
     inputs: Any,
-    *more: Any,
+    grad_outputs: Any = None,
+    *,
     allow_unused: Optional[bool] = None,
     materialize_grads: bool = False,
     **options: Any,
@@ -450,7 +459,7 @@ def _grads(
     if materialize_grads and allow_unused is None:
         allow_unused = True
     with as_itself():
-        found = list(torch.autograd.grad(outputs, inputs, *more, allow_unused=allow_unused, **options))
+        found = list(torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=allow_unused, **options))
     for i, value in enumerate(inputs):
         grad = found[i]
         if isinstance(grad, Gradient):

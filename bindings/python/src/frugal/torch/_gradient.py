@@ -168,7 +168,9 @@ class Gradient(OfGradient):
         table.steps.tell_of_part(table.name)
         if table.held_anchor() is None and not writes:  # the module is gone, and with it whose gradient this is
             return self.dense()
-        return cast(torch.Tensor, table.anchor.rows().all_of(self))
+        from ._dense import all_of
+
+        return all_of(self)
 
     def with_graph(self) -> Optional[torch.Tensor]:
         """All rows, as PyTorch differentiates them, where all backwards were with create_graph=True and of computations of
@@ -772,10 +774,11 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
                 to.become(source)
             return to
         if not is_shared(to.table):
-            anchor = to.table.anchor
-            if get_grad(anchor) is not to:
+            if get_grad(to.table.anchor) is not to:
                 raise _no_answer(func, to)
-            anchor.rows().set_grad(source)
+            from ._dense import copy
+
+            copy(to, source)
             return to
         to.rescale(of_a_reducer(to.table, float(source)))
         return to

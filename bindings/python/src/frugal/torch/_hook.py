@@ -33,7 +33,7 @@ from ._anchor import Anchor
 from ._computed import SHAPE, flat, in_place, without_writes
 from ._gradient import Gradient, get_grad, set_grad
 from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
-from ._weight import Weight, arguments, refresh
+from ._weight import arguments, refresh
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
 
@@ -313,23 +313,12 @@ class _Known:
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
         if len(groups) != len(self.parameters) or not all(map(_same, groups, self.parameters)):
-            for group in groups:
-                group["params"] = [p.parameter() if isinstance(p, Weight) else p for p in group["params"]]
-            _without_weights(optimizer.state)
             entries = [_Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)]
             self.rounds = _rounds(entries)
             self.parameters = [list(group["params"]) for group in groups]
             self.groups = [_Group() for _ in groups]
             self.entries = entries
         return self.entries
-
-
-def _without_weights(states: Dict[Any, Dict[str, Any]]) -> None:
-    """State of module.weight, which load_state_dict() and some constructors have made, is the table's."""
-    for weight in [key for key in states if isinstance(key, Weight)]:
-        state = states.pop(weight)
-        if state.get(_STEP, 1):  # Adagrad makes some of a weight that has not been stepped
-            states[weight.parameter()] = state
 
 
 def _rounds(entries: List[_Entry]) -> List[List[_Entry]]:
@@ -774,7 +763,6 @@ def _with_tables(name: str) -> None:
     @functools.wraps(function)
     def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _known_of(optimizer).look(optimizer):
-            _without_weights(optimizer.state)
             hooks: Any = optimizer
             _put(hooks._optimizer_state_dict_post_hooks, _save, last=False)
             _put(hooks._optimizer_load_state_dict_pre_hooks, _keep, last=True)

@@ -516,6 +516,15 @@ def _of_each(grads: List[Optional[torch.Tensor]]) -> Tuple[Optional[torch.Tensor
     return tuple(out)
 
 
+def held(table: Table, keys: torch.Tensor, rows: torch.Tensor) -> Held:
+    """Gradients of keys, as a backward would have delivered them."""
+    lookup = Lookup(table.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
+    with torch.inference_mode(False):  # a training step is going to use it
+        rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
+        keys = keys.clone()
+    return Held(lookup, (keys.to(rows.device), None, None), rows, next(table.steps.backwards))
+
+
 def int64_of(key: int) -> int:
     """The 64 bits of a key as PyTorch's integers have them."""
     return key - (1 << 64) if key >> 63 else key

@@ -14,7 +14,8 @@ from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, is_of_a_p
 from ._computed import (
     SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, refuse_memory, without_writes,
 )  # fmt: skip
-from ._gradient import Gradient, Held, set_data
+from ._gradient import Gradient
+from ._lookup import held
 from ._steps import Kept, Table
 
 _CHUNK = 65536  # rows that are held at once where a table is written
@@ -52,9 +53,9 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, weight: "Weight", rows: torch.Tensor, keys: Optional[torch.Tensor]
+        ctx: Any, anchor: torch.Tensor, table: Table, rows: torch.Tensor, keys: Optional[torch.Tensor]
     ) -> torch.Tensor:
-        ctx.count, ctx.keys, ctx.weight = weight.shape[0], keys, weight
+        ctx.table, ctx.keys = table, keys
         # The same memory, but no view, which PyTorch would not let be written.
         return rows.new_empty(0).set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
 
@@ -62,10 +63,24 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         use, keys = use_of(ctx.next_functions[0][0]), ctx.keys
         if keys is None:  # of all rows of a dense table, each of which then has a gradient, as PyTorch's dense one
-            keys = torch.arange(ctx.count, dtype=torch.int64, device="cpu")
-        ctx.weight._hold(use, keys, grad)
+            keys = torch.arange(ctx.table.capacity, dtype=torch.int64, device="cpu")
+        _hold(ctx.table, use, keys.reshape(-1), grad.reshape(-1, ctx.table.dim))
         # In the place of what is returned a hook puts the table's gradient, if there is something.
         return grad.new_zeros(SHAPE) if use == RETURNED else None, None, None, None
+
+
+def _hold(table: Table, use: int, keys: torch.Tensor, grad: torch.Tensor) -> None:
+    """What a backward does with the gradient of rows of these keys."""
+    anchor = table.anchor
+    if use == NOT_ASKED or (use == ACCUMULATED and not anchor.requires_grad):
+        return
+    found = held(table, keys, grad)
+    if torch.is_grad_enabled():  # create_graph=True
+        found.graph, found.live = True, (keys, grad)
+    if use == ACCUMULATED:
+        anchor.hold(found, (0,))
+    else:
+        anchor.give(found, (0,), True)
 
 
 _read: Callable[..., Any] = _Read.apply  # without types in torch
@@ -76,7 +91,7 @@ class Weight(Copied, torch.Tensor):
 
     _table: Table
     _at: Optional[torch.Tensor]  # which rows, None: all
-    _own: Optional[bool]  # requires_grad, None: the module's
+    _detached: bool  # as `weight.data` is, or that of which a computation of the parameter is made
     _anchor: Anchor
     _counts = True  # whether a backward of what was computed of it finds out that rows were written since
     _left: Optional[torch.Tensor] = None  # of `data`: the rows, once the table has got others by an assignment to data
@@ -97,17 +112,11 @@ class Weight(Copied, torch.Tensor):
         self._table = table
         self._anchor = table.anchor  # the table lives as long
         self._at = at
-        self._own = False if detached else None
-
-    def is_whole(self) -> bool:
-        """Whether it is what a module's `weight` is: all rows, not detached."""
-        return self._at is None and self._own is None
+        self._detached = detached
 
     def parameter(self) -> torch.Tensor:
-        """What optimizers know the table by."""
-        if not self.is_whole():
-            raise ValueError(f"table {self._table.name!r}: an optimizer takes all of weight, not a part or a detached one")
-        return self._table.anchor
+        """What a function of the parameter returns, which got this in its place."""
+        return self if self._detached else self._anchor
 
     def read(self, at: Optional[torch.Tensor] = None) -> torch.Tensor:
         """A copy of the rows, or of those at these places."""
@@ -170,135 +179,30 @@ class Weight(Copied, torch.Tensor):
             self._table.shown = []
             write(self._table, value)
 
-    def _rows_of(self, gradient: Gradient) -> torch.Tensor:
-        """A table's gradient as one of rows."""
-        if not self._anchor.sparse or self._table.hashed:
-            dense = gradient.dense()
-            return dense if self._at is None else dense[self._at]
-        dtype = self._table.anchor.dtype
-        keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
-        rows = rows.to(dtype)
-        rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
-        return torch.sparse_coo_tensor(keys[None], rows, self._table.shape, check_invariants=False)
-
-    # A detached tensor has no gradient of its own.
-
-    @property
-    def grad(self) -> Optional[torch.Tensor]:
-        return None if self._own is not None else self._anchor.grad
-
-    @grad.setter
-    def grad(self, value: Optional[torch.Tensor]) -> None:
-        if self._own is None:
-            self._anchor.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def take_grad(self, value: torch.Tensor) -> None:
-        """The table's gradient is this from now on, a tensor of a caller's."""
-        if tuple(value.shape) != tuple(self.shape):
-            raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {tuple(self.shape)}")
-        if isinstance(value, _Copy) and value._source.is_all(value):
-            return  # p.grad[3] *= 2 has written already
-        self._check_grad_written("an assignment")
-        self._take_grad(value, True)
-
-    def all_of(self, gradient: Gradient) -> torch.Tensor:
-        """A gradient of the table as one of all rows: who writes to it writes to the gradient."""
-        return _copy_of(*_GradSource(self, gradient, True).both())
-
-    def _check_grad_written(self, how: str) -> None:
-        """Whether weight.grad can be written. Ranks must scale it alike, which GradScaler does."""
-        ranks = self._table.steps.world_size
-        if ranks > 1 and how != "_amp_foreach_non_finite_check_and_unscale_":
-            raise NotImplementedError(
-                f"table {self._table.name!r}: {how} of weight.grad, of which {ranks} ranks have a part each: scale the"
-                " gradients of module.parameters()"
-            )
-        if self._table.hashed or self._at is not None:
-            raise NotImplementedError(f"table {self._table.name!r}: {how} of the gradient of some rows")
-
-    def _take_grad(self, rows: torch.Tensor, anew: bool = False) -> None:
-        """Makes these the table's gradient. `anew`: who has kept the gradient keeps it as it was."""
-        anchor = self._table.anchor
-        before = anchor.gradient()
-        gradient = self.gradient_of(rows, before)
-        if before is None or anew:
-            before = anchor.begin(Gradient(anchor))  # not one that somebody has kept
-            anchor.grad = before
-        before.become(gradient)
-
-    def gradient_of(self, rows: torch.Tensor, before: Optional[Gradient]) -> Gradient:
-        """A gradient of the rows that are not zero, and of those that had one before."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if rows.is_sparse:
-                keys, values = rows._indices()[0], rows._values()
-            else:
-                there = (rows != 0).any(dim=1)
-                if before is not None:
-                    there[before.per_key()[0]] = True
-                keys = there.nonzero()[:, 0]
-                values = rows[keys]
-            return Gradient.of(self._anchor, self._held(keys, values), (0,))
-
-    def set_grad(self, value: torch.Tensor) -> None:
-        """The gradient that there is becomes this, which may be one element for all."""
-        self._check_grad_written("copy_")
-        self._take_grad(value.detach().expand(self.shape))
-
-    def _held(self, keys: torch.Tensor, rows: torch.Tensor) -> Held:
-        """Gradients of keys, as a backward would have delivered them."""
-        from ._lookup import Feature, Lookup
-
-        steps = self._table.steps
-        lookup = Lookup(steps, [Feature(self._table, _native.POOL_NONE, None, 0)], self._table.dim)
-        with torch.inference_mode(False):  # a training step is going to use it
-            rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
-            keys = keys.clone()
-        return Held(lookup, (keys.to(rows.device), None, None), rows, next(steps.backwards))
-
-    def _hold(self, use: int, keys: torch.Tensor, grad: torch.Tensor) -> None:
-        """What a backward does with the gradient of rows of these keys."""
-        anchor = self._table.anchor
-        if use == NOT_ASKED or (use == ACCUMULATED and not anchor.requires_grad):
-            return
-        held = self._held(keys.reshape(-1), grad.reshape(-1, self._table.dim))
-        if torch.is_grad_enabled():  # create_graph=True
-            held.graph, held.live = True, (keys.reshape(-1), grad.reshape(-1, self._table.dim))
-        if use == ACCUMULATED:
-            anchor.hold(held, (0,))
-        else:
-            anchor.give(held, (0,), True)
-
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         return True
 
     @property
     def requires_grad(self) -> bool:
-        return self._table.anchor.requires_grad if self._own is None else self._own
+        return not self._detached and self._anchor.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if self._own is None:
-            self._table.anchor.requires_grad_(value)
-        elif value:
+        if value and self._detached:
             raise NotImplementedError(
                 f"table {self._table.name!r}: requires_grad of a detached weight is set, whose gradient would be the"
                 " table's: requires_grad_() gives a leaf of its own"
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
-        if self._own is not None and is_of_a_parameter():
+        if is_of_a_parameter():
             return self.copy_as(Weight, requires_grad)
-        if self._own is not None and requires_grad:  # a leaf of its own, of the same rows
-            source = self.source()
-            with torch._C.DisableTorchFunctionSubclass():
-                return _part(source.rows, source).requires_grad_(True)
-        self.requires_grad = requires_grad
-        return self
+        if not requires_grad:
+            return self
+        source = self.source()  # for a leaf of its own, of the same rows
+        with torch._C.DisableTorchFunctionSubclass():
+            return _part(source.rows, source).requires_grad_(True)
 
     def copy_as(self, kind: type, requires_grad: bool = False) -> torch.Tensor:
         """The rows as a tensor of their own, of this class, for torch.nn.Parameter() or Buffer(), which make it another."""
@@ -308,25 +212,6 @@ class Weight(Copied, torch.Tensor):
 
     def detach(self) -> "Weight":
         return Weight(self._table, self._at, True)
-
-    def retain_grad(self) -> None:
-        """Does nothing, as for every leaf."""
-        if not self.requires_grad:
-            raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
-
-    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        self._refuse_hook()
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        self._refuse_hook()
-
-    def _refuse_hook(self) -> NoReturn:
-        if not self.requires_grad:
-            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        raise NotImplementedError(
-            f"table {self._table.name!r}: a hook on weight would not be called: its gradient is not one of autograd. Change"
-            " weight.grad after backward(), or give the hook to module.parameters()"
-        )
 
     def data_ptr(self) -> NoReturn:
         raise RuntimeError(_no_memory(self._table))
@@ -338,7 +223,7 @@ class Weight(Copied, torch.Tensor):
         found = self._places(index)
         if found is None:
             source = self.source()
-            return cast(torch.Tensor, _shared(source.rows[index], [source]))
+            return cast(torch.Tensor, shared(source.rows[index], [source]))
         at, rest, view = found
         with self._table.steps.still():
             keys = self._keys(at)
@@ -346,10 +231,10 @@ class Weight(Copied, torch.Tensor):
         if torch.is_grad_enabled() and self.requires_grad:
             if keys is None:
                 keys = at
-            values = cast(torch.Tensor, _read(self._table.anchor, self, values, keys))
+            values = cast(torch.Tensor, _read(self._table.anchor, self._table, values, keys))
         out = values[(slice(None),) * at.dim() + rest] if rest else values
         if view:
-            out = _shared(out, [_Source(self._table, keys, values, self)])
+            out = shared(out, [Source(self._table, keys, values, self)])
         return out
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -400,14 +285,14 @@ class Weight(Copied, torch.Tensor):
             return None
         return _wrapped(at.to(torch.int64), count), rest, at.dim() == 0
 
-    def source(self) -> "_Source":
+    def source(self) -> "Source":
         """All rows, for views of them."""
         with self._table.steps.still():
             keys = self._keys()
             rows = self._rows(keys)
         if torch.is_grad_enabled() and self.requires_grad:
-            rows = _read(self._table.anchor, self, rows, keys)
-        return _Source(self._table, keys, rows, self)
+            rows = _read(self._table.anchor, self._table, rows, keys)
+        return Source(self._table, keys, rows, self)
 
     def _check_written(self) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
@@ -415,33 +300,10 @@ class Weight(Copied, torch.Tensor):
                                " written under torch.no_grad(), or to weight.data")
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
-        """As of a decoder that is tied: a parameter of its own."""
-        key = id(self._anchor if self.is_whole() else self)
-        if key not in memo:
-            memo[key] = self._copied()
-        return cast(torch.Tensor, memo[key])
+        return cast(torch.Tensor, memo.setdefault(id(self), self.read()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def _copied(self) -> torch.Tensor:
-        rows = self.read()
-        return torch.nn.Parameter(rows, self.requires_grad) if self.is_whole() else rows
-
-    # What somebody notes at a weight is noted at the parameter, and the other way round.
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = "_anchor" not in vars(self) or name in Weight.__annotations__ or hasattr(type(self), name)
-        if own or not self.is_whole():
-            super().__setattr__(name, value)
-        else:
-            setattr(self._anchor, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        noted = vars(vars(self).get("_anchor", self))
-        if name in noted and name not in Anchor.__annotations__:
-            return noted[name]
-        raise AttributeError(f"'Weight' object has no attribute {name!r}")
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -466,8 +328,8 @@ class Weight(Copied, torch.Tensor):
         init = kwargs.get("tensor")
         if isinstance(init, Weight):  # torch.nn.init's
             return init._init(func, {key: value for key, value in kwargs.items() if key != "tensor"})
-        if _writes_each(func, target):
-            return _change_each(func, args, kwargs)
+        if writes_each(func, target):
+            return change_each(func, args, kwargs)
         if isinstance(target, (list, tuple)) and in_place(name) and any(isinstance(w, Weight) for w in target):
             return _change_whole(func, name, args, kwargs)
         if isinstance(target, Weight):
@@ -482,7 +344,7 @@ class Weight(Copied, torch.Tensor):
         for weight in flat(args):
             if isinstance(weight, Weight) and name in _MEMORY:
                 raise RuntimeError(_no_memory(weight._table))
-        read: List[_Source] = []
+        read: List[Source] = []
         refresh(flat([*args, *kwargs.values()]))
         values, named = arguments(args, kwargs, read)
         with torch._C.DisableTorchFunctionSubclass():
@@ -491,7 +353,7 @@ class Weight(Copied, torch.Tensor):
             for source, version in zip(read, before):
                 if source.version != version:  # as by the max_norm of torch.nn.functional.embedding
                     source.after_write()
-        return without_writes(out) if name in ("numpy", "__array__") else _shared(out, read)
+        return without_writes(out) if name in ("numpy", "__array__") else shared(out, read)
 
     def _copy(self, source: Any) -> "Weight":
         self._check_written()
@@ -545,151 +407,6 @@ class Weight(Copied, torch.Tensor):
             raise RuntimeError(_no_memory(next(value for value in args if isinstance(value, Weight))._table))
         values, named = arguments(args, kwargs or {})
         return func(*values, **named)
-
-
-class _Copy(torch.Tensor):
-    """What `weight.grad` gives, and views of it: who writes to it writes to the table's gradient."""
-
-    _source: "_GradSource"  # of all of the gradient, whose memory this has
-
-    def __deepcopy__(self, memo: object) -> torch.Tensor:
-        return _plain(self).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    @property
-    def data(self) -> torch.Tensor:
-        return cast(torch.Tensor, _tensor.data.__get__(self))
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        set_data(self, value)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(kwargs.get("out"), (Anchor, Weight, OfGradient)):
-            return NotImplemented  # it is written in its own way
-        if args and _writes_each(func, args[0]):
-            return _change_each(func, args, kwargs)
-        name = getattr(func, "__name__", "")
-        read: List[_Source] = []
-        args, kwargs = arguments(args, kwargs, read)  # with the graphs of weights
-        targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
-        written = [copy for copy in targets if isinstance(copy, _Copy)]
-        copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
-        if name == "__dlpack__":
-            raise RuntimeError("weight.grad gives no memory away, where a write would be lost: give DLPack its clone()")
-        with torch._C.DisableTorchFunctionSubclass():
-            for copy in copies:
-                copy._source.before(copy, name if any(copy is one for one in written) else None)
-            before = [copy.is_inference() or copy._version for copy in copies]
-            out = func(*args, **kwargs)
-            for copy, version in zip(copies, before):  # as by torch.nn.functional.relu(inplace=True), too
-                if any(copy is one for one in written) or (not copy.is_inference() and copy._version != version):
-                    copy._source.after_write(copy)
-        sources = [copy._source for copy in copies]
-        return without_writes(out) if name in ("numpy", "__array__") else _shared(_views_of(out, sources), read)
-
-
-def _plain(copy: "_Copy") -> torch.Tensor:
-    copy._source.before(copy, None)
-    return copy.as_subclass(torch.Tensor).detach()
-
-
-class _GradSource:
-    """A weight's gradient as a tensor, for views of it."""
-
-    __slots__ = ("weight", "gradient", "whole", "_bound", "_read_at")
-
-    def __init__(self, weight: Weight, gradient: Gradient, bound: bool = False) -> None:
-        self.weight = weight
-        self.gradient = gradient
-        self._bound = bound  # what is written is the gradient's, whoever has it
-        self.whole = weight._rows_of(gradient)
-        self._read_at = self._now()
-
-    def both(self) -> Tuple[torch.Tensor, "_GradSource"]:
-        return self.whole, self
-
-    def _now(self) -> Tuple[Any, ...]:
-        gradient = self.gradient
-        return gradient.clip_limit, *[(part.held.number, part.factor) for part in gradient.parts]
-
-    def _is_the_table_s(self) -> bool:
-        """As until zero_grad(); then whoever has this has a tensor of his own."""
-        return self.weight._table.anchor.grad is self.gradient
-
-    def _shows(self) -> bool:
-        """Whether what is written here is a gradient's."""
-        return self._bound or self._is_the_table_s()
-
-    def is_all(self, copy: torch.Tensor) -> bool:
-        """Whether the tensor is the table's gradient as it is, and no view of it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            same = copy.is_sparse or (copy.shape == self.whole.shape and copy.stride() == self.whole.stride())
-        return same and self._is_the_table_s()
-
-    def _whole(self, copy: torch.Tensor) -> torch.Tensor:
-        return copy if copy.is_sparse else self.whole  # a sparse tensor's memory is another one's when it is written
-
-    def before(self, copy: torch.Tensor, writes: Optional[str]) -> None:
-        """Comes before a use: the tensor has what has been added since."""
-        if writes is not None and self._shows():
-            self.weight._check_grad_written(writes)
-        now = self._now()
-        if now == self._read_at:
-            return
-        whole = self._whole(copy)
-        if whole is not copy and whole.is_sparse:
-            if writes is not None:
-                raise NotImplementedError(
-                    f"table {self.weight._table.name!r}: {writes} of values of weight.grad, which has changed since: take"
-                    " them anew"
-                )
-            return
-        with torch.no_grad():
-            whole.copy_(self.weight._rows_of(self.gradient))
-        self._read_at = now
-
-    def after_write(self, copy: torch.Tensor) -> None:
-        """The gradient is what has become of the tensor."""
-        if self._shows():
-            self.gradient.become(self.weight.gradient_of(self._whole(copy), self.gradient))
-            self._read_at = self._now()
-
-
-def _copy_of(tensor: torch.Tensor, source: _GradSource) -> torch.Tensor:
-    copy = torch.Tensor._make_subclass(_Copy, tensor)
-    copy._source = source
-    return copy
-
-
-def _views_of(out: Any, sources: Sequence[_GradSource]) -> Any:
-    """The result of a function, as a _Copy where it has the memory of one."""
-    if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
-        return type(out)(_views_of(part, sources) for part in out)
-    if not isinstance(out, torch.Tensor) or hasattr(out, "_source"):  # what was written
-        return out
-    with torch._C.DisableTorchFunctionSubclass():
-        for source in sources:
-            if _address(out) == _address(source.whole) != 0:
-                return _copy_of(out, source)
-        return out.as_subclass(torch.Tensor) if isinstance(out, _Copy) else out
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Of the memory of its values; 0: it has none."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor._values()
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _rows_of(table: Table, keys: Optional[torch.Tensor]) -> torch.Tensor:
@@ -778,13 +495,13 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
     return out
 
 
-def _writes_each(func: Callable[..., Any], targets: Any) -> bool:
+def writes_each(func: Callable[..., Any], targets: Any) -> bool:
     """Whether a function writes to each tensor of a list in which weights or gradients of tables are."""
-    ours = is_foreach(func) and any(isinstance(tensor, (Anchor, Weight, OfGradient, _Copy)) for tensor in targets)
+    ours = is_foreach(func) and any(isinstance(tensor, (Anchor, Weight, OfGradient, View)) for tensor in targets)
     return ours and in_place(func.__name__) and each_of(func) is not None
 
 
-def _change_each(func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+def change_each(func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
     """One tensor after another, as several may be of one table."""
     method: Any = each_of(func)
     for i, tensor in enumerate(args[0]):
@@ -817,7 +534,7 @@ def _wrapped(at: torch.Tensor, count: int) -> torch.Tensor:
     return torch.where(at < 0, at + count, at)
 
 
-class _Source:
+class Source:
     """Rows that were read of a table, for views of them."""
 
     __slots__ = ("table", "keys", "rows", "_weight", "_kept", "_read_at")
@@ -840,9 +557,9 @@ class _Source:
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
 
-    def detached(self) -> "_Source":
+    def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
-        return self if self._weight is None else _Source(
+        return self if self._weight is None else Source(
             self.table, self.keys, self.rows, self._weight.data, self._kept
         )
 
@@ -876,7 +593,7 @@ class _Source:
 
 
 def arguments(
-    args: Tuple[Any, ...], kwargs: Dict[str, Any], read: Optional[List[_Source]] = None
+    args: Tuple[Any, ...], kwargs: Dict[str, Any], read: Optional[List[Source]] = None
 ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
     """Those of a function of tensors with rows in the place of weights, which are noted in `read`."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -887,13 +604,11 @@ def refresh(values: Iterable[Any]) -> None:
     """Views and gradients among them have the values of now."""
     with torch._C.DisableTorchFunctionSubclass():
         for value in values:
-            if isinstance(value, _Copy):
-                value._source.before(value, None)
-            elif isinstance(value, _Part):
-                value._source.before(False)
+            if isinstance(value, View):
+                value.show()
 
 
-def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
+def _read_all(values: Sequence[Any], read: Optional[List[Source]] = None) -> Tuple[Any, ...]:
     """The values with rows in the place of weights, which are noted in `read`."""
     out = []
     for value in values:
@@ -905,18 +620,43 @@ def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tu
                 read.append(source)
             value = source.rows
         elif isinstance(value, OfGradient):  # p.sub_(lr * p.grad)
-            value = value.whole(NoAnswer("the gradient of a table has no values here: take module.weight.grad"), False)
+            value = value.whole(NoAnswer(f"the gradient of a table of {value.sizes()} has no values here"), False)
         elif isinstance(value, (list, tuple)) and any(isinstance(v, (Anchor, Weight, OfGradient)) for v in value):
             value = type(value)(_read_all(value, read))
         out.append(value)
     return tuple(out)
 
 
-class _Part(torch.Tensor):
+class View(torch.Tensor):
+    """A tensor in memory that was made of a table's rows, or of its gradient."""
+
+    def show(self) -> None:
+        """Has the values of now from here on."""
+        raise NotImplementedError
+
+    def plain(self) -> torch.Tensor:
+        """The same memory, which is the table's no more."""
+        self.show()
+        return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.plain().detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        rows = self.plain().detach()
+        if rows.is_sparse or rows.nbytes != rows.untyped_storage().nbytes():
+            rows = rows.clone()  # what is pickled is all of a storage
+        return rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class _Part(View):
     """A view of rows that were read, as weight[3], weight.t() or weight.flatten(), or a copy in a state_dict: who writes to
     it writes to the table."""
 
-    _source: _Source
+    _source: Source
+
+    def show(self) -> None:
+        self._source.before(False)
 
     @classmethod
     def __torch_function__(
@@ -933,7 +673,7 @@ class _Part(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        read: List[_Source] = []
+        read: List[Source] = []
         args, kwargs = arguments(args, kwargs, read)  # with the graphs of weights
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
@@ -957,30 +697,16 @@ class _Part(torch.Tensor):
                         source.after_write()
         if func in _DETACHES:
             sources = [source.detached() for source in sources]
-        return without_writes(out) if name in ("numpy", "__array__") else _shared(out, [*sources, *read])
-
-    def plain(self) -> torch.Tensor:
-        """The same memory, which is the table's no more."""
-        self._source.before(False)
-        return self.as_subclass(torch.Tensor)
+        return without_writes(out) if name in ("numpy", "__array__") else shared(out, [*sources, *read])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.plain())
 
-    def __deepcopy__(self, memo: object) -> torch.Tensor:
-        return self.plain().detach().clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        rows = self.plain().detach()
-        if rows.nbytes != rows.untyped_storage().nbytes():
-            rows = rows.clone()  # what is pickled is all of a storage
-        return rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-def _shared(out: Any, sources: Sequence[_Source]) -> Any:
+def shared(out: Any, sources: Sequence[Source]) -> Any:
     """The result of a function, as a _Part where it is a view of rows that were read."""
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
-        return type(out)(_shared(part, sources) for part in out)
+        return type(out)(shared(part, sources) for part in out)
     if isinstance(out, _Part) and hasattr(out, "_source"):
         return out  # what was written
     if isinstance(out, torch.Tensor) and not isinstance(out, Weight) and out.layout == torch.strided and out.numel():
@@ -993,7 +719,7 @@ def _shared(out: Any, sources: Sequence[_Source]) -> Any:
     return out
 
 
-def _part(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+def _part(tensor: torch.Tensor, source: Source) -> torch.Tensor:
     part = tensor.as_subclass(_Part)
     part._source = source
     return part
@@ -1005,7 +731,7 @@ def saved(table: Table) -> Dict[str, torch.Tensor]:
     found = _state.rows(table.steps, table)
     rows = found["weight"]
     if not table.empty and rows.numel():
-        found["weight"] = _part(rows, _Source(table, found.get("keys"), rows))
+        found["weight"] = _part(rows, Source(table, found.get("keys"), rows))
     return found
 
 
