@@ -876,7 +876,7 @@ def test_adagrad_s_state_of_an_anchor_is_none_of_a_table_of_one_element(trainer:
     module(torch.zeros(1, dtype=torch.int64)).sum().backward()
     optimizer.step()
     expected = torch.full((1, 1), 0.1) + 1.0  # 0.1 in float32, and not in the anchor's dtype
-    assert torch.equal(optimizer.state[module.anchor]["sum"], expected)
+    assert torch.equal(optimizer.state[module.weight]["sum"], expected)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (), (100, 30, 2)])

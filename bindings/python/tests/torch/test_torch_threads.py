@@ -162,7 +162,7 @@ def test_what_is_pushed_lives_until_it_is(trainer: frugal.Trainer) -> None:
     module: Any = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer)
     for _ in range(2):
         module(torch.arange(4), torch.tensor([0, 2])).sum().backward()
-    gradient = module.anchor.grad
+    gradient = module.weight.grad
     memory = [weakref.ref(tensor) for part in gradient.parts for tensor in (part.held.tensors[0], part.held.grad)]
     _, alive = _steps._pushes([_steps.Update(gradient.table, gradient, gradient.table.optimizer)])
     gradient.fold()

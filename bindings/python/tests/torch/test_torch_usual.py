@@ -97,7 +97,7 @@ def by(side: Side, out: torch.Tensor) -> torch.Tensor:
 
 
 def anchor(module: Any) -> Any:
-    return module.anchor
+    return module.weight
 
 
 def gradient(module: Any) -> Any:

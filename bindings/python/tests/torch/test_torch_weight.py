@@ -892,3 +892,85 @@ def test_a_tensor_that_has_taken_a_weight_for_its_data_is_an_error_or_no_number(
     assert torch.equal(bags.weight, before)
     head.weight.data = bags.weight.data.clone()
     assert torch.equal(head.weight, bags.weight)
+
+
+# --- One object ---
+
+
+SAME: Dict[str, Callable[[Any, Any], bool]] = {
+    "is": lambda one, other: one is other,
+    "id": lambda one, other: id(one) == id(other),
+    "set": lambda one, other: one in {other},
+}
+
+
+@pytest.mark.parametrize("how", SAME)
+def test_parameters_are_split_by_the_weight(trainer: frugal.Trainer, how: str) -> None:
+    """As for an optimizer of the embeddings and one of the rest: each table is stepped once."""
+    weight, found = integers(ROWS, DIM), []
+    for made in (ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer), torch.nn.Embedding(ROWS, DIM, _weight=weight.clone())):
+        torch.manual_seed(5)
+        module: Any = made
+        model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 3))
+        rest = [p for p in model.parameters() if not SAME[how](p, module.weight)]
+        assert len(rest) == 2
+        optimizers = [torch.optim.SGD([module.weight], lr=0.5), torch.optim.SGD(rest, lr=0.25)]
+        for ids in (torch.tensor([1, 5, 1]), torch.tensor([5, 9])):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(ids).pow(2).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        found.append((module.weight.detach().clone(), rest[0].detach()))
+    for mine, expected in zip(*found):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_a_function_that_writes_to_the_weight_returns_it(pair: Pair) -> None:
+    for module in pair:
+        weight = module.weight
+        assert torch.nn.init.zeros_(weight) is weight
+        with torch.no_grad():
+            assert weight.mul_(2.0) is weight and weight.copy_(torch.ones(ROWS, DIM)) is weight
+            assert torch.add(weight, 1.0, out=weight) is weight
+        assert module.state_dict(keep_vars=True)["weight"] is weight is module.get_parameter("weight")
+        module.weight = weight
+        assert module.weight is weight and weight.requires_grad_(False) is weight and not weight.requires_grad
+    assert same(pair)
+
+
+@pytest.mark.parametrize("form", ["weight", "rows", "norm"])
+def test_a_penalty_of_a_gradient_that_a_weight_leaves(pair: Pair, form: str) -> None:
+    of: Dict[str, Callable[[Any], torch.Tensor]] = {
+        "weight": lambda module: module.weight.pow(2).sum(),
+        "rows": lambda module: module.weight[torch.tensor([1, 4, 4])].pow(3).sum(),
+        "norm": lambda module: module.weight[3:7].norm() + module.weight[5, 2] ** 2,
+    }
+    for module in pair:
+        (gradient,) = torch.autograd.grad(of[form](module), module.weight, create_graph=True)
+        gradient.pow(2).sum().backward()
+        of[form](module).backward(create_graph=True)
+        assert module.weight.grad is not None
+        module.weight.grad[2:8].pow(2).sum().backward()
+    mine, expected = (module.weight.grad for module in pair)
+    assert mine is not None and expected is not None
+    torch.testing.assert_close(mine.detach().clone(), expected.detach(), rtol=1e-5, atol=1e-4)
+    for module in pair:
+        module.weight.grad = None  # which PyTorch holds in a cycle
+
+
+@pytest.mark.parametrize("pools", [True, False])
+def test_a_sparse_gradient_is_one_for_its_user(trainer: frugal.Trainer, pools: bool) -> None:
+    kind = "EmbeddingBag" if pools else "Embedding"
+    ids = torch.tensor([[1, 5], [1, 9]])
+    found: List[Any] = []
+    for made in (getattr(ft, kind)(ROWS, DIM, sparse=True, trainer=trainer), getattr(torch.nn, kind)(ROWS, DIM, sparse=True)):
+        module: Any = made
+        module(ids).sum().backward()
+        grad = module.weight.grad
+        assert grad.is_sparse and grad.layout == torch.sparse_coo and not grad.is_coalesced()
+        rows = grad.coalesce()
+        found.append((rows.indices(), rows.values(), grad.to_dense(), grad._nnz(), torch.sparse.sum(grad).item()))
+        (parameter,) = module.parameters()
+        assert parameter.grad is grad
+    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3])) and found[0][3:] == found[1][3:]

@@ -115,6 +115,13 @@ def without_writes(array: Any) -> Any:
 class NoAnswer(NotImplementedError):
     """Of what can be computed of a gradient of all rows alone."""
 
+    def because(self, reason: str) -> NotImplementedError:
+        """The error, where there is no such gradient, either."""
+        return NotImplementedError(f"{self}, which takes a tensor of all rows: {reason}")
+
+
+HASHED = "a hashed table has none, but sums, norms and scaling of its gradient are possible"
+
 
 class OfGradient(torch.Tensor):
     """A table's gradient, or something of each of its elements, as a tensor of one element in its place. What is computed
@@ -179,7 +186,7 @@ class OfGradient(torch.Tensor):
         if is_foreach(func) and not all(issubclass(other, OfGradient) for other in types):
             return NotImplemented  # weights among them are written in their own way
         try:
-            if func in _BY_SIZE and not is_of_torch(3):  # who calls a subclass's
+            if (func in _BY_SIZE or "sparse" in name) and not is_of_torch(3):  # who calls a subclass's
                 raise NoAnswer(f"{name} of the gradient of a table")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -242,8 +249,10 @@ class Computed(OfGradient):
         return self.whole(NoAnswer(f"table {self.table!r}: all values of what was computed of its gradient"), False)
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
-        if writes or self.rows is None:
-            raise why
+        if writes:
+            raise NotImplementedError(f"{why}, which is written: take its clone()")
+        if self.rows is None:
+            raise why.because(HASHED)
         if self.keys is None:
             return self.some
         all_rows = torch.full((self.rows, self.some.shape[1]), self.rest, dtype=self.some.dtype, device=self.some.device)
@@ -284,16 +293,16 @@ class Computed(OfGradient):
         if isinstance(computed, Computed) and computed.rest and answer not in (_any, _all):
             answer = None
         if answer is None or not isinstance(computed, Computed) or has_more(kwargs):
-            raise NoAnswer(f"{func} of what was computed of a table's gradient: take it of module.weight.grad")
+            raise NoAnswer(f"{func} of what was computed of a table's gradient")
         return answer(func, computed, *args[1:], **(kwargs or {}))
 
 
 def check_whole(func: Any, table: str, dim: Any, keepdim: bool = False) -> None:
     if keepdim:
-        raise NoAnswer(f"table {table!r}: {func} of its gradient with keepdim: take it of module.weight.grad")
+        raise NoAnswer(f"table {table!r}: {func} of its gradient with keepdim")
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims and sorted(each % len(SHAPE) for each in dims) != [0, 1]:
-        raise NoAnswer(f"table {table!r}: {func} of its gradient in dimension {dim}: take it of module.weight.grad")
+        raise NoAnswer(f"table {table!r}: {func} of its gradient in dimension {dim}")
 
 
 def is_number(by: Any) -> bool:
@@ -316,7 +325,7 @@ def _power(func: Any, computed: Computed, exponent: Any) -> Computed:
 
 def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
     if not is_number(by):
-        raise NoAnswer(f"table {computed.table!r}: {func} of its gradient and a tensor: take module.weight.grad")
+        raise NoAnswer(f"table {computed.table!r}: {func} of its gradient and a tensor")
     return _each(func, computed, float(by))
 
 

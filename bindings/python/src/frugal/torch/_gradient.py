@@ -118,7 +118,7 @@ class Gradient(OfGradient):
     """A table's gradient since the last zero_grad(), as a tensor of one element in the anchor's place.
 
     To multiply it multiplies the rows' gradients. Its norm is that of the table's gradient. What it has no answer for is
-    computed of `module.weight.grad`.
+    computed of a tensor of all rows.
     """
 
     parts: List[Part]
@@ -153,12 +153,14 @@ class Gradient(OfGradient):
         return anchor is not None and anchor.sparse and not self.table.hashed
 
     def values_of_all(self) -> torch.Tensor:
-        return self.whole(NoAnswer(f"table {self.table.name!r} is hashed: the gradient of its rows has no shape"), False)
+        return self.whole(NoAnswer(f"table {self.table.name!r}: the values of its gradient"), False)
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
         table = self.table
-        if table.hashed or (writes and table.steps.world_size > 1):
-            raise why
+        if table.hashed:
+            raise why.because(HASHED)
+        if writes and table.steps.world_size > 1:
+            raise why.because(f"{table.steps.world_size} ranks have a part each")
         live = self.with_graph() if torch.is_grad_enabled() and not writes else None
         if live is not None:
             return live
@@ -173,15 +175,16 @@ class Gradient(OfGradient):
         return all_of(self)
 
     def with_graph(self) -> Optional[torch.Tensor]:
-        """All rows, as PyTorch differentiates them, where all backwards were with create_graph=True and of computations of
-        `weight`; or None."""
-        parts = [(part.held.live, part.factor) for part in self.parts]
-        if not parts or self.clip_limit or any(live is None for live, _ in parts):
+        """All rows, as PyTorch differentiates them, where backwards with create_graph=True were of computations of `weight`
+        alone; or None."""
+        graphs = [part.held.live is not None for part in self.parts if part.held.graph]
+        if not graphs or not all(graphs) or self.clip_limit:
             return None
         out = torch.zeros(self.table.capacity, self.table.dim, dtype=self.dtype, device=self.device)
-        for live, factor in parts:
-            keys, rows = cast(Tuple[torch.Tensor, torch.Tensor], live)
-            out = out.index_add(0, keys.to(rows.device), rows if factor == 1.0 else rows * factor)
+        for part in self.parts:
+            for keys, rows in _spread(part) if part.held.live is None else [part.held.live]:
+                rows = rows if part.factor == 1.0 else rows * part.factor
+                out = out.index_add(0, keys.to(rows.device), rows.to(out.dtype))
         return out
 
     @classmethod
@@ -192,7 +195,10 @@ class Gradient(OfGradient):
         return grad
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Gradient of the table {self.table.name!r}, of {len(self.parts)} backwards"
+        table = self.table
+        if not table.hashed and table.steps.world_size == 1 and table.capacity * table.dim <= _SMALL:
+            return repr(self.dense())
+        return f"Gradient of the table {table.name!r}, {table.shape}, of {len(self.parts)} backwards"
 
     # torch's own would swap memory that this has not.
 
@@ -411,12 +417,9 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
     if "c10d" in str(func):
         return NotImplementedError(
             f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
-            " step, so leave the table's parameter (module.anchor) out of what is reduced"
+            " step, so leave the table's parameter (module.weight) out of what is reduced"
         )
-    return NoAnswer(
-        f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms, clipping, sums and"
-        " means are possible, and module.weight.grad gives the gradient of the rows"
-    )
+    return NoAnswer(f"table {grad.table.name!r}: {func} of its gradient")
 
 
 class Shown(Gradient):
@@ -529,10 +532,7 @@ def add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
         mine = grad if isinstance(grad, Gradient) else other
         if isinstance(other, torch.Tensor) and graph_task() >= 0:  # autograd adds it
             raise NoAnswer(*mine.table.anchor.penalty().args)  # or a hook, which gets an answer
-        raise NoAnswer(
-            f"table {mine.table.name!r}: {func} of its gradient, which the engine holds, and something else: give the"
-            " optimizer a weight_decay, or add to module.weight.grad what rows are to have, such as module.weight"
-        )
+        raise NoAnswer(f"table {mine.table.name!r}: {func} of its gradient and something else")
     if grad.table is not other.table or alpha != 1:
         raise NoAnswer(f"table {grad.table.name!r}: {func} of its gradient and another")
     total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)
@@ -658,10 +658,7 @@ def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs
         raise _no_answer(func, grad)
     least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
     if not least <= 0.0 <= most:
-        raise NoAnswer(
-            f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0, which rows that have none"
-            " would leave: clip module.weight.grad"
-        )
+        raise NoAnswer(f"table {grad.table.name!r}: its gradient is clipped to [{least}, {most}], without 0")
     held = grad.parts[0].held if len(grad.parts) == 1 and grad.parts[0].factor == 1.0 and not grad.clip_limit else None
     if type(held) is _Clipped and held.before is not None:
         least, most = max(least, held.least), min(most, held.most)
@@ -719,10 +716,7 @@ def _for_a_reducer(grad: Gradient) -> float:
     """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
     1, or an infinity, which all ranks see then."""
     if not is_shared(grad.table):
-        raise NoAnswer(
-            f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
-            " the rows"
-        )
+        raise NoAnswer(f"table {grad.table.name!r}: a copy of its gradient's values")
     if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
         raise RuntimeError(
             f"table {grad.table.name!r}: its engine has one rank and torch.distributed"
@@ -797,7 +791,7 @@ def _value(func: Any, grad: Gradient) -> Any:
 
 def _of_elements(func: Any, grad: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(grad, Gradient):
-        raise NoAnswer(f"{func} of a number and the gradient of a table: take module.weight.grad")
+        raise NoAnswer(f"{func} of a number and the gradient of a table")
     found: torch.Tensor = REDUCED[func.overloadpacket](func, grad.elements(str(func)), *args, **kwargs)
     return found
 

@@ -485,8 +485,8 @@ class _Single(_Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
-        by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
+        """The parameter that stands for the table: its rows, of a hashed table in the order of `table.keys()`, are read
+        when something is computed of them, and written by assignments and by the functions of torch.nn.init."""
         instead = self._instead()
         if instead is not None:
             return instead
@@ -535,11 +535,6 @@ class _Single(_Module):
                 " parameters out of those that are given"
             )
         return value
-
-    @property
-    def anchor(self) -> Anchor:
-        """The parameter that stands for the table, `weight` of named_parameters()."""
-        return self._anchors[0]
 
     def _share(self, table: _steps.Table) -> None:
         """The rows are those of another module's table from now on, as of modules that share a Parameter."""

@@ -620,7 +620,7 @@ def _read_all(values: Sequence[Any], read: Optional[List[Source]] = None) -> Tup
                 read.append(source)
             value = source.rows
         elif isinstance(value, OfGradient):  # p.sub_(lr * p.grad)
-            value = value.whole(NoAnswer(f"the gradient of a table of {value.sizes()} has no values here"), False)
+            value = value.whole(NoAnswer("a function of a weight and a gradient"), False)
         elif isinstance(value, (list, tuple)) and any(isinstance(v, (Anchor, Weight, OfGradient)) for v in value):
             value = type(value)(_read_all(value, read))
         out.append(value)
