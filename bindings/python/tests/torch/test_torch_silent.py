@@ -86,7 +86,7 @@ def test_a_write_to_the_parameter_s_memory_is_found(trainer: frugal.Trainer, loo
     """As an extension in C++ does, which knows nothing of rows."""
     table = embedding(trainer)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.copy_(table.anchor, torch.ones(1))
+        torch.Tensor.copy_(table.weight, torch.ones(1))
     with pytest.raises(NotImplementedError, match="changes no row"):
         LOOKS[look](table)
     LOOKS[look](table)  # told once
@@ -290,9 +290,9 @@ def test_data_of_a_gradient_that_is_another_s_is_copied(trainer: frugal.Trainer)
     table: Any = embedding(trainer)
     other: Any = embedding(trainer)
     (table(KEYS).sum() + 3.0 * other(KEYS).sum()).backward()
-    grad: Any = table.anchor.grad
+    grad: Any = table.weight.grad
     grad.data = other.weight.grad
-    assert table.anchor.grad is grad and torch.equal(table.weight.grad, other.weight.grad)
+    assert table.weight.grad is grad and torch.equal(table.weight.grad, other.weight.grad)
     with pytest.raises(RuntimeError, match="size"):
         grad.data = torch.ones(1)
     with pytest.raises(RuntimeError, match="size"):

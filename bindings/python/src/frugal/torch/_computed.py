@@ -243,20 +243,18 @@ class Computed(OfGradient):
         return f"Computed of the gradient of table {self.table!r}"
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "Computed":
-        return self  # nobody can write to it
+        return _copied(None, self)
 
     def values_of_all(self) -> torch.Tensor:
         return self.whole(NoAnswer(f"table {self.table!r}: all values of what was computed of its gradient"), False)
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
-        if writes:
-            raise NotImplementedError(f"{why}, which is written: take its clone()")
         if self.rows is None:
             raise why.because(HASHED)
-        if self.keys is None:
-            return self.some
-        all_rows = torch.full((self.rows, self.some.shape[1]), self.rest, dtype=self.some.dtype, device=self.some.device)
-        return all_rows.index_copy_(0, self.keys, self.some)
+        if self.keys is not None:  # from here on it has all rows, of which there may be views
+            all_rows = torch.full(self.sizes(), self.rest, dtype=self.some.dtype, device=self.some.device)
+            self.some, self.keys, self.rest = all_rows.index_copy_(0, self.keys, self.some), None, False
+        return self.some
 
     def count(self, what: str) -> int:
         """How many elements there are."""
@@ -341,6 +339,10 @@ def _itself(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Compute
     return computed
 
 
+def _copied(func: Any, computed: Computed, *args: Any, **kwargs: Any) -> Computed:
+    return Computed(computed.some.clone(), computed.keys, computed.rows, computed.table, computed.rest)
+
+
 def _sum(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     check_whole(func, computed.table, dim, keepdim)
     return computed.some.sum(dtype=dtype)
@@ -420,5 +422,5 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.div: _scaled,
     _aten.detach: _itself,
     _aten.alias: _itself,
-    _aten.clone: _itself,
+    _aten.clone: _copied,
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 import torch
 
 from ._computed import (
-    REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_called_by_torch, is_number, is_of_torch,
+    HASHED, REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_called_by_torch, is_number, is_of_torch,
     no_number,
 )  # fmt: skip
 
