@@ -40,7 +40,7 @@ class Ref {
   X(look) X(lookup) X(made) X(max_norm) X(names) X(native) X(next) X(number) X(on_gpu) X(open)   \
   X(optimizer) X(owner) X(param_groups) X(parts) X(plain) X(refused) X(refused_step) X(release)  \
   X(rounds) X(scale_grad_by_freq) X(seen) X(state) X(step) X(steps) X(table) X(tensors)          \
-  X(unusual) X(version) X(with_scale) X(world_size) X(written)
+  X(unusual) X(version) X(weighted_rows) X(with_scale) X(world_size) X(writes) X(written)
 
 struct Names {
 #define FRUGAL_NAME(name) PyObject* name;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sysconfig
 import threading
 import weakref
@@ -28,6 +29,7 @@ from frugal.torch import _steps, _usual
 from frugal.torch._gradient import Gradient
 
 NODE = "FrugalBackward"
+WEIGHTS_NODE = "FrugalWeightsBackward"
 needs_native = pytest.mark.skipif(_usual.native is None, reason="frugal.torch was not built in C++ for this torch")
 pytestmark = needs_native
 
@@ -94,6 +96,29 @@ def by(side: Side, out: torch.Tensor) -> torch.Tensor:
     """The same, that came the way of this side."""
     assert out.grad_fn is not None and (out.grad_fn.name() == NODE) == side.usual
     return out
+
+
+def nodes(out: torch.Tensor) -> List[str]:
+    """The names of an output's nodes, from the last to the first of each one's."""
+    node, names = out.grad_fn, []
+    while node is not None:
+        names.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    return names
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> List[Any]:
+    """Reads of rows that Python makes."""
+    made: List[Any] = []
+    real = _steps.Steps.read
+
+    def read(steps: _steps.Steps, ops: Any) -> Any:
+        made.append(ops)
+        return real(steps, ops)
+
+    monkeypatch.setattr(_steps.Steps, "read", read)
+    return made
 
 
 def anchor(module: Any) -> Any:
@@ -251,7 +276,7 @@ def test_shapes_of_keys(told: Callable[[Story], List[Any]]) -> None:
 def refusal(call: Callable[[], Any]) -> List[Any]:
     with pytest.raises(Exception) as found:
         call()
-    return [type(found.value), str(found.value)]
+    return [type(found.value), re.sub("0x[0-9a-f]+", "a handle", str(found.value))]
 
 
 def test_what_is_wrong_is_said_in_the_same_words(told: Callable[[Story], List[Any]]) -> None:
@@ -340,6 +365,304 @@ def test_graphs(told: Callable[[Story], List[Any]]) -> None:
     told(story)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_weights(
+    told: Callable[[Story], List[Any]], reads: List[Any], dtype: torch.dtype, padding: Any, wanted: bool
+) -> None:
+    """The caller may write to them after the backward."""
+
+    def story(side: Side) -> List[Any]:
+        bags = side.bags(mode="sum", padding_idx=padding)
+        optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.3)
+        seen: List[Any] = []
+        for step in range(8):
+            keys, offsets = bag_inputs()
+            inputs = [(keys.to(dtype), offsets), (keys.to(dtype).view(4, 6), None), (keys[:0], offsets * 0)]
+            for i, (some, begins) in enumerate(inputs):
+                factors = torch.randn(some.shape, requires_grad=wanted)
+                given = factors if step % 2 else factors * 1.0  # a leaf, or what was computed
+                if i == 1 and not wanted:
+                    given = torch.nn.Parameter(given, requires_grad=False)
+                out = bags(some, begins, given)
+                if side.usual:
+                    assert nodes(out)[: wanted + 1] == [WEIGHTS_NODE, NODE][not wanted :]
+                else:
+                    assert NODE not in nodes(out)
+                # Rows of a gradient that are apart, and a gradient that is transposed.
+                wide = torch.randn(out.shape[0], 2 * DIM)
+                out.backward([wide[:, :DIM], torch.randn(DIM, out.shape[0]).t(), wide[:, DIM:]][i])
+                seen += [out.detach(), factors.grad if wanted else None]
+                with torch.no_grad():
+                    factors.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+        # What Python reads rows for: of the usual side gradients that are transposed.
+        assert len(reads) == (8 if side.usual else 16) * wanted
+        reads.clear()
+        return [*seen, bags.weight.detach().clone()]
+
+    told(story)
+
+
+def test_gradients_of_weights_alone(told: Callable[[Story], List[Any]]) -> None:
+    """Of a frozen table, of many keys, by torch.autograd.grad(), and what has one derivative."""
+
+    def story(side: Side) -> List[Any]:
+        bags = side.bags(mode="sum")
+        keys, offsets = bag_inputs()
+        weights = torch.randn(24, requires_grad=True)
+        seen: List[Any] = []
+        seen += torch.autograd.grad(bags(keys, offsets, weights).square().sum(), weights)
+        (found,) = torch.autograd.grad(bags(keys, offsets, weights).square().sum(), weights, create_graph=True)
+        seen += [found.detach(), *refusal(lambda: found.sum().backward())]
+        out = bags(keys, offsets, weights)
+        every = torch.eye(out.numel()).view(-1, *out.shape)
+        seen += torch.autograd.grad(out, weights, every, is_grads_batched=True)
+        bags.requires_grad_(False)
+        out = bags(keys, offsets, weights)
+        assert nodes(out)[0] == (WEIGHTS_NODE if side.usual else "WeightedRowsBackward")
+        out.square().sum().backward()
+        many = torch.randint(0, ROWS, (2, 10000))
+        factors = torch.randn(2, 10000, requires_grad=True)
+        bags(many, None, factors).square().sum().backward()
+        return [*seen, out.detach(), weights.grad, factors.grad]
+
+    told(story)
+
+
+def test_what_is_wrong_with_weights_is_said_in_the_same_words(told: Callable[[Story], List[Any]]) -> None:
+    def story(side: Side) -> List[Any]:
+        bags, mean = side.bags(mode="sum"), side.bags(mode="mean")
+        optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+        keys, offsets = bag_inputs()
+        weights, wanted = torch.randn(24), torch.randn(24, requires_grad=True)
+        seen: List[Any] = []
+        bad = keys.clone()
+        bad[3] = ROWS
+        for some in (weights, wanted):
+            seen += refusal(lambda: bags(bad, offsets, some))
+            seen += refusal(lambda: bags(keys, offsets + 1, some))
+            seen += refusal(lambda: bags(keys, torch.tensor([0, 5, 2]), some))
+            seen += refusal(lambda: bags(keys, offsets, some[1:]))
+            seen += refusal(lambda: bags(keys, offsets, some.view(4, 6)))
+            seen += refusal(lambda: bags(keys, offsets, some.double()))
+            seen += refusal(lambda: mean(keys, offsets, some))
+        seen += refusal(lambda: bags(keys, offsets, [1.0]))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(weights, torch.ones(24))
+            seen += refusal(lambda: bags(keys, offsets, dual))
+        changed = weights.clone()
+        out = bags(keys, offsets, changed)
+        changed[0] = 1.0
+        seen += refusal(lambda: out.sum().backward())
+        for what in ("keys", "weights"):
+            some, factors = keys.clone(), wanted * 1.0
+            out = bags(some, offsets, factors)
+            with torch.no_grad():
+                (some if what == "keys" else factors)[0] = 1
+            seen += refusal(lambda: out.sum().backward())
+        out = bags(keys, offsets, wanted)
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        seen += refusal(lambda: out.sum().backward())
+        out = bags(keys, offsets, wanted)
+        optimizer.step()
+        seen += refusal(lambda: out.sum().backward())
+        out = bags(keys, offsets, wanted)
+        bags.weight.data.fill_(2.0)
+        seen += refusal(lambda: out.sum().backward())
+        return [*seen, wanted.grad]
+
+    told(story)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_maxima(told: Callable[[Story], List[Any]], padding: Any, last: bool) -> None:
+    """Of equal rows, of NaNs first and later, of both zeros; of bags without a key, and with padding alone."""
+
+    def story(side: Side) -> List[Any]:
+        bags = side.bags(mode="max", padding_idx=padding, include_last_offset=last)
+        rows = torch.randint(-2, 3, (ROWS, DIM)).float()
+        rows[::5] = -rows[::5]  # zeros of the other sign
+        rows[torch.rand(ROWS, DIM) < 0.1] = float("nan")
+        bags.weight.data.copy_(rows)
+        seen: List[Any] = []
+        for step in range(8):
+            keys, offsets = bag_inputs()
+            if step % 3 == 0:
+                keys[: offsets[2]] = 3
+            if last:
+                offsets = torch.cat([offsets, torch.tensor([24])])
+            some = keys.int() if step % 2 else keys
+            outs = [bags(some, offsets), bags(some.view(4, 6))]
+            for out in outs:
+                assert NODE in nodes(out) if side.usual else NODE not in nodes(out)
+                grad = torch.randint(-1, 2, out.shape) * -1.0
+                out.backward([grad, grad.t().contiguous().t(), grad[:1].expand(grad.shape)][step % 3])
+                at, of_keys = gradient(bags).per_key()
+                seen += [*map(bits, (out, of_keys)), at.reshape(-1)]
+                anchor(bags).grad = None
+            with torch.no_grad():
+                seen += [bits(bags(some, offsets))]
+        return seen
+
+    told(story)
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """What tells a zero from the other, and knows NaNs."""
+    return values.detach().contiguous().view(torch.int32).clone()
+
+
+def test_training_of_maxima(told: Callable[[Story], List[Any]]) -> None:
+    def story(side: Side) -> List[Any]:
+        modules = [side.bags(mode="max", padding_idx=3), side.bags(mode="max")]
+        optimizer = torch.optim.Adagrad([p for m in modules for p in m.parameters()], lr=0.3)
+        for _ in range(6):
+            keys, offsets = bag_inputs()
+            sum(m(keys, offsets).square().sum() for m in modules).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [snapshot(m) for m in modules]
+
+    assert told(story)[1:] == [True] * 5
+
+
+def test_what_is_wrong_with_maxima_is_said_in_the_same_words(told: Callable[[Story], List[Any]]) -> None:
+    def story(side: Side) -> List[Any]:
+        bags = side.bags(mode="max")
+        keys, offsets = bag_inputs()
+        seen: List[Any] = []
+        bad = keys.clone()
+        bad[3] = ROWS
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                seen += refusal(lambda: bags(bad, offsets))
+                seen += refusal(lambda: bags(keys, offsets + 1))
+                seen += refusal(lambda: bags(keys, torch.tensor([0, 5, 2])))
+                seen += refusal(lambda: bags(keys, torch.tensor([0, 25])))
+                seen += refusal(lambda: bags(keys, offsets, torch.ones(24)))
+                seen.append(bags(keys[:0], offsets * 0).detach())
+        changed = keys.clone()
+        out = bags(changed, offsets)
+        changed[0] = 1
+        seen += refusal(lambda: out.sum().backward())
+        out = bags(keys, offsets)
+        out.sum().backward()
+        seen += refusal(lambda: out.sum().backward())
+        out = bags(keys, offsets)
+        every = torch.ones(2, *out.shape)
+        seen += refusal(lambda: torch.autograd.grad(out, anchor(bags), every, is_grads_batched=True))
+        bags(keys, offsets).sum().backward(create_graph=True)
+        seen += refusal(lambda: torch.linalg.vector_norm(gradient(bags)))
+        return seen
+
+    told(story)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "frozen"])
+def test_reading(told: Callable[[Story], List[Any]], reads: List[Any], mode: str) -> None:
+    """Rows alone, in a step and between steps; then inputs of the same shape in training."""
+
+    def story(side: Side) -> List[Any]:
+        rows = side.embedding(padding_idx=3)
+        every = [side.bags(mode=mode, padding_idx=3) for mode in ("sum", "mean", "max")]
+        modules = [rows, *every]
+        optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.5)
+        keys, offsets = bag_inputs()
+        seen: List[Any] = []
+
+        def read() -> None:
+            if mode == "inference_mode":
+                inputs = keys.clone(), offsets.clone()
+                assert inputs[0].is_inference()
+            else:
+                inputs = keys, offsets
+            outs = [rows(some) for some in (keys, keys.int(), keys.view(2, 3, 4), keys[:0], keys[5])]
+            for bags in every:
+                outs += [bags(*inputs), bags(keys.view(4, 6))]
+            outs.append(every[0](*inputs, torch.randn(24, requires_grad=mode != "frozen")))
+            assert not any(out.requires_grad for out in outs)
+            assert all(out.is_inference() == (mode == "inference_mode") for out in outs)
+            seen.extend(out.clone() for out in outs)
+
+        for _ in range(3):
+            if mode == "frozen":
+                for module in modules:
+                    module.requires_grad_(False)
+                read()
+                for module in modules:
+                    module.requires_grad_(True)
+            else:
+                with getattr(torch, mode)():
+                    read()
+            assert bool(reads) != side.usual
+            reads.clear()
+            weights = torch.randn(24, requires_grad=True)
+            outs = [rows(keys), every[0](keys, offsets, weights), *[bags(keys.view(4, 6)) for bags in every]]
+            with torch.no_grad():
+                seen.append(rows(keys))  # in the step
+            torch.stack([out.square().mean() for out in outs]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reads.clear()
+            seen.append(weights.grad)
+        return seen + [snapshot(m) for m in modules]
+
+    told(story)
+
+
+def test_what_is_wrong_with_reading_is_said_in_the_same_words(told: Callable[[Story], List[Any]]) -> None:
+    def story(side: Side) -> List[Any]:
+        module, rows = side.bags(mode="sum"), side.embedding()
+        keys, offsets = bag_inputs()
+        bad = keys.clone()
+        bad[3] = ROWS
+        seen: List[Any] = []
+        with torch.no_grad():
+            seen += refusal(lambda: module(bad, offsets))
+            seen += refusal(lambda: rows(bad))
+            seen += refusal(lambda: module(keys, offsets + 1))
+            seen += refusal(lambda: module(keys, torch.tensor([0, 5, 2])))
+            seen += refusal(lambda: module(keys, torch.tensor([0, 25])))
+            seen += refusal(lambda: rows(keys.float()))
+        side.trainer.close()
+        with torch.no_grad():
+            seen += refusal(lambda: rows(keys))
+        side.engine.close()
+        with torch.no_grad():
+            seen += refusal(lambda: rows(keys))
+        return seen
+
+    told(story)
+
+
+def test_a_read_that_takes_long_is_python_s(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, reads: List[Any]
+) -> None:
+    """Who has words for it. Another error is told at once."""
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    keys = torch.arange(4)
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+    )
+    statuses = [_abi.STATUS[f"FRUGAL_ERR_{name}"] for name in ("TIMEOUT", "OUT_OF_MEMORY")]
+    failing = kind(lambda *args: statuses.pop(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(lib, "frugal_read", failing)
+        module._make_usual()  # which asks for the address
+    with torch.no_grad():
+        assert torch.equal(module(keys), module.weight[keys]) and reads
+        reads.clear()
+        with pytest.raises(frugal.OutOfMemory):
+            module(keys)
+    assert not reads and not statuses
+    module._make_usual()
+
+
 def test_many_backwards_before_a_step(told: Callable[[Story], List[Any]]) -> None:
     def story(side: Side) -> List[Any]:
         module = side.bags(mode="mean")
@@ -369,6 +692,25 @@ def test_a_compiled_backward(told: Callable[[Story], List[Any]]) -> None:
             optimizer.zero_grad()
             seen += [loss.detach(), snapshot(module)]
         assert not torch.equal(seen[1], seen[-1])
+        return seen
+
+    told(story)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_a_compiled_backward_of_weights_and_of_maxima(told: Callable[[Story], List[Any]], mode: str) -> None:
+    def story(side: Side) -> List[Any]:
+        module = side.bags(mode=mode)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        seen: List[Any] = []
+        for wanted in (False, True, True):
+            weights = torch.randn(24, requires_grad=wanted)
+            loss = module(*bag_inputs(), *[weights] * (mode == "sum")).square().mean()
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [loss.detach(), snapshot(module), weights.grad]
         return seen
 
     told(story)
@@ -431,7 +773,8 @@ def test_python_does_what_is_not_usual(trainer: frugal.Trainer) -> None:
     module.max_norm = None
     assert not left()
     module.mode = "max"
-    assert left()
+    assert NODE in nodes(module(keys, offsets))
+    assert NODE not in nodes(module(keys[:0], offsets * 0))
     module.mode = "mean"  # another lookup, and so another forward of it
     assert not left()
     module.half()

@@ -146,15 +146,25 @@ class Lookup:
         return out if wanted is shape else out.squeeze_(0), moment  # which is no view
 
     def backward(
-        self, keys: Optional[torch.Tensor], ends: Optional[torch.Tensor], version: int, leaf: Any
+        self,
+        keys: Optional[torch.Tensor],
+        ends: Optional[torch.Tensor],
+        weights: Optional[torch.Tensor],
+        version: int,
+        leaf: Any,
     ) -> "_Backward":
-        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys, at the forward; None in their
-        place: they are freed. `leaf`: the anchor's node."""
-        backward = _Backward(self, [] if keys is None else [keys, ends, None], 2, leaf, 1)
+        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys and weights, at the forward;
+        None in the keys' place: they are freed. `leaf`: the anchor's node."""
+        backward = _Backward(self, [] if keys is None else [keys, ends, weights], 2, leaf, 1)
         backward.versions = version
         if keys is None:
             backward.tensors = None
         return backward
+
+    def weighted_rows(self, rows: torch.Tensor, moment: Moment, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
+        """The same rows, which were read at that moment, with gradients of weights."""
+        out: torch.Tensor = _weighted_rows(rows, self, moment, *tensors)
+        return out
 
     def add_pushes(
         self, ops: List[bytes], held: Held, features: Sequence[int], factor: float
@@ -439,6 +449,9 @@ class WeightedRows(torch.autograd.Function):
         if _is_grad_enabled():  # create_graph=True
             grads = [None if each is None else _once(each, grad, *ctx.saved_tensors) for each in grads]
         return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
+
+
+_weighted_rows: Callable[..., Any] = WeightedRows.apply  # without types in torch
 
 
 def _for_each(

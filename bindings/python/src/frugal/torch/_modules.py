@@ -31,7 +31,7 @@ import frugal
 from . import _default, _inputs, _native, _ranks, _renorm, _state, _steps, _usual
 from ._anchor import Anchor
 from ._computed import SHAPE
-from ._lookup import EmptyLookup, Feature, Lookup, WeightedRows, int64_of
+from ._lookup import EmptyLookup, Feature, Lookup, int64_of
 from ._weight import Weight, draw_nothing, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
@@ -42,7 +42,6 @@ _COMPUTE_WEIGHT = {f"torch.nn.utils.{name}" for name in ("weight_norm", "paramet
 
 _DDP = "torch.nn.parallel.distributed"
 
-_weighted_rows: Callable[..., Any] = WeightedRows.apply  # without types in torch
 _in_fake_mode = _default.in_fake_mode
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
@@ -253,7 +252,7 @@ class _Module(torch.nn.Module):
         if graph:
             for weights in tensors[2::3]:
                 if weights is not None and weights.requires_grad:
-                    out = _weighted_rows(out, lookup, moment, *tensors)
+                    out = lookup.weighted_rows(out, moment, *tensors)
                     break
         return out if dtype is torch.float32 else out.to(dtype)
 
@@ -589,8 +588,8 @@ class _Single(_Module):
         self.__dict__.pop("_usual", None)
 
     def _make_usual(self) -> Callable[..., Optional[torch.Tensor]]:
-        has_one = type(self._lookup) is Lookup and self._pools == (self._pooling() != _native.POOL_NONE)
-        usual = _usual.forward(self._lookup, self._anchors[0], self._first, self._pools) if has_one else _usual.never
+        has_rows = type(self._lookup) is Lookup
+        usual = _usual.forward(self._lookup, self._anchors[0], self._first, self._pools) if has_rows else _usual.never
         self.__dict__["_usual"] = usual
         return usual
 
@@ -675,7 +674,7 @@ class Embedding(_Single, torch.nn.Embedding):  # so that isinstance() says so
         """Rows of the keys `input`, of any shape."""
         if is_compiling():
             return self._compiled(Embedding.forward, input)
-        out = (self._usual or self._make_usual())(self, input, None)
+        out = (self._usual or self._make_usual())(self, input, None, None)
         if out is not None:
             return out
         instead = self._instead()
@@ -767,14 +766,13 @@ class EmbeddingBag(_Single, torch.nn.EmbeddingBag):  # so that isinstance() says
         """Bags of the keys `input`: 2-D, a bag in each row, or 1-D with `offsets`. Returns (bags, embedding_dim)."""
         if is_compiling():
             return self._compiled(EmbeddingBag.forward, input, offsets, per_sample_weights)
-        if per_sample_weights is None:
-            try:
-                out = (self._usual or self._make_usual())(self, input, offsets)
-            except _native.InvalidArgument:
-                _inputs.check_begins(offsets, input, self._table.name)
-                raise
-            if out is not None:
-                return out
+        try:
+            out = (self._usual or self._make_usual())(self, input, offsets, per_sample_weights)
+        except _native.InvalidArgument:
+            _inputs.check_begins(offsets, input, self._table.name)
+            raise
+        if out is not None:
+            return out
         instead = self._instead()
         if instead is not None:
             return torch.nn.functional.embedding_bag(

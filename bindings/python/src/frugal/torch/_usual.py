@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
-_REVISION = 9  # of what is said to each other here and there
+_REVISION = 10  # of what is said to each other here and there
 
 
 def _load() -> Any:
@@ -68,7 +68,8 @@ def never(*args: Any) -> Optional[torch.Tensor]:
 
 
 def forward(lookup: "Lookup", anchor: "Anchor", first: str, bags: bool) -> Callable[..., Optional[torch.Tensor]]:
-    """Called with a module of one table, its input and its offsets, gives the output; or None, if Python is to do it."""
+    """Called with a module of one table, its input, its offsets and its per_sample_weights, gives the output; or None, if
+    Python is to do it. The rows of a module of bags that are not to be pooled are for their maximum."""
     if native is None:
         return never
     (feature,) = lookup.features
@@ -76,7 +77,8 @@ def forward(lookup: "Lookup", anchor: "Anchor", first: str, bags: bool) -> Calla
     padded = padding is not None
     shows = padded and pooling == _native.POOL_NONE and not table.hashed  # see Feature.hidden
     made: Callable[..., Optional[torch.Tensor]] = native.Forward(
-        _address(lib.frugal_lookup), _address(lib.frugal_step_begin), table.handle, table.dim, pooling, padding or 0, bags, padded, shows,
+        _address(lib.frugal_lookup), _address(lib.frugal_step_begin), _address(lib.frugal_read),
+        lookup.steps.trainer.engine.handle, table.handle, table.dim, pooling, padding or 0, bags, padded, shows,
         lookup, table, lookup.steps, anchor, lookup.places[0], first,
     )  # fmt: skip
     return made
