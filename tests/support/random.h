@@ -57,8 +57,8 @@ struct RandomValues : Random {
                                       (chance(0.5) ? 0x80000000u : 0));
       }
     }
-    // A bell of deviation 0.3, without a logarithm: three numbers of 21 bits. The product rounds, so
-    // the last bits of values are drawn, too.
+    // A bell of deviation 0.3, without a logarithm: three numbers of 21 bits. The product rounds,
+    // so the last bits of values are drawn, too.
     const uint64_t bits = engine();
     constexpr uint64_t kMask = (uint64_t{1} << 21) - 1;
     const auto sum =
