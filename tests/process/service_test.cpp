@@ -21,6 +21,7 @@
 #include <climits>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <thread>
 
@@ -2089,7 +2090,8 @@ struct Alone {
   frugal_table* table = nullptr;
   frugal_trainer* trainer = nullptr;
   std::vector<uint64_t> keys = std::vector<uint64_t>(kKeys);
-  std::vector<float> rows = std::vector<float>(kKeys * kDim);
+  // Plain arrays: without optimization each access to a vector is a call, and these are millions.
+  std::unique_ptr<float[]> rows{new float[kKeys * kDim]};
 
   int Start(double cache) {
     frugal_config c = FRUGAL_CONFIG_INIT;
@@ -2111,13 +2113,14 @@ struct Alone {
     op.table = table;
     op.keys = keys.data();
     op.count = kKeys;
-    op.rows_out = rows.data();
-    op.grads = rows.data();
+    op.rows_out = rows.get();
+    op.grads = rows.get();
     if (int s = frugal_prefetch(trainer, step, &op, 1, nullptr)) return s;
     if (int s = frugal_step_begin(trainer, step, -1)) return s;
     if (int s = frugal_lookup(trainer, &op, 1)) return s;
-    for (size_t i = 0; i < rows.size(); ++i)
-      rows[i] = rows[i] * 0.1f + static_cast<float>((i + step) % 13) - 6;
+    float* const values = rows.get();
+    for (size_t i = 0; i < kKeys * kDim; ++i)
+      values[i] = values[i] * 0.1f + static_cast<float>((i + step) % 13) - 6;
     if (int s = frugal_push_grad(trainer, &op, 1)) return s;
     return frugal_step_end(trainer, step, 0);
   }
@@ -2125,11 +2128,15 @@ struct Alone {
   static int Hash(frugal_table* of, uint64_t* out) {
     std::vector<uint64_t> all(kRows);
     for (size_t i = 0; i < kRows; ++i) all[i] = i;
-    std::vector<uint32_t> bits(kRows * (kDim + kDim));
+    const std::unique_ptr<uint64_t[]> bits(new uint64_t[kRows * kDim]);  // two floats each
     const int s = frugal_get(of, all.data(), kRows, FRUGAL_WITH_STATE,
-                             reinterpret_cast<float*>(bits.data()), 0, nullptr);
-    *out = 14695981039346656037u;
-    for (uint32_t b : bits) *out = (*out ^ b) * 1099511628211u;
+                             reinterpret_cast<float*>(bits.get()), 0, nullptr);
+    *out = 0;
+    if (s != FRUGAL_OK) return s;
+    uint64_t hash = 14695981039346656037u;
+    const uint64_t* const from = bits.get();
+    for (size_t i = 0; i < kRows * kDim; ++i) hash = (hash ^ from[i]) * 1099511628211u;
+    *out = hash;
     return s;
   }
 };

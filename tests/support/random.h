@@ -25,7 +25,7 @@ struct Random {
 struct RandomValues : Random {
   explicit RandomValues(uint64_t seed) : Random(seed * 0x9e3779b97f4a7c15u) {}
   uint64_t from(uint64_t low, uint64_t high) { return low + below(high - low + 1); }
-  bool chance(double p) { return std::uniform_real_distribution<double>()(engine) < p; }
+  bool chance(double p) { return static_cast<double>(engine() >> 11) * 0x1p-53 < p; }
   template <class T, size_t n>
   T one_of(const T (&choices)[n]) {
     return choices[below(n)];
@@ -57,7 +57,13 @@ struct RandomValues : Random {
                                       (chance(0.5) ? 0x80000000u : 0));
       }
     }
-    return std::normal_distribution<float>(0.0f, 0.3f)(engine);
+    // A bell of deviation 0.3, without a logarithm: three numbers of 21 bits. The product rounds,
+    // so the last bits of values are drawn, too.
+    const uint64_t bits = engine();
+    constexpr uint64_t kMask = (uint64_t{1} << 21) - 1;
+    const auto sum =
+        static_cast<int32_t>((bits & kMask) + (bits >> 21 & kMask) + (bits >> 42 & kMask));
+    return static_cast<float>(sum - 3 * (1 << 20)) * (0.3f / (1 << 20));
   }
 };
 
