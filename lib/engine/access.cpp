@@ -264,39 +264,33 @@ bool Engine::LocalStep::keeps_gradients() const {
 }
 
 void Engine::LocalStep::count(Use use, const Counts& c) {
-  auto add = [](std::atomic<uint64_t>& counter, uint64_t n) {
-    if (n) counter.fetch_add(n, std::memory_order_relaxed);
-  };
-  // The trainer's own are written here alone, with its call_mu held.
-  auto add_own = [](std::atomic<uint64_t>& counter, uint64_t n) {
-    if (n) counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
-  };
+  t_.call_mu.assert_held();
   const bool push = use == Use::kPush;
-  Counters& all = engine_.meters_.counters;
-  add(push ? all.keys_pushed : all.keys_looked_up, c.keys);
+  RankCounters& ranks = engine_.meters_.of_ranks[t_.rank];
+  add_own(push ? ranks.keys_pushed : ranks.keys_looked_up, c.keys);
   add_own(push ? t_.counts.keys_pushed : t_.counts.keys_looked_up, c.keys);
-  add(all.cache_hits, c.hits);
-  add(all.cache_misses, c.misses);
+  add_own(ranks.cache_hits, c.hits);
+  add_own(ranks.cache_misses, c.misses);
   add_own(t_.counts.cache_hits, c.hits);
   add_own(t_.counts.cache_misses, c.misses);
-  add(all.stale_reads, c.stale);
+  add_own(ranks.stale_reads, c.stale);
   if (span_) span_->count(c.keys);
 }
 
 Status Engine::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
-  Timed timed(meters_.counters.lookup_ns);
   TraceSpan span(meters_.trace, SpanKind::kLookup);
   span.rank(any.rank);
   Lock call(any.call_mu);
+  TimedOwn timed(meters_.of_ranks[any.rank].lookup_ns);
   LocalStep step(*this, own(any), &span);
   return RowPath(step).lookup(ops, n);
 }
 
 Status Engine::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
-  Timed timed(meters_.counters.push_ns);
   TraceSpan span(meters_.trace, SpanKind::kPush);
   span.rank(any.rank);
   Lock call(any.call_mu);
+  TimedOwn timed(meters_.of_ranks[any.rank].push_ns);
   LocalStep step(*this, own(any), &span);
   return RowPath(step).push(ops, n);
 }

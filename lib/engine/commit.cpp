@@ -253,8 +253,9 @@ Pacing::Measured Committer::measured() const {
   m.cpu = process_cpu_ns();
   const Counters& c = meters_.counters;
   m.apply = c.apply_ns.load();
-  m.calls = c.lookup_ns.load() + c.push_ns.load() + c.step_begin_ns.load() + c.step_end_ns.load() +
-            c.prefetch_ns.load();
+  m.calls = meters_.of_ranks.sum(&RankCounters::lookup_ns) +
+            meters_.of_ranks.sum(&RankCounters::push_ns) + c.step_begin_ns.load() +
+            c.step_end_ns.load() + c.prefetch_ns.load();
   return m;
 }
 

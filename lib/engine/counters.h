@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/heap.h"
 #include "base/stopwatch.h"
 #include "base/trace.h"
 #include "engine/stats.h"
@@ -13,31 +14,84 @@ namespace frugal {
 struct Counters {
 #define X(name, kind, help) std::atomic<uint64_t> name{0};
 #define SKIP(name, kind, help)
-  FRUGAL_STATS(X, SKIP)
+  FRUGAL_STATS(X, SKIP, SKIP)
+#undef X
+};
+
+// What the lookups and pushes of a rank count: those of small batches would meet each other at the
+// engine's counters.
+struct RankCounters {
+#define X(name, kind, help) std::atomic<uint64_t> name{0};
+  FRUGAL_STATS(SKIP, X, SKIP)
 #undef X
 #undef SKIP
+  char apart[8];  // 64 bytes, so that two ranks share a cache line at most
+};
+
+// Adds to a counter to which nobody else adds at the same time.
+inline void add_own(std::atomic<uint64_t>& counter, uint64_t n) {
+  if (n) counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+}
+
+class CountersOfRanks {
+ public:
+  explicit CountersOfRanks(size_t ranks) : all_(ranks) {}
+  // Threads: who holds the call_mu of the rank's trainer adds to it, others read.
+  RankCounters& operator[](uint32_t rank) { return all_[rank]; }
+  uint64_t sum(std::atomic<uint64_t> RankCounters::*of) const {
+    uint64_t sum = 0;
+    for (const RankCounters& rank : all_) sum += (rank.*of).load(std::memory_order_relaxed);
+    return sum;
+  }
+
+ private:
+  Vector<RankCounters> all_;
 };
 
 // What tells how an engine is doing.
 struct Meters {
+  explicit Meters(size_t ranks) : of_ranks(ranks) {}
   Counters counters;
+  CountersOfRanks of_ranks;
   Trace trace;
+};
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(bool runs = true) : start_(runs ? stopwatch_ns() : 0) {}
+  uint64_t passed() const {
+    if (!start_) return 0;
+    const uint64_t now = stopwatch_ns();  // of another processor it may be a little behind
+    return now > start_ ? now - start_ : 0;
+  }
+
+ private:
+  const uint64_t start_;
 };
 
 // Wall time of a scope, added to a counter.
 class Timed {
  public:
   explicit Timed(std::atomic<uint64_t>& counter, bool counts = true)
-      : counter_(counter), start_(counts ? stopwatch_ns() : 0) {}
+      : counter_(counter), watch_(counts) {}
   ~Timed() {
-    if (!start_) return;
-    const uint64_t now = stopwatch_ns();  // of another processor it may be a little behind
-    if (now > start_) counter_.fetch_add(now - start_, std::memory_order_relaxed);
+    if (const uint64_t ns = watch_.passed()) counter_.fetch_add(ns, std::memory_order_relaxed);
   }
 
  private:
   std::atomic<uint64_t>& counter_;
-  uint64_t start_;
+  const Stopwatch watch_;
+};
+
+// The same, of a counter to which nobody else adds in the scope.
+class TimedOwn {
+ public:
+  explicit TimedOwn(std::atomic<uint64_t>& counter) : counter_(counter) {}
+  ~TimedOwn() { add_own(counter_, watch_.passed()); }
+
+ private:
+  std::atomic<uint64_t>& counter_;
+  const Stopwatch watch_;
 };
 
 }  // namespace frugal

@@ -77,7 +77,7 @@ constexpr bool ends_in_ns(const char* name) {
 #define X(name, kind, help)                                       \
   static_assert((Kind::kind == Kind::kTime) == ends_in_ns(#name), \
                 "of times the names end in _ns: " #name);
-FRUGAL_STATS(X, X)
+FRUGAL_STATS(X, X, X)
 #undef X
 
 }  // namespace
@@ -108,7 +108,7 @@ Status Engine::metrics(String* text_out) {
   out.reserve(8192);
   Exposition e(&out);
 #define X(name, kind, help) e.stat(#name, Kind::kind, help, s.name);
-  FRUGAL_STATS(X, X)
+  FRUGAL_STATS(X, X, X)
 #undef X
   e.family("uptime_seconds", "gauge", "Time since the engine was opened.");
   e.seconds(now - opened_ns_);

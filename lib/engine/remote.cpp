@@ -283,20 +283,24 @@ Status Engine::remote_failed(Trainer& t) {
 }
 
 void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
-  t.counts.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
-  t.counts.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
-  t.counts.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
-  t.counts.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
-  meters_.counters.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
-  meters_.counters.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
-  meters_.counters.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
-  meters_.counters.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
-  meters_.counters.stale_reads.fetch_add(c.stale_reads, std::memory_order_relaxed);
-  meters_.counters.lookup_ns.fetch_add(c.lookup_ns, std::memory_order_relaxed);
-  meters_.counters.push_ns.fetch_add(c.push_ns, std::memory_order_relaxed);
-  meters_.counters.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);
-  meters_.counters.step_begin_ns.fetch_add(c.step_begin_ns, std::memory_order_relaxed);
-  meters_.counters.step_end_ns.fetch_add(c.step_end_ns, std::memory_order_relaxed);
+  const auto add = [](std::atomic<uint64_t>& counter, uint64_t n) {
+    counter.fetch_add(n, std::memory_order_relaxed);
+  };
+  add(t.counts.keys_looked_up, c.keys_looked_up);
+  add(t.counts.keys_pushed, c.keys_pushed);
+  add(t.counts.cache_hits, c.cache_hits);
+  add(t.counts.cache_misses, c.cache_misses);
+  RankCounters& ranks = meters_.of_ranks[t.rank];
+  add(ranks.keys_looked_up, c.keys_looked_up);
+  add(ranks.keys_pushed, c.keys_pushed);
+  add(ranks.cache_hits, c.cache_hits);
+  add(ranks.cache_misses, c.cache_misses);
+  add(ranks.stale_reads, c.stale_reads);
+  add(ranks.lookup_ns, c.lookup_ns);
+  add(ranks.push_ns, c.push_ns);
+  add(meters_.counters.prefetch_ns, c.prefetch_ns);
+  add(meters_.counters.step_begin_ns, c.step_begin_ns);
+  add(meters_.counters.step_end_ns, c.step_end_ns);
   state_.pacing.trained_elsewhere(c.cpu_ns);
 }
 

@@ -1,20 +1,20 @@
 // Every counter of frugal_stats, in its order: what Engine::stats fills, and what Engine::metrics
 // writes.
 //
-// COUNTED is kept in Counters; GATHERED is put together when somebody asks. Kinds: kCount only
-// grows; kTime the same, in nanoseconds, with a name that ends in _ns; kGauge goes up and down, or
+// COUNTED is kept in Counters, BY_RANK in RankCounters; GATHERED is put together when somebody asks.
+// Kinds: kCount only grows; kTime the same, in nanoseconds, with a name that ends in _ns; kGauge goes up and down, or
 // is a peak. The text is the HELP line of the metric, so it has no quotes, backslashes or line
 // ends.
 #pragma once
 #include "frugal.h"
 
-#define FRUGAL_STATS(COUNTED, GATHERED)                                                            \
+#define FRUGAL_STATS(COUNTED, BY_RANK, GATHERED)                                                   \
   COUNTED(steps_committed, kCount, "Steps that all ranks have ended.")                             \
   COUNTED(steps_aborted, kCount, "Steps that were aborted.")                                       \
   COUNTED(keys_declared, kCount, "Keys of declarations.")                                          \
-  COUNTED(keys_looked_up, kCount, "Keys of lookups.")                                              \
+  BY_RANK(keys_looked_up, kCount, "Keys of lookups.")                                              \
   COUNTED(keys_undeclared, kCount, "Keys looked up or pushed without a declared batch.")           \
-  COUNTED(keys_pushed, kCount, "Keys of pushes.")                                                  \
+  BY_RANK(keys_pushed, kCount, "Keys of pushes.")                                                  \
   COUNTED(rows_created, kCount, "Rows created by steps.")                                          \
   COUNTED(rows_updated, kCount, "Updates, of a row in a step, written to host rows.")              \
   COUNTED(rows_deferred, kCount, "Of these, queued when the step after theirs could begin.")       \
@@ -28,9 +28,9 @@
   GATHERED(dequeued, kCount, "Pending rows taken out of the queue.")                               \
   COUNTED(back_pressure, kCount, "Times that the budget forced writing.")                          \
   COUNTED(ranks_apart, kCount, "Calls of step_begin while another rank was in an earlier step.")   \
-  COUNTED(stale_reads, kCount, "Rows read with a pending update.")                                 \
-  COUNTED(cache_hits, kCount, "Keys served from a trainer's cache.")                               \
-  COUNTED(cache_misses, kCount, "Keys that a trainer's cache did not have.")                       \
+  BY_RANK(stale_reads, kCount, "Rows read with a pending update.")                                 \
+  BY_RANK(cache_hits, kCount, "Keys served from a trainer's cache.")                               \
+  BY_RANK(cache_misses, kCount, "Keys that a trainer's cache did not have.")                       \
   COUNTED(cache_admitted, kCount, "Rows taken into caches.")                                       \
   COUNTED(cache_evicted, kCount, "Rows put out of caches.")                                        \
   COUNTED(cache_evicted_dirty, kCount, "Of these, while the host row had pending updates.")        \
@@ -40,8 +40,8 @@
   GATHERED(active_rows, kGauge, "Rows that have a queue entry.")                                   \
   COUNTED(modes_at_once, kCount, "Steps applied at once.")                                         \
   COUNTED(modes_deferred, kCount, "Steps queued.")                                                 \
-  COUNTED(lookup_ns, kTime, "Time inside of lookups, summed over trainers.")                       \
-  COUNTED(push_ns, kTime, "Time inside of pushes, summed over trainers.")                          \
+  BY_RANK(lookup_ns, kTime, "Time inside of lookups, summed over trainers.")                       \
+  BY_RANK(push_ns, kTime, "Time inside of pushes, summed over trainers.")                          \
   COUNTED(step_begin_ns, kTime, "Time inside of step_begin, summed over trainers.")                \
   COUNTED(step_end_ns, kTime, "Time inside of step_end, summed over trainers.")                    \
   COUNTED(prefetch_ns, kTime, "Time inside of prefetches, summed over trainers.")                  \
@@ -54,7 +54,7 @@
 struct FrugalStatsOfTheList {
   size_t struct_size;
 #define X(name, kind, help) uint64_t name;
-  FRUGAL_STATS(X, X)
+  FRUGAL_STATS(X, X, X)
 #undef X
 };
 static_assert(sizeof(FrugalStatsOfTheList) == sizeof(frugal_stats),
@@ -62,5 +62,5 @@ static_assert(sizeof(FrugalStatsOfTheList) == sizeof(frugal_stats),
 #define X(name, kind, help)                                                               \
   static_assert(offsetof(FrugalStatsOfTheList, name) == offsetof(frugal_stats, name),     \
                 "FRUGAL_STATS has another order than frugal_stats: " #name);
-FRUGAL_STATS(X, X)
+FRUGAL_STATS(X, X, X)
 #undef X

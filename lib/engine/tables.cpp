@@ -17,6 +17,7 @@ constexpr int kLandTries = 10;         // to commit what has been ended, before 
 Engine::Engine(const frugal_config& config)
     : Session(config),
       memory_(config.host_bytes),
+      meters_(config.world_size),
       workers_(config.flush_threads,
                {[this] { return state_.pacing.resting() && !state_.ranks.caches_exist(); },
                 [this] { return calls_first(); },
@@ -476,10 +477,12 @@ Status Engine::stats(frugal_stats* out) {
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
   s.struct_size = sizeof s;
-#define X(name, kind, help) s.name = meters_.counters.name.load(std::memory_order_relaxed);
+#define COUNTED(name, kind, help) s.name = meters_.counters.name.load(std::memory_order_relaxed);
+#define BY_RANK(name, kind, help) s.name = meters_.of_ranks.sum(&RankCounters::name);
 #define SKIP(name, kind, help)
-  FRUGAL_STATS(X, SKIP)
-#undef X
+  FRUGAL_STATS(COUNTED, BY_RANK, SKIP)
+#undef COUNTED
+#undef BY_RANK
 #undef SKIP
   Vector<TableRef> tables;
   {

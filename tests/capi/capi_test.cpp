@@ -3276,6 +3276,26 @@ TEST(Stats, StructSizes) {
   EXPECT_EQ(engine.Stats().rows_updated, 2u);
 }
 
+TEST(Stats, CountWhatRanksThatHaveLeftDid) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    for (uint64_t times = 1; times <= 2; ++times) {  // the second joins in the first's place
+      frugal_trainer* trainer = engine.Trainer(rank);
+      RowOp row(table, {3}, 1);
+      const frugal_stats before = engine.Stats();
+      ASSERT_OK(frugal_step_begin(trainer, 0, 0));
+      ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
+      const frugal_stats stats = engine.Stats();
+      EXPECT_EQ(stats.keys_looked_up, 2 * rank + times);
+      EXPECT_GT(stats.lookup_ns, before.lookup_ns);
+      ASSERT_OK(frugal_step_abort(trainer));
+      ASSERT_OK(frugal_trainer_close(trainer));
+    }
+  }
+  EXPECT_EQ(engine.Stats().keys_looked_up, 4u);
+}
+
 // --- Another trainer is not hung by this one's mistakes ---
 
 TEST(Mistakes, DoNotHangOthers) {

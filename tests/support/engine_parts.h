@@ -81,7 +81,7 @@ struct EngineParts {
   BufferPool pool;
   frugal_config config = FRUGAL_CONFIG_INIT;
   frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
-  Meters meters;
+  Meters meters{1};  // nothing here counts by rank
   Counters& counters = meters.counters;
   Workers workers{0, {[] { return false; }, [] { return false; }, [] {}}, &meters.trace};
   ControlState state;
