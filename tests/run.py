@@ -169,6 +169,12 @@ def suites():
       # Builds come one after the other, in this order.
       Build('tsan', 'ci', 300, after=['build-release']),
       Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'], processors=1),
+      # One processor each, beside ThreadSanitizer's tests; AddressSanitizer's come last, since ctest alone can use all.
+      Program('python', 'ci', 380, ['bindings/python/check', release, python],
+              after=['build-release', 'peers', 'release-ci']),
+      Program('julia', 'ci', 140, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
+      Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
+      Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
       Build('asan', 'ci', 480, after=['build-tsan']),
       Tests('asan', 'asan', 'ci', 220, ['-L', only('tier_base|tier_ci')], after=['build-asan', 'release-ci'], processors=1),
       # What has code for CUDA in it, or is run here. The other tests are those of the optimized build.
@@ -179,12 +185,7 @@ def suites():
       Build('nocuda', 'ci', 15, after=['build-gpu'], targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
       Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
             after=['build-nocuda', 'release-ci'], processors=1),
-      # One processor each, beside the sanitizers' tests. The mutants begin where the long builds have ended.
-      Program('python', 'ci', 380, ['bindings/python/check', release, python],
-              after=['build-release', 'peers', 'release-ci']),
-      Program('julia', 'ci', 140, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
-      Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
-      Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
+      # Where the long builds have ended.
       Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci', 'build-asan'], processors=0),
       Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')], after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
       Build('clang', 'all', 300, after=['release-all']),
