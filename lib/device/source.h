@@ -2,9 +2,12 @@
 // attached processes and on GPUs read.
 //
 //   bit 31, 30   the rest
-//        0       a host row. Of a key: its slot. Of a distinct row: 0, for its slot stands beside
-//        it 1  0    a line of the rank's own cache 1  1    a row that was staged: copied for this
-//        op
+//
+//        0       a host row. Of a key: its slot. Of a distinct row: 0, its slot stands beside it
+//
+//        1   0   a line of the rank's own cache
+//
+//        1   1   a row that was staged: copied for this op
 //
 // Room for a line of a peer: 0 1, once slots in words of keys are below 2^30. A word of a key can
 // be kPaddingSlot or kMissingSlot, too, which are no rows. (Slots of keys from 2^31 on do not fit:

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "arith/fold.h"
+#include "engine/op_check.h"
 
 namespace frugal {
 namespace {
@@ -166,7 +167,7 @@ uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out) {
 
 Status PushSource::of(const frugal_op& op, const Part& part, uint32_t dim, BufferPool& pool) {
   grads.grads = op.grads;
-  grads.stride = op.row_stride ? op.row_stride : dim * sizeof(float);
+  grads.stride = stride_of(op.row_stride, dim);
   if (op.pooling == FRUGAL_POOL_NONE || bags_are_keys(op, part.n)) return FRUGAL_OK;
   FRUGAL_TRY(pool.get(part.n * sizeof(uint32_t), &bag));
   bags_of_keys(op, bag.as<uint32_t>());
@@ -189,7 +190,7 @@ Status DataPath::gather(const device::RowsView& rows, const float* const* pointe
   c.op = &op;
   c.n = n;
   size_t row_bytes = size_t{rows.dim} * sizeof(float);
-  c.stride = op.row_stride ? op.row_stride : row_bytes;
+  c.stride = stride_of(op.row_stride, rows.dim);
   c.streaming = n * row_bytes >= kStreamBytes;
   const bool pooled = op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, n);
   size_t items = pooled ? op.bags : n;

@@ -420,7 +420,7 @@ Status Gpu::bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather) {
   if (s == FRUGAL_OK) s = wait_stream();
   if (s != FRUGAL_OK) drain();  // a kernel may be writing `out`
   FRUGAL_TRY(s);
-  const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
+  const size_t stride = stride_of(op.op.row_stride, dim);
   for (size_t i = 0; i < rows; ++i)
     std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes,
                 row_bytes);

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "engine/gpu.h"
+#include "engine/op_check.h"
 
 namespace frugal {
 
@@ -24,8 +25,6 @@ size_t elements(size_t bytes) { return bytes / sizeof(device::Element); }
 device::RowsPtr host_rows(const device::RowsView& rows) {
   return {{reinterpret_cast<uint64_t>(rows.values)}, elements(rows.value_pitch)};
 }
-
-uint64_t bytes_or(size_t stride, uint32_t dim) { return stride ? stride : dim * sizeof(float); }
 
 template <class T>
 Ptr<T> seen_at(const T* pinned) {
@@ -88,7 +87,7 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
   a.host_items = a.part.distinct;
   a.dim = dim;
   a.out = {reinterpret_cast<uint64_t>(out)};
-  a.out_stride = bytes_or(out_stride, dim);
+  a.out_stride = stride_of(out_stride, dim);
   f.pinned.push_back(std::move(pinned));
   return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
@@ -234,7 +233,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows,
     a.mean = op.op.pooling == FRUGAL_POOL_MEAN;
     a.dim = dim;
     a.out = out;
-    a.out_stride = bytes_or(op.op.row_stride, dim);
+    a.out_stride = stride_of(op.op.row_stride, dim);
     uint64_t longest = op.op.offsets ? 0 : part->n;
     if (op.op.offsets)
       for (size_t b = 0; b < op.op.bags; ++b)
@@ -255,7 +254,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows,
   a.hbm_items = from.hbm_items;
   a.dim = dim;
   a.out = out;
-  a.out_stride = bytes_or(op.op.row_stride, dim);
+  a.out_stride = stride_of(op.op.row_stride, dim);
   return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
@@ -277,7 +276,7 @@ Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t 
                       device::GradPtr* g) {
   *g = {};
   g->grads = {reinterpret_cast<uint64_t>(op.op.grads)};
-  g->stride = bytes_or(op.op.row_stride, dim);
+  g->stride = stride_of(op.op.row_stride, dim);
   const bool unseen = op.device_offsets && !op.op.offsets;
   if (op.op.pooling == FRUGAL_POOL_NONE || (part->n == 0 && !unseen)) return FRUGAL_OK;
   PartOnDevice* d;

@@ -161,7 +161,7 @@ Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool of
 
 Status nan_refused(const frugal_op& op, uint32_t dim, uint64_t step) {
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-  const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
+  const size_t stride = stride_of(op.row_stride, dim);
   const bool here = host_memory(op.grads, "grads") == FRUGAL_OK;
   const size_t rows = !here ? 0 : pooled ? op.bags : op.keys ? op.count : 0;
   char where[96] = "";

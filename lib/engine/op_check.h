@@ -20,6 +20,9 @@ Status host_memory(const frugal_op* ops, size_t n);
 // Whether steps that follow `step` have numbers, too.
 Status check_step(uint64_t step);
 
+// Bytes from a row to the next in the caller's memory, which says them, or 0: packed.
+inline size_t stride_of(size_t stride, size_t dim) { return stride ? stride : dim * sizeof(float); }
+
 // Whether rows of so many bytes can lie `stride` bytes apart (0: packed).
 Status check_stride(size_t stride, size_t row_bytes, size_t rows);
 

@@ -1,6 +1,7 @@
 // Lookup and push of a trainer whose engine is in another process.
 #include <algorithm>
 
+#include "engine/op_check.h"
 #include "process/client.h"
 
 namespace frugal {
@@ -10,7 +11,7 @@ namespace {
 // Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names
 // without keys.
 bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
-  const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
+  const size_t stride = stride_of(op.row_stride, dim);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
   const uint64_t* keys = op.keys;
   size_t n = op.count;

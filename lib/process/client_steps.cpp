@@ -6,6 +6,7 @@
 
 #include "base/handles.h"
 #include "device/pointers.h"
+#include "engine/op_check.h"
 #include "process/client.h"
 
 namespace frugal {
@@ -414,7 +415,7 @@ Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadl
       const frugal_op& op = ops[i];
       const size_t rows = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
       const size_t bytes = tables[i]->info.dim * sizeof(float),
-                   stride = op.row_stride ? op.row_stride : bytes;
+                   stride = stride_of(op.row_stride, tables[i]->info.dim);
       if (stride == bytes) {
         FRUGAL_TRY(c.read(op.rows_out, rows * bytes, until));
       } else {
