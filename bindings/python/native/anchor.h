@@ -26,7 +26,9 @@ inline PyObject* drop_grad(PyObject* anchor) {
 inline PyObject* grad_get(PyObject* self, PyObject* anchor, PyObject*) {
   if (!anchor || anchor == Py_None) return Py_NewRef(self);
   HANDLE_TH_ERRORS
-  return THPVariable_Wrap(tensor_of(anchor).grad());
+  Ref grad(THPVariable_Wrap(tensor_of(anchor).grad()));
+  if (grad.get() == Py_None || is(grad, classes.gradient)) return grad.give();
+  return call(anchor, names._shown, grad.get()).give();  // of a reducer, or of who has none
   END_HANDLE_TH_ERRORS
 }
 

@@ -2611,3 +2611,32 @@ def nothing_hidden() -> Iterator[None]:
     """After each test no gradient is with a hook."""
     yield
     assert not any(known.hidden for known in _hook._known.values())
+
+
+def test_data_of_another_dtype_gives_the_module_that(trainer: frugal.Trainer) -> None:
+    """As loops do that convert a model's parameters by hand."""
+    for module in bag_pair(trainer, integers(ROWS, DIM), mode="sum"):
+        model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 2))
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            for p in model.parameters():
+                p.data = p.data.to(dtype)
+            assert module.weight.dtype == module(keys()).dtype == model(keys()).dtype == dtype
+
+
+def test_what_is_written_to_adagrad_s_state_before_the_first_step(trainer: frugal.Trainer) -> None:
+    rows, batch = [], keys()
+    for module in bag_pair(trainer, integers(ROWS, DIM), mode="sum"):
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.5, initial_accumulator_value=0.25)
+        for state in optimizer.state.values():
+            state["sum"].fill_(4.0)
+        module(batch).sum().backward()
+        optimizer.step()
+        state = optimizer.state[module.weight]
+        rows.append((module.weight.detach().clone(), copy.deepcopy(state["sum"])))
+        kept = io.BytesIO()
+        torch.save(state["sum"], kept)
+        kept.seek(0)
+        assert torch.equal(torch.load(kept), rows[-1][1])
+    for mine, expected in zip(*rows):
+        torch.testing.assert_close(mine, expected)
+

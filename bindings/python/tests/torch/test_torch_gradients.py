@@ -230,3 +230,111 @@ def test_the_memory_of_a_gradient_has_no_numbers(trainer: frugal.Trainer) -> Non
     module = modules(lambda *shape: ft.Embedding(*shape, trainer=trainer))[0]
     other.data = grad(module)
     assert bool(torch.isnan(other.sum()))
+
+
+# --- What a fresh look found ---
+
+
+LATER: Dict[str, Callable[[Any], Any]] = {
+    "a view, clamped from above": lambda g: view_after(g, lambda g: g.clamp_(-1, 0.5)),
+    "a view, its own clamp": lambda g: view_after(g, lambda g: g.clamp_(max=1.0)),
+    "a view, without infinities": lambda g: view_after(g.mul_(float("inf")), lambda g: torch.nan_to_num(g, 0.5, 9.0, out=g)),
+    "a view, clamped and scaled": lambda g: view_after(g, lambda g: g.clamp_(-1, 1).mul_(2).mul_(0.5)),
+    "any, by rows": lambda g: torch.isnan(g).any(dim=1),
+    "all, by rows": lambda g: torch.isfinite(g).all(1),
+    "divided by 0": lambda g: (g + 1.0) / 0,
+    "squares": lambda g: (g**2).add_(1e-8).sqrt_(),
+    "a running mean": lambda g: running_mean(g),
+}
+
+
+def view_after(grad: Any, change: Callable[[Any], Any]) -> Any:
+    view = grad[1]
+    change(grad)
+    seen = view.clone()
+    view *= 2
+    return [seen, grad[:3].clone()]
+
+
+def running_mean(grad: Any) -> Any:
+    mean = grad.data.clone().pow(2)
+    kept = mean.clone()
+    mean.mul_(0.5).add_(grad, alpha=0.25)
+    return [kept + 0, mean + 0]
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_is_made_of_a_gradient_later(trainer: frugal.Trainer, what: str) -> None:
+    found = []
+    for module in (ft.Embedding(7, 3, trainer=trainer), torch.nn.Embedding(7, 3)):
+        module(torch.tensor([0, 1, 2, 1])).sum().backward()
+        made = LATER[what](module.weight.grad)
+        found.append([each.detach() for each in (made if isinstance(made, list) else [made])])
+    assert len(found[0]) == len(found[1])
+    for mine, expected in zip(*found):
+        assert torch.equal(mine, expected), (mine, expected)
+
+
+ASSIGNED: Dict[str, Callable[[Any], Any]] = {
+    "absolute values": lambda g: g.abs(),
+    "squares": lambda g: g**2,
+    "sparse": lambda g: g.to_sparse(),
+    "sparse rows": lambda g: g.to_sparse(1),
+}
+
+
+@pytest.mark.parametrize("what", ASSIGNED)
+def test_what_was_made_of_a_gradient_becomes_it(trainer: frugal.Trainer, what: str) -> None:
+    weight, rows = torch.arange(21.0).view(7, 3), []
+    for module in (ft.Embedding(7, 3, _weight=weight, trainer=trainer), torch.nn.Embedding(7, 3, _weight=weight.clone())):
+        (module(torch.tensor([0, 1, 2, 1])) * torch.tensor([-1.0, 2.0, 3.0])).sum().backward()
+        module.weight.grad = ASSIGNED[what](module.weight.grad)
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+        rows.append(module.weight.detach().clone())
+    assert torch.equal(*rows)
+
+
+def test_a_gradient_is_no_number(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(7, 3, trainer=trainer)
+    module(torch.tensor([0, 1])).sum().backward()
+    grad: Any = module.weight.grad
+    for number in (float, int, bool, lambda g: g.item()):
+        with pytest.raises(RuntimeError, match="21 elements"):
+            number(grad)
+    with pytest.raises(TypeError, match="expected to be a Tensor"):
+        module.weight.grad = 5  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="own grad"):
+        module.weight.grad = module.weight
+
+
+def test_a_mean_of_half_numbers_is_no_infinity(trainer: frugal.Trainer) -> None:
+    for module in (ft.Embedding(600, 8, trainer=trainer).half(), torch.nn.Embedding(600, 8).half()):
+        (module(torch.arange(600)) * 100).sum().backward()
+        grad: Any = module.weight.grad
+        assert float(grad.mean()) == float(grad.abs().mean()) == 100.0 and grad.mean().dtype == torch.float16
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+def test_a_function_of_a_caller_s_gets_rows(trainer: frugal.Trainer) -> None:
+    """The parameter itself has one element there: its gradient is an error, and not one number for all rows."""
+    module = ft.Embedding(7, 3, trainer=trainer)
+    theirs = torch.nn.Embedding(7, 3, _weight=module.weight.detach().clone())
+    product: Any = Product.apply
+    product(torch.ones(2, 3), module.weight).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"module\.weight\[\.\.\.\]"):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    for made in (module, theirs):
+        product(torch.ones(2, 3), made.weight[...]).sum().backward()
+    assert module.weight.grad is not None and torch.equal(module.weight.grad, theirs.weight.grad)  # type: ignore[arg-type]
+

@@ -192,6 +192,8 @@ class Anchor(Copied, torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self.rows().data = value
+        if value.dtype != self._dtype and value.dtype.is_floating_point:
+            self.become(value.dtype, self.grad)
 
     # torch's own do not ask `__torch_function__`.
 
@@ -223,7 +225,7 @@ class Anchor(Copied, torch.nn.Parameter):
                     self.begun = None
             return
         if isinstance(value, Shown):
-            value = value.shows or value.show(cast(Gradient, value.clone()))
+            value = value.show(cast(Gradient, value.clone())) if value.shows is None else value.shows
         if isinstance(value, Gradient) and value.table is not self.table:
             value = value.dense()  # as a worker's is given to a copy of the model
         if isinstance(value, Gradient) or (is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
@@ -234,7 +236,16 @@ class Anchor(Copied, torch.nn.Parameter):
             _dense.take(self, value)
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
-    grad = _grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
+    grad = _grad = property(
+        lambda self: self._shown(get_grad(self)), _take_grad, lambda self: self._take_grad(None)
+    )
+
+    def _shown(self, grad: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """An error for a gradient of the element, which is none of the rows."""
+        if grad is not None and not isinstance(grad, Gradient) and not is_shared(self.table):
+            set_grad(self, None)
+            raise self.penalty()
+        return grad
 
     def begin(self, left: Optional[Gradient] = None) -> Gradient:
         """The gradient that backwards add to: what is left of another, or one of nothing."""
@@ -267,8 +278,8 @@ class Anchor(Copied, torch.nn.Parameter):
     def penalty(self) -> NotImplementedError:
         """For who has made a gradient of the element."""
         return NotImplementedError(
-            f"table {self.table.name!r}: a gradient of the parameter that stands for it, as of a penalty: rows have none of"
-            " it. Leave frugal's modules out of the penalty, and give their parameters a weight_decay of the optimizer"
+            f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
+            " torch.autograd.Function makes that has got the parameter: give it rows, module.weight[...]"
         )
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:

@@ -233,7 +233,7 @@ class Computed(OfGradient):
     ) -> None:
         self.some, self.keys, self.rows, self.table, self.rest = values, keys, rows, table, rest
         # Of whoever takes the memory that it has not, as other.data = computed does without a call of anything here.
-        refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take its clone()")
+        refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take [...] of it")
 
     def sizes(self) -> Tuple[int, ...]:
         rows, columns = self.some.shape
@@ -327,11 +327,13 @@ def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
     return _each(func, computed, float(by))
 
 
-def _any(func: Any, computed: Computed) -> torch.Tensor:
+def _any(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    check_whole(func, computed.table, dim, keepdim)
     return torch.full_like(computed.some.any(), True) if computed.rest and computed.keys is not None else computed.some.any()
 
 
-def _all(func: Any, computed: Computed) -> torch.Tensor:
+def _all(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    check_whole(func, computed.table, dim, keepdim)
     return computed.some.all() if computed.rest or computed.keys is None else torch.zeros_like(computed.some.all())
 
 
@@ -349,7 +351,8 @@ def _sum(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, 
 
 
 def _mean(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    return _sum(func, computed, dim, keepdim, dtype=dtype) / computed.count("the mean")
+    mean = _sum(func, computed, dim, keepdim, dtype=torch.float64) / computed.count("the mean")
+    return mean.to(dtype or computed.some.dtype)
 
 
 def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:

@@ -25,6 +25,10 @@ def all_of(gradient: Gradient) -> torch.Tensor:
 def take(anchor: Anchor, value: torch.Tensor) -> None:
     """The table's gradient is a tensor of a caller's from now on; who has kept that of before keeps it as it was."""
     shape = anchor.table.shape
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    if value is anchor:
+        raise RuntimeError("can't assign Variable as its own grad")
     if tuple(value.shape) != shape:
         raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {shape}")
     if isinstance(value, _View) and value._source.is_all(value):
@@ -44,7 +48,11 @@ def copy(gradient: Gradient, value: torch.Tensor) -> None:
 
 def of_rows(anchor: Anchor, rows: torch.Tensor, before: Optional[Gradient]) -> Gradient:
     """A gradient of the rows that are not zero, and of those that had one before."""
+    if isinstance(rows, OfGradient):  # what was computed of one
+        rows = rows.values_of_all()
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if rows.is_sparse and rows.sparse_dim() > 1:
+            rows = rows.to_dense()
         if rows.is_sparse:
             keys, values = rows._indices()[0], rows._values()
         else:
@@ -92,7 +100,7 @@ class _View(View):
         written = [copy for copy in targets if isinstance(copy, _View)]
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _View)]
         if name == "__dlpack__":
-            raise RuntimeError("a gradient gives no memory away, where a write would be lost: give DLPack its clone()")
+            raise RuntimeError("a gradient gives no memory away, where a write would be lost: give DLPack a copy, weight.grad[...].clone()")
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy._source.before(copy, name if any(copy is one for one in written) else None)
@@ -103,7 +111,6 @@ class _View(View):
                     copy._source.after_write(copy)
         sources = [copy._source for copy in copies]
         return without_writes(out) if name in ("numpy", "__array__") else shared(_views_of(out, sources), read)
-
 
 
 class _Source:
@@ -118,7 +125,7 @@ class _Source:
 
     def _now(self) -> Tuple[Any, ...]:
         gradient = self.gradient
-        return gradient.clip_limit, *[(part.held.number, part.factor) for part in gradient.parts]
+        return gradient.clip_limit, *[(part.held, part.factor) for part in gradient.parts]
 
     def is_all(self, view: torch.Tensor) -> bool:
         """Whether the tensor is the table's gradient as it is, and no view of it."""

@@ -554,7 +554,8 @@ def _total(func: Any, grad: Gradient, dim: Any = None, keepdim: bool = False, *,
 def _mean(func: Any, grad: Gradient, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     if grad.table.hashed:
         raise _no_answer(func, grad)
-    return _total(func, grad, dim, keepdim, dtype=dtype) / (grad.table.capacity * grad.table.dim)
+    mean = _total(func, grad, dim, keepdim, dtype=torch.float64) / (grad.table.capacity * grad.table.dim)
+    return mean.to(dtype or grad.dtype)
 
 
 def _zero(func: Any, grad: Gradient) -> Gradient:
@@ -578,7 +579,9 @@ def _factor_of(func: Any, grad: Gradient, by: Any) -> float:
     if not is_number(by):
         raise _no_answer(func, grad)
     value = float(by)
-    return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value
+    if func.overloadpacket not in (_aten.div, _aten.div_, _aten._foreach_div_):
+        return value
+    return 1.0 / value if value else math.copysign(math.inf, value)
 
 
 def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
@@ -786,7 +789,7 @@ def _scaled(func: Any, grad: Any, by: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _value(func: Any, grad: Gradient) -> Any:
-    return float(grad.norm_of(2.0))
+    raise RuntimeError(f"table {grad.table.name!r}: its gradient, of {grad.numel()} elements, is no number: take its norm")
 
 
 def _of_elements(func: Any, grad: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

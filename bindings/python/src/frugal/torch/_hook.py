@@ -160,6 +160,12 @@ class _Moment(torch.Tensor):
         moment._own, moment._name, moment._all = own, name, rows
         return moment
 
+    def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def _before_write(self) -> None:
         own, name = self._own, self._name
         if dict.get(own, name) is self._all:
@@ -625,6 +631,8 @@ def _translate(
     theirs = {}
     shape = (table.capacity, table.dim)
     for name in [name for name in _here(state) if name in _OF_ROWS and name not in (_STATE, _KEYS)]:
+        if not table.hashed:
+            state[name] = _of_all(state[name], shape, made)
         if _says_nothing(state[name], state, shape, made):
             del state[name]
         else:
@@ -647,6 +655,13 @@ def _translate(
         )
     state.pop(_STATE, None)
     state.update(theirs)
+
+
+def _of_all(value: Any, shape: Tuple[int, int], made: frugal.Optimizer) -> Any:
+    """What somebody has written to the element that Adagrad makes when it is made, every row gets."""
+    new = getattr(made, "initial_accumulator", None)
+    is_element = isinstance(value, torch.Tensor) and tuple(value.shape) == SHAPE != shape
+    return torch.full(shape, float(value)) if is_element and new is not None and bool(value != new) else value
 
 
 def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], made: frugal.Optimizer) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 

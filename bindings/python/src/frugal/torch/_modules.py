@@ -32,7 +32,7 @@ from . import _default, _inputs, _native, _ranks, _renorm, _state, _steps, _usua
 from ._anchor import Anchor
 from ._computed import SHAPE
 from ._lookup import EmptyLookup, Feature, Lookup, int64_of
-from ._weight import Weight, draw_nothing, saved, write
+from ._weight import draw_nothing, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone

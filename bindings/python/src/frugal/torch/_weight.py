@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
-from . import _default, _native, _state
+from . import _default, _state
 from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, is_of_a_parameter, use_of
 from ._computed import (
     SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, refuse_memory, without_writes,
