@@ -974,3 +974,13 @@ def test_a_sparse_gradient_is_one_for_its_user(trainer: frugal.Trainer, pools: b
         (parameter,) = module.parameters()
         assert parameter.grad is grad
     assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3])) and found[0][3:] == found[1][3:]
+
+
+def test_a_transform_of_a_function_of_a_weight_gets_rows(pair: Pair) -> None:
+    def product(weight: Any) -> Any:
+        return torch.vmap(lambda row: row @ weight.t())(torch.ones(2, DIM))
+
+    with pytest.raises(NotImplementedError, match=r"module\.weight\.clone\(\)"):
+        product(pair[0].weight)
+    assert torch.equal(product(pair[0].weight.clone()), product(pair[1].weight))
+    assert torch.equal(product(pair[0].weight.detach()[...]), product(pair[1].weight))

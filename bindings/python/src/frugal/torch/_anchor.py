@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 _enabled: Callable[[], Any] = torch._C._EnableTorchFunction
+_in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # What a backward that runs has for an input.
 NOT_ASKED, ACCUMULATED, RETURNED = 0, 1, 2
@@ -125,6 +126,12 @@ class Anchor(Copied, torch.nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
+        if _in_transform() and not is_of_torch():
+            anchor = next(value for value in flat([*args, *kwargs.values()]) if isinstance(value, Anchor))
+            raise NotImplementedError(
+                f"table {anchor.table.name!r}: a transform of torch.func of a function of the parameter, whose rows the engine"
+                " has: give it a tensor of them, module.weight.clone()"
+            )
         if func in _OF_THE_ELEMENT or is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
@@ -279,7 +286,7 @@ class Anchor(Copied, torch.nn.Parameter):
         """For who has made a gradient of the element."""
         return NotImplementedError(
             f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
-            " torch.autograd.Function makes that has got the parameter: give it rows, module.weight[...]"
+            " torch.autograd.Function makes that has got the parameter: give it rows, module.weight.clone()"
         )
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:

@@ -82,6 +82,7 @@ def _hold(table: Table, use: int, keys: torch.Tensor, grad: torch.Tensor) -> Non
         anchor.give(found, (0,), True)
 
 
+_is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _read: Callable[..., Any] = _Read.apply  # without types in torch
 
 
@@ -708,6 +709,8 @@ def shared(out: Any, sources: Sequence[Source]) -> Any:
         return type(out)(shared(part, sources) for part in out)
     if isinstance(out, _Part) and hasattr(out, "_source"):
         return out  # what was written
+    if isinstance(out, torch.Tensor) and _is_wrapped(out):  # in a transform of torch.func, where nothing is written
+        return out
     if isinstance(out, torch.Tensor) and not isinstance(out, Weight) and out.layout == torch.strided and out.numel():
         with torch._C.DisableTorchFunctionSubclass():
             address = out.untyped_storage().data_ptr()
