@@ -14,8 +14,8 @@
 namespace frugal {
 
 uint64_t now_ns();          // monotonic
-// Whether the kernel's clock is the counter of this name. The kernel takes one that runs evenly, and
-// alike on all processors.
+// Whether the kernel's clock is the counter of this name. The kernel takes one that runs evenly,
+// and alike on all processors.
 bool os_clock_is(const char* counter);
 uint64_t after_ns(uint64_t ns);  // that much from now; UINT64_MAX: never
 // A time-out's. UINT64_MAX, for ever: that of a negative one, or of one of more than a century.

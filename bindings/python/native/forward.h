@@ -141,8 +141,9 @@ inline PyObject* forward(Forward& self, PyObject* module, PyObject* input, PyObj
     op.padding_key = self.padding_key;
     op.flags = FRUGAL_OP_PADDING;
   }
+  const bool weighs = graph && weights.defined() && weights.requires_grad();
   Ref moment;
-  at::Tensor out = look_up(self, op, shape, training, moment);
+  at::Tensor out = look_up(self, op, shape, training, weighs ? &moment : nullptr);
   if (!out.defined()) return not_usual();
   if (training) {
     const std::shared_ptr<Backward> node(
@@ -152,7 +153,7 @@ inline PyObject* forward(Forward& self, PyObject* module, PyObject* input, PyObj
     torch::autograd::set_history(out, node);
   }
   if (maximum) out = largest(self, keys, ends, out);
-  if (graph && weights.defined() && weights.requires_grad()) {
+  if (weighs) {
     const std::shared_ptr<WeightsBackward> node(
         new WeightsBackward(torch::autograd::collect_next_edges(out, weights), &self,
                             std::move(moment), keys, ends, weights),

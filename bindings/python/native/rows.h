@@ -140,9 +140,9 @@ inline Ref moment_of(PyObject* steps) {
 }
 
 // Rows. `training`: of the step, which begins, if it has not begun. Nothing, if that is not usual;
-// an error of Python's may be set. `moment`: becomes when they were read.
+// an error of Python's may be set. `moment`, where it is wanted: becomes when they were read.
 inline at::Tensor look_up(Forward& self, frugal_op& op, at::IntArrayRef shape, bool training,
-                          Ref& moment) {
+                          Ref* moment) {
   const Locked locked(self.steps);
   if (!locked.mine() || !look(self)) return {};
   const Ref untold = get(self.steps, names._untold), open = get(self.steps, names.open);
@@ -161,8 +161,8 @@ inline at::Tensor look_up(Forward& self, frugal_op& op, at::IntArrayRef shape, b
                       : self.read_call(self.engine, self.trainer, &op, 1, self.slice);
   }
   if (status == FRUGAL_OK) {
-    moment = moment_of(self.steps);
-    return moment ? out : at::Tensor();
+    if (moment) *moment = moment_of(self.steps);
+    return moment && !*moment ? at::Tensor() : out;
   }
   // Python waits for longer, and has words for it.
   if (!training && status == FRUGAL_ERR_TIMEOUT) return {};

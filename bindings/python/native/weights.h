@@ -90,14 +90,14 @@ inline at::Tensor weight_grad(Forward& self, PyObject* moment, const at::Tensor&
       ends.scalar_type() != at::kLong || ends.numel() != grad.size(0) + 1 ||
       !are_ends(ends, keys.numel()))
     return {};
-  Ref now = moment_of(self.steps);
+  const Ref now = moment_of(self.steps);
   if (!now || PyObject_RichCompareBool(now.get(), moment, Py_EQ) != 1) return {};
   frugal_op op{};
   op.struct_size = sizeof op;
   op.table = self.table_handle;
   op.keys = static_cast<const uint64_t*>(keys.const_data_ptr());
   op.count = static_cast<size_t>(keys.numel());
-  const at::Tensor rows = look_up(self, op, {keys.numel(), self.dim}, false, now);
+  const at::Tensor rows = look_up(self, op, {keys.numel(), self.dim}, false, nullptr);
   if (!rows.defined()) return {};
   const auto* end = ends.const_data_ptr<int64_t>();
   const auto* of_bag = grad.const_data_ptr<float>();

@@ -51,7 +51,7 @@ def is_of_a_parameter() -> bool:
 
 
 class Copied(torch.Tensor):
-    """Of which torch.nn.Parameter() and Buffer() have a copy: they want their argument's class, and say then what it is."""
+    """Of which torch.nn.Parameter() and Buffer() have a copy. They want their argument's class, and say then what it is."""
 
     @property
     def _is_param(self) -> bool:
@@ -126,15 +126,15 @@ class Anchor(Copied, torch.nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
-        if _in_transform() and not is_of_torch():
+        if func in _OF_THE_ELEMENT or is_of_torch():
+            with as_itself():
+                return func(*args, **kwargs)
+        if _in_transform():
             anchor = next(value for value in flat([*args, *kwargs.values()]) if isinstance(value, Anchor))
             raise NotImplementedError(
                 f"table {anchor.table.name!r}: a transform of torch.func of a function of the parameter, whose rows the engine"
                 " has: give it a tensor of them, module.weight.clone()"
             )
-        if func in _OF_THE_ELEMENT or is_of_torch():
-            with as_itself():
-                return func(*args, **kwargs)
         out = call_with(lambda value: value.rows() if isinstance(value, Anchor) else value, func, args, kwargs)
         return _parameter_of(out)
 

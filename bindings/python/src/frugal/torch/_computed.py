@@ -78,16 +78,13 @@ _OF_TORCH = (
 )  # fmt: skip
 
 
-def is_of_torch(depth: int = 2) -> bool:
+TORCH = ("torch.",)  # all of it
+
+
+def is_of_torch(depth: int = 2, names: Tuple[str, ...] = _OF_TORCH) -> bool:
     """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
-    return name.startswith(_OF_TORCH)
-
-
-def is_called_by_torch() -> bool:
-    """Whether the caller's caller is a function of PyTorch's."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
-    return name.startswith("torch.")
+    return name.startswith(names)
 
 
 def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:

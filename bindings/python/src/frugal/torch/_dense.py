@@ -100,7 +100,9 @@ class _View(View):
         written = [copy for copy in targets if isinstance(copy, _View)]
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _View)]
         if name == "__dlpack__":
-            raise RuntimeError("a gradient gives no memory away, where a write would be lost: give DLPack a copy, weight.grad[...].clone()")
+            raise RuntimeError(
+                "a gradient gives no memory away, where a write would be lost: give DLPack a copy, weight.grad[...].clone()"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy._source.before(copy, name if any(copy is one for one in written) else None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 import torch
 
 from ._computed import (
-    HASHED, REDUCED, SHAPE, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_called_by_torch, is_number, is_of_torch,
+    HASHED, REDUCED, SHAPE, TORCH, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_number, is_of_torch,
     no_number,
 )  # fmt: skip
 
@@ -142,11 +142,11 @@ class Gradient(OfGradient):
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
-        return self._is_sparse() and not is_called_by_torch()
+        return self._is_sparse() and not is_of_torch(names=TORCH)
 
     @property
     def layout(self) -> torch.layout:  # type: ignore[override]
-        return torch.sparse_coo if self._is_sparse() and not is_called_by_torch() else torch.strided
+        return torch.sparse_coo if self._is_sparse() and not is_of_torch(names=TORCH) else torch.strided
 
     def _is_sparse(self) -> bool:
         anchor = self.table.held_anchor()
@@ -161,10 +161,10 @@ class Gradient(OfGradient):
             raise why.because(HASHED)
         if writes and table.steps.world_size > 1:
             raise why.because(f"{table.steps.world_size} ranks have a part each")
-        live = self.with_graph() if torch.is_grad_enabled() and not writes else None
-        if live is not None:
-            return live
         if torch.is_grad_enabled():
+            live = None if writes else self.with_graph()
+            if live is not None:
+                return live
             self.check_graph("a computation")
         table.grad_read_at = table.steps.writes
         table.steps.tell_of_part(table.name)

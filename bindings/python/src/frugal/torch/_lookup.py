@@ -76,9 +76,10 @@ class Lookup:
         same.weighted = type(self)(self.steps, pooled, self.width)
         return same
 
-    def rows_of(self, table: Table) -> "Lookup":
+    @classmethod
+    def rows_of(cls, table: Table) -> "Lookup":
         """Rows of a table, one for each key, and no key is padding."""
-        return type(self)(self.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
+        return cls(table.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
 
     def _ops(self, out: torch.Tensor, tensors: Tensors) -> List[bytes]:
         """Ops that write rows."""
@@ -531,7 +532,7 @@ def _of_each(grads: List[Optional[torch.Tensor]]) -> Tuple[Optional[torch.Tensor
 
 def held(table: Table, keys: torch.Tensor, rows: torch.Tensor) -> Held:
     """Gradients of keys, as a backward would have delivered them."""
-    lookup = Lookup(table.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
+    lookup = Lookup.rows_of(table)
     with torch.inference_mode(False):  # a training step is going to use it
         rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
         keys = keys.clone()
