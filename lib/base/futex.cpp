@@ -11,10 +11,19 @@
 #include <climits>
 
 #include "base/os.h"
+#include "base/scheduler.h"
 
 namespace frugal {
 
 void futex_wait(const uint32_t* word, uint32_t seen, uint64_t ns) {
+#ifdef FRUGAL_SCHEDULES
+  if (Scheduler* s = this_scheduler) {  // whose threads take turns: a look and a wait are one step
+    if (__atomic_load_n(word, __ATOMIC_RELAXED) != seen) return;
+    const char none = 0;  // a wait is behind a mutex there
+    s->wait(word, &none, ns < uint64_t{1} << 60 ? s->now() + ns : UINT64_MAX);  // centuries: never
+    return s->unlock(&none);
+  }
+#endif
   timespec time{};
   time.tv_sec = static_cast<time_t>(ns / 1000000000u);
   time.tv_nsec = static_cast<long>(ns % 1000000000u);
@@ -33,6 +42,9 @@ void futex_wait(const uint32_t* word, uint32_t seen, WaitTime* time) {
 }
 
 void futex_wake(const uint32_t* word) {
+#ifdef FRUGAL_SCHEDULES
+  if (Scheduler* s = this_scheduler) return s->notify(word, true);
+#endif
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 

@@ -1,10 +1,9 @@
 // Calls that nobody else will make.
 #pragma once
-#include <unistd.h>
-
 #include <type_traits>
 
 #include "base/status.h"
+#include "base/sync.h"
 
 namespace frugal {
 
@@ -24,7 +23,7 @@ Status insist(const Call& call, const Stop& stop) noexcept {
     } catch (...) {
     }
     if (s != FRUGAL_ERR_OUT_OF_MEMORY || stop(tries)) return s;
-    usleep(10000);
+    sleep_ns(10'000'000);
   }
 }
 

@@ -1,9 +1,9 @@
 // The seam under which a test decides which of its threads goes on (tests/support/schedule.h).
 //
 // Locks, waits, clocks and spinning of the library come here (base/sync.h, base/condition.h,
-// base/os.h), and so do some atomics, by schedule_point(). In a build without FRUGAL_SCHEDULES
-// nothing of it is compiled. FRUGAL_ASSERTS, which is for tests alone, too, turns it on; a thread
-// of no schedule pays a look at a pointer there.
+// base/futex.h, base/os.h), and so do some atomics, by schedule_point(). In a build without
+// FRUGAL_SCHEDULES nothing of it is compiled. FRUGAL_ASSERTS, which is for tests alone, too, turns
+// it on; a thread of no schedule pays a look at a pointer there.
 #pragma once
 #include <cstdint>
 

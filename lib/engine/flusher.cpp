@@ -1,7 +1,9 @@
 #include "engine/flusher.h"
 
+#include <algorithm>
 #include <optional>
-#include <thread>
+
+#include "base/assert.h"
 
 namespace frugal {
 namespace {
@@ -34,7 +36,7 @@ std::unique_ptr<Scratch> Scratches::take() noexcept {
     try {
       return std::make_unique<Scratch>(ranks_, row_bytes);
     } catch (const std::bad_alloc&) {
-      std::this_thread::yield();  // others have them, for a moment
+      yield_thread();  // others have them, for a moment
     }
   }
 }
@@ -97,8 +99,11 @@ void Flusher::let_go(Table& table, const StepUpdate& update) {
 void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
   Timed timed(meters_.counters.apply_ns);
   uint64_t begun = state_.ranks.begun(), deferred = 0;
+  FRUGAL_ASSERT(claim.rows.size() == claim.ids.size());
+  FRUGAL_ASSERT(!claim.runs.empty() && claim.runs.back().end == claim.ids.size());
   for (const Claim::Run& run : claim.runs) {
     const StepUpdate& u = *run.update;
+    FRUGAL_ASSERT(run.begin == (&run == claim.runs.data() ? 0 : (&run)[-1].end));
     const uint32_t* rows = claim.rows.data() + run.begin;
     size_t n = run.end - run.begin;
     TraceSpan span(meters_.trace, SpanKind::kApply);
@@ -143,6 +148,8 @@ void Flusher::apply_chunk(const Chunks& of, size_t chunk) {
 }
 
 JobRef Flusher::job(const TableRef& table, const UpdateRef& update, Vector<uint64_t>&& bounds) {
+  FRUGAL_ASSERT(bounds.size() >= 2 && bounds.front() == 0 && bounds.back() == UINT64_MAX);
+  FRUGAL_ASSERT(std::is_sorted(bounds.begin(), bounds.end()));
   auto chunks = std::allocate_shared<Chunks>(HeapAllocator<Chunks>());
   chunks->flusher = this;
   chunks->table = table;

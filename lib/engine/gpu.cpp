@@ -1,8 +1,6 @@
 #include "engine/gpu.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 namespace frugal {
 
@@ -137,7 +135,7 @@ bool Flight::ask(uint64_t timeout_ns) {
   if (landed.load(std::memory_order_acquire)) return true;
   UniqueLock lock(mu, std::try_to_lock);
   if (!lock.owns_lock()) {  // somebody else asks
-    if (timeout_ns) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (timeout_ns) sleep_ns(20'000);
     return false;
   }
   for (device::Event& e : events) {

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <thread>
 #include <utility>
 
 #include "base/assert.h"
@@ -215,7 +214,7 @@ uint32_t TableLedger::take() {
     std::atomic<bool>& busy = taken_[i].busy;
     if (!busy.load(std::memory_order_relaxed) && !busy.exchange(true, std::memory_order_acquire))
       return i;
-    if (tries % count_ == count_ - 1) std::this_thread::yield();  // all are taken, for a moment
+    if (tries % count_ == count_ - 1) yield_thread();  // all are taken, for a moment
   }
 }
 

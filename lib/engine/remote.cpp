@@ -204,7 +204,7 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   // A call of its that waits for other ranks is not waited for: it has ended its step by then.
   while (!t.call_mu.try_lock()) {
     if (!inside()) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    sleep_ns(20'000);
   }
   const UniqueLock call(t.call_mu, std::adopt_lock);
   if (inside() && !t.closing.load() && !t.abort_notice.load() && !state_.closed.load() &&

@@ -361,7 +361,7 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
                           "no controller at %.200s within %lld ms: start one, or raise timeout_ms",
                           address, static_cast<long long>(timeout_ms));
       }
-      usleep(static_cast<useconds_t>(pause / 1000));
+      sleep_ns(pause);
     }
   } catch (const std::exception&) {
     return no_thread("a connection to the controller");

@@ -397,7 +397,7 @@ void ControlServer::Impl::run() noexcept {
     pollfd all[] = {{serves ? end : -1, POLLIN, 0},
                     {bell, POLLIN, 0},
                     {serves && !full ? place.listener() : -1, POLLIN, 0}};
-    if (poll(all, 3, full ? 100 : -1) < 0) usleep(10000);  // no memory for a moment
+    if (poll(all, 3, full ? 100 : -1) < 0) sleep_ns(10'000'000);  // no memory for a moment
     eventfd_t rings;
     if (all[1].revents) eventfd_read(bell, &rings);
     reap();

@@ -78,7 +78,7 @@ Status Controller::watch() {
   if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's memory");
   uint64_t id;
   auto look = [this] {
-    if (regions_.look() != FRUGAL_OK) usleep(10000);
+    if (regions_.look() != FRUGAL_OK) sleep_ns(10'000'000);
   };
   if (Status s = watch_->follow(fd, look, &id)) {
     ForkedDescriptors::close(fd);

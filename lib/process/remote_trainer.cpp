@@ -1,15 +1,13 @@
 #include "process/remote_trainer.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <utility>
 
 namespace frugal {
 namespace {
 
 constexpr uint64_t kLateNs = 5'000'000;
-constexpr auto kLateSleep = std::chrono::microseconds(50);
+constexpr uint64_t kLateSleepNs = 50'000;
 
 }  // namespace
 
@@ -95,7 +93,7 @@ void RemoteTrainer::settle_within(uint64_t until) {
       s = late.open ? answer_late(std::min(until, now + kLateNs)) : FRUGAL_OK;
     }
     if (s == FRUGAL_ERR_TIMEOUT && now >= until) break;
-    if (s == FRUGAL_ERR_TIMEOUT) std::this_thread::sleep_for(kLateSleep);
+    if (s == FRUGAL_ERR_TIMEOUT) sleep_ns(kLateSleepNs);
   }
 }
 

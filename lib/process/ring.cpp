@@ -1,15 +1,13 @@
 #include "process/ring.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cstring>
-#include <thread>
 
+#include "base/assert.h"
 #include "base/futex.h"
 #include "base/os.h"
+#include "base/sync.h"
 
 namespace frugal {
 namespace {
@@ -37,11 +35,12 @@ RingLink::RingLink(const char* peer)
 void RingLink::end(const char* why) noexcept {
   const char* none = nullptr;
   ended_.compare_exchange_strong(none, why);
+  schedule_point();
   // The peer's words cannot be changed from here, so a thread that is about to sleep is not stopped
   // by them. It is counted and will be asleep in a moment.
   while (sleepers_.load() != 0) {
     for (size_t i = 0; i < peers_used_; ++i) futex_wake(low_half(peers_[i]->count));
-    if (sleepers_.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (sleepers_.load() != 0) sleep_ns(50'000);
   }
 }
 
@@ -64,7 +63,7 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
                 spin = std::min(begun + spin_ns_.load(std::memory_order_relaxed), until);
        now < spin; now = now_ns())
     for (int i = 0; i < 16; ++i) {
-      if (i == 0 && polite_.load(std::memory_order_relaxed)) sched_yield();
+      if (i == 0 && polite_.load(std::memory_order_relaxed)) yield_thread();
       cpu_relax();
       if (over(peer->count.load(std::memory_order_relaxed)) ||
           ended_.load(std::memory_order_relaxed))
@@ -73,8 +72,10 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
   Status status = FRUGAL_OK;
   mine->wanted.store(wanted, std::memory_order_relaxed);  // with the next but one
   sleepers_.fetch_add(1);  // before the look at ended_; end() does it the other way round
+  schedule_point();
   mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
   for (WaitTime time = WaitTime::until(until);;) {
+    schedule_point();
     const uint64_t count = peer->count.load();
     if (over(count) || ended_.load()) break;
     if (time.over()) {
@@ -91,6 +92,7 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
 
 void RingLink::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
   mine->count.store(count);
+  schedule_point();
   if (peer->asleep.load() != 0 && reached(count, peer->wanted.load(std::memory_order_relaxed)))
     futex_wake(low_half(mine->count));
 }
@@ -99,6 +101,7 @@ RingWriter::RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char*
                        size_t capacity)
     : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
       written_(mine->count.load()), published_(written_), known_(written_) {
+  FRUGAL_ASSERT(std::has_single_bit(capacity) && capacity <= kMaxRing);
   link->sleeps_on(peer);
 }
 
@@ -115,6 +118,7 @@ Status RingWriter::look() {
 }
 
 Status RingWriter::wait(size_t bytes, uint64_t until) {
+  FRUGAL_ASSERT(bytes <= capacity_);
   FRUGAL_TRY(look());
   while (room() < bytes) {
     publish();
@@ -143,6 +147,7 @@ Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
 }
 
 void RingWriter::publish() {
+  FRUGAL_ASSERT(written_ - known_ <= capacity_);
   if (published_ == written_) return;
   published_ = written_;
   RingLink::publish(mine_, peer_, written_);
@@ -174,6 +179,7 @@ Status RingReader::has(size_t bytes, bool* there) {
 }
 
 Status RingReader::wait(size_t bytes, uint64_t until) {
+  FRUGAL_ASSERT(bytes <= capacity_);
   FRUGAL_TRY(look());
   while (available() < bytes) {
     publish();
@@ -184,6 +190,7 @@ Status RingReader::wait(size_t bytes, uint64_t until) {
 }
 
 void RingReader::publish() {
+  FRUGAL_ASSERT(known_ - read_ <= capacity_);
   if (published_ == read_) return;
   published_ = read_;
   RingLink::publish(mine_, peer_, read_);

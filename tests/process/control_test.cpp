@@ -32,7 +32,7 @@
 #include "base/forked.h"
 #include "base/teller.h"
 #include "control.capnp.h"
-#include "descriptors.h"
+#include "send_descriptors.h"
 #include "frugal.h"
 #include "proc.h"
 #include "process/channel.h"

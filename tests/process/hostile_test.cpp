@@ -33,7 +33,7 @@
 #include "base/os.h"
 #include "control.capnp.h"
 #include "controller.h"
-#include "descriptors.h"
+#include "send_descriptors.h"
 #include "fence.h"
 #include "frugal.h"
 #include "process/channel.h"

@@ -13,7 +13,6 @@
 #include <unordered_set>
 #include <vector>
 
-#include "base/futex.h"
 #include "base/thread.h"
 #include "support/mix.h"
 
@@ -23,15 +22,15 @@ namespace {
 constexpr uint64_t kMostPoints = 200000;  // of a run: beyond it nothing moves any more
 constexpr size_t kKeptPoints = 400;       // that a failure tells
 
-// Whose turn it is.
+// Whose turn it is. (Not by the library's waits, which are the schedule's.)
 struct Turn {
-  std::atomic<uint32_t> mine{0};
+  std::atomic<int> mine{0};
   void go() {
     mine.store(1);
-    futex_wake(reinterpret_cast<const uint32_t*>(&mine));
+    mine.notify_one();
   }
   void wait() {
-    while (mine.load() == 0) futex_wait(reinterpret_cast<const uint32_t*>(&mine), 0, UINT64_MAX);
+    while (mine.load() == 0) mine.wait(0);
     mine.store(0);
   }
 };
