@@ -1,0 +1,115 @@
+// What is known of steps that are not committed: hand-overs by rank, whether all that is taken in
+// ahead is, flights that have landed, and what an abort takes.
+#include "engine/step_records.h"
+
+#include "support/engine_parts.h"
+
+namespace frugal {
+namespace {
+
+FlightRef flight(uint32_t rank, bool landed, bool failed = false) {
+  FlightRef f = std::allocate_shared<Flight>(HeapAllocator<Flight>());
+  f->rank = rank;
+  f->landed = landed;
+  f->failed = failed;
+  return f;
+}
+
+TEST(StepRecords, HandoversAreByRank) {
+  EngineParts parts(4);
+  const TableRef table = parts.add_table(8);
+  StepRecord record;
+  StepRecord::TableHandovers& to = record.handovers[table.get()];
+  to.table = table;
+  const std::vector<Slots> slots{{5}, {1, 2, 2}, {0, 3, 7}, {}};
+  for (const uint32_t rank : {2, 0, 3, 1})
+    to.add(parts.gradients(table, 0, rank, slots[rank]));
+  for (uint32_t rank = 0; rank < 4; ++rank) EXPECT_EQ(to.ranks[rank].rank, rank);
+  EXPECT_EQ(record.row_bytes(), 6 * table->rows.layout().bytes());
+}
+
+TEST(StepRecords, TheFirstStepThatIsEnded) {
+  EngineParts parts;
+  const TableRef table = parts.add_table(8);
+  StepRecords records;
+  Lock lock(parts.mu);
+  EXPECT_EQ(records.ended(), kNoStep);
+  EXPECT_EQ(records.end(), 0u);
+  records.of(4);  // nobody has told anything of it
+  EXPECT_EQ(records.ended(), kNoStep);
+  records.of(9).skip = true;
+  EXPECT_EQ(records.ended(), 9u);
+  records.of(7).created.emplace_back();
+  EXPECT_EQ(records.ended(), 7u);
+  records.of(6).handovers[table.get()].table = table;
+  EXPECT_EQ(records.ended(), 6u);
+  EXPECT_EQ(records.end(), 10u);
+  records.erase(9);
+  EXPECT_EQ(records.find(9), nullptr);
+  EXPECT_EQ(records.end(), 8u);
+}
+
+TEST(StepRecords, WhatIsTakenInAhead) {
+  EngineParts parts;
+  const TableRef table = parts.add_table(8), other = parts.add_table(8);
+  StepRecords records;
+  Lock lock(parts.mu);
+  EXPECT_TRUE(records.staged());
+  records.of(1).prepared[table.get()] = {table, nullptr, true};
+  PreparedUpdate& late = records.of(2).prepared[other.get()];
+  EXPECT_FALSE(records.staged());
+  EXPECT_TRUE(records.find(1)->staged());
+  EXPECT_FALSE(records.find(2)->staged());
+  late.ready = true;
+  EXPECT_TRUE(records.staged());
+}
+
+// They count until what follows from their landing is done; one that has failed stays, for whoever
+// is to be told.
+TEST(StepRecords, Flights) {
+  EngineParts parts;
+  StepRecords records;
+  Lock lock(parts.mu);
+  EXPECT_FALSE(records.flying());
+  records.fly(&records.of(1), flight(0, true));
+  records.fly(&records.of(1), flight(1, false));
+  records.fly(&records.of(2), flight(0, true, true));
+  std::vector<uint32_t> ranks;
+  records.each_flight([&](const FlightRef& f) { ranks.push_back(f->rank); });
+  EXPECT_EQ(ranks, (std::vector<uint32_t>{0, 1, 0}));
+  EXPECT_EQ(records.forget_landed(), 1u);
+  EXPECT_EQ(records.find(1)->flights.size(), 1u);
+  EXPECT_EQ(records.find(2)->flights.size(), 1u) << "it has failed";
+  EXPECT_EQ(records.forget_landed(), 0u);
+  records.done(1);
+  EXPECT_TRUE(records.flying());
+  const Map<uint64_t, StepRecord> taken = records.take();
+  EXPECT_EQ(taken.size(), 2u);
+  EXPECT_FALSE(records.flying()) << "they are the taker's to wait for";
+  EXPECT_EQ(records.end(), 0u);
+}
+
+// The window forgets what was taken in of the step: the next update begins as if there had been
+// none.
+TEST(StepRecords, AnUndoneStep) {
+  CommitParts parts(1, FRUGAL_FLUSH_DEFERRED);
+  const TableRef table = parts.add_table(8);
+  const TrainerRef t = parts.join(0);
+  parts.begin(t, 0);
+  parts.stage(table, 0, {resolved_part(parts.pool, 0, 0, {1, 2})});
+  Map<uint64_t, StepRecord> taken;
+  {
+    Lock lock(parts.mu);
+    parts.records.of(0).flights.push_back(flight(0, true));
+    EXPECT_TRUE(parts.records.staged());
+    taken = parts.records.take();
+  }
+  taken.at(0).undo();
+  EXPECT_TRUE(taken.at(0).flights.empty());
+  const UpdateRef again = parts.stage(table, 0, {resolved_part(parts.pool, 0, 0, {2, 3})});
+  EXPECT_EQ(again->staged_rows, 2u);
+  EXPECT_FALSE(table->window.any_pending());
+}
+
+}  // namespace
+}  // namespace frugal
