@@ -48,67 +48,77 @@ Status RowPath::table_of(const frugal_op& op, AnyTableRef* out) const {
   return step_.session.op_table(op, out);
 }
 
+namespace {
+
+bool padded(const frugal_op& op) { return op.flags & FRUGAL_OP_PADDING; }
+
+bool same_padding(const frugal_op& op, const Part& p) {
+  return p.has_padding == padded(op) && (!padded(op) || p.padding == op.padding_key);
+}
+
+}  // namespace
+
+// The part that an op names by its batch; none, where its keys are others.
+Status RowPath::part_of_batch(const frugal_op& op, const AnyTable& table,
+                              const StepPart** out) const {
+  const AnyBatchRef batch = object_of<AnyBatch>(op.batch);
+  // Who declared it may not have come here since its step was committed. A rank that is inside a
+  // step knows that steps which are further back are.
+  const uint64_t kept = std::min<uint64_t>(step_.session.config().staleness, 62);
+  if (!batch || batch->session != &step_.session ||
+      (t_.step > batch->step && t_.step - batch->step > kept))
+    return fail(FRUGAL_ERR_BAD_HANDLE,
+                "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
+  if (batch->trainer && batch->trainer != &t_)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the batch was declared by another trainer than this one of rank %u: give one of "
+                "its own", t_.rank);
+  if (batch->rank != t_.rank || batch->step != t_.step)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the batch was declared for step %llu of rank %u; this is step %llu of rank %u: "
+                "give one of that",
+                static_cast<unsigned long long>(batch->step), batch->rank,
+                static_cast<unsigned long long>(t_.step), t_.rank);
+  if (batch->failed != FRUGAL_OK && !op.keys)
+    return fail(batch->failed, "the batch could not be declared, so give the keys: %s",
+                batch->why.c_str());
+  if (op.part >= batch->size())
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "frugal_op.part %u: the batch has %zu parts, give one from 0 on", op.part,
+                batch->size());
+  if (&batch->table(op.part) != &table)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "frugal_op.part %u of the batch is of table '%s': give that table, or another "
+                "part", op.part, batch->table(op.part).name.c_str());
+  const StepPart* p = declared_part(batch->id, op.part);
+  if (!p) return FRUGAL_OK;
+  if (!op.keys && padded(op) && !same_padding(op, *p->part))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the padding key differs from the declared one; give the keys too");
+  if (!op.keys || (p->part->resolved() && same_padding(op, *p->part) &&
+                   p->part->same_keys(op.keys, op.count)))
+    *out = p;
+  return FRUGAL_OK;
+}
+
 Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
   t_.call_mu.assert_held();
   FRUGAL_TRY(table_of(op, &out->table));
   const AnyTable& table = *out->table;
-  const bool padded = op.flags & FRUGAL_OP_PADDING;
-  auto same_padding = [&](const Part& p) {
-    return p.has_padding == padded && (!padded || p.padding == op.padding_key);
-  };
   size_t keys = op.count;
   const StepPart* found = nullptr;
   const StepPart* named = part_of_handle(op);
   if (named && named->fresh && named->table == out->table &&
-      (!padded || same_padding(*named->part))) {
+      (!padded(op) || same_padding(op, *named->part))) {
     keys = named->part->n;
     found = named;
   } else if (op.batch) {
-    const AnyBatchRef batch = object_of<AnyBatch>(op.batch);
-    // Who declared it may not have come here since its step was committed. A rank that is inside a
-    // step knows that steps which are further back are.
-    const uint64_t kept = std::min<uint64_t>(step_.session.config().staleness, 62);
-    if (!batch || batch->session != &step_.session ||
-        (t_.step > batch->step && t_.step - batch->step > kept))
-      return fail(FRUGAL_ERR_BAD_HANDLE,
-                  "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
-    if (batch->trainer && batch->trainer != &t_)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "the batch was declared by another trainer than this one of rank %u: give one of "
-                  "its own", t_.rank);
-    if (batch->rank != t_.rank || batch->step != t_.step)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "the batch was declared for step %llu of rank %u; this is step %llu of rank %u: "
-                  "give one of that",
-                  static_cast<unsigned long long>(batch->step), batch->rank,
-                  static_cast<unsigned long long>(t_.step), t_.rank);
-    if (batch->failed != FRUGAL_OK && !op.keys)
-      return fail(batch->failed, "the batch could not be declared, so give the keys: %s",
-                  batch->why.c_str());
-    if (op.part >= batch->size())
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "frugal_op.part %u: the batch has %zu parts, give one from 0 on", op.part,
-                  batch->size());
-    if (&batch->table(op.part) != &table)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "frugal_op.part %u of the batch is of table '%s': give that table, or another "
-                  "part", op.part, batch->table(op.part).name.c_str());
-    if (const StepPart* p = declared_part(batch->id, op.part)) {
-      if (!op.keys) {
-        keys = p->part->n;
-        if (padded && !same_padding(*p->part))
-          return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                      "the padding key differs from the declared one; give the keys too");
-        found = p;
-      } else if (p->part->resolved() && same_padding(*p->part) &&
-                 p->part->same_keys(op.keys, op.count)) {
-        found = p;
-      }
-    }
+    FRUGAL_TRY(part_of_batch(op, table, &found));
+    if (found && !op.keys) keys = found->part->n;
   } else if (op.count) {
     found = part_that([&](const StepPart& p) {
-      return p.whole && p.table == out->table && p.part->n == op.count && same_padding(*p.part) &&
-             p.part->same_keys(op.keys, op.count);
+      return p.whole && p.table == out->table && p.part->n == op.count &&
+             same_padding(op, *p.part) && p.part->same_keys(op.keys, op.count);
     });
   }
   FRUGAL_TRY(check_op(op, table.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
@@ -122,7 +132,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
     if (!op.keys) out->declared = found->part;
   }
   if (!op.keys || table.any_key || (found && found->whole)) return FRUGAL_OK;
-  return check_dense_ids(op.keys, op.count, padded ? &op.padding_key : nullptr, table.capacity);
+  return check_dense_ids(op.keys, op.count, padded(op) ? &op.padding_key : nullptr, table.capacity);
 }
 
 Status RowPath::accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp* gpu) {

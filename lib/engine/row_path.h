@@ -125,6 +125,7 @@ class RowPath {
   const StepPart* part_that(Match match) const;
   const StepPart* declared_part(uint64_t batch, uint32_t index) const;
   const StepPart* part_of_handle(const frugal_op& op) const;
+  Status part_of_batch(const frugal_op& op, const AnyTable& table, const StepPart** out) const;
   Status accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp* gpu);
   Status lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu);
   Status push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu);

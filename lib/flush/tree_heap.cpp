@@ -7,6 +7,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "base/annotations.h"
 #include "base/assert.h"
 #include "flush/queue.h"
 
@@ -23,6 +24,18 @@ class SpinLock {
 
  private:
   std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
+};
+
+// That of the size, which clang can follow; which node a lock is of it cannot.
+class CAPABILITY("mutex") SizeLock : public SpinLock {};
+
+class SCOPED_CAPABILITY SizeGuard {
+ public:
+  explicit SizeGuard(SizeLock& of) ACQUIRE(of) : of_(of) { of_.lock(); }
+  ~SizeGuard() RELEASE() { of_.unlock(); }
+
+ private:
+  SizeLock& of_;
 };
 
 class TreeHeap final : public Queue {
@@ -47,12 +60,13 @@ class TreeHeap final : public Queue {
   void set_base(uint64_t base) override { base_ = base; }
 
   void push(uint32_t id, uint8_t prio) override {
-    FRUGAL_ASSERT(prio <= kInfinity && size_ < order_.size());
+    FRUGAL_ASSERT(prio <= kInfinity);
     prio_[id] = prio;
     order_[id] = key(prio);
     size_t at;
     {
-      std::lock_guard<SpinLock> guard(size_lock_);
+      SizeGuard guard(size_lock_);
+      FRUGAL_ASSERT(size_ < order_.size());
       at = ++size_;
       locks_[at].lock();
     }
@@ -63,14 +77,14 @@ class TreeHeap final : public Queue {
   }
 
   void move(uint32_t id, uint8_t prio) override {
-    FRUGAL_ASSERT(place_[id] >= 1 && place_[id] <= size_ && node_[place_[id]] == id);
+    FRUGAL_ASSERT(place_[id] >= 1 && place_[id] <= size() && node_[place_[id]] == id);
     uint64_t before = order_[id];
     prio_[id] = prio;
     order_[id] = key(prio);
     if (order_[id] < before)
       rise(place_[id]);
     else if (order_[id] > before)
-      sink(place_[id]);
+      sink(place_[id], size());
   }
 
   // Once each, so there is room; what their marks are is asked when they are committed.
@@ -97,7 +111,7 @@ class TreeHeap final : public Queue {
       size_t last;
       uint32_t top;
       {
-        std::lock_guard<SpinLock> guard(size_lock_);
+        SizeGuard guard(size_lock_);
         if (size_ == 0 || prio_rank(prio_[node_[1]], base) > limit_rank) break;
         if (n && prio_[node_[1]] != *prio) break;
         last = size_--;
@@ -114,7 +128,7 @@ class TreeHeap final : public Queue {
         }
       }
       ids[n++] = top;
-      if (last > 1) sink(1);
+      if (last > 1) sink(1, last - 1);
     }
     return n;
   }
@@ -123,6 +137,11 @@ class TreeHeap final : public Queue {
   // Ring positions as numbers that keep their order while the base moves on.
   uint64_t key(uint8_t prio) const {
     return prio == kInfinity ? UINT64_MAX : base_ + prio_rank(prio, base_);
+  }
+
+  size_t size() {
+    SizeGuard guard(size_lock_);
+    return size_;
   }
 
   void swap_nodes(size_t a, size_t b) {
@@ -144,16 +163,16 @@ class TreeHeap final : public Queue {
     }
   }
 
-  void sink(size_t at) {
+  void sink(size_t at, size_t size) {
     locks_[at].lock();
     for (;;) {
       size_t left = at * 2, right = left + 1, least = at;
-      if (left > size_) break;
+      if (left > size) break;
       locks_[left].lock();
-      if (right <= size_) locks_[right].lock();
+      if (right <= size) locks_[right].lock();
       if (order_[node_[left]] < order_[node_[least]]) least = left;
-      if (right <= size_ && order_[node_[right]] < order_[node_[least]]) least = right;
-      bool has_right = right <= size_;
+      if (right <= size && order_[node_[right]] < order_[node_[least]]) least = right;
+      bool has_right = right <= size;
       if (has_right && least != right) locks_[right].unlock();
       if (least != left) locks_[left].unlock();
       if (least == at) break;
@@ -166,9 +185,9 @@ class TreeHeap final : public Queue {
 
   static constexpr uint32_t kStaged = UINT32_MAX;
 
-  SpinLock size_lock_;
+  SizeLock size_lock_;
   SpinLock* locks_ = nullptr;
-  size_t size_ = 0;
+  size_t size_ GUARDED_BY(size_lock_) = 0;
   uint64_t base_ = 0;
   const uint8_t* marks_ = nullptr;
   Vector<uint8_t> prio_;

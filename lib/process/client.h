@@ -122,6 +122,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::Caches::OfTable** out,
                   uint64_t* without);
   Status take_due(Told& told, Flight& flight, DueUpdate* due);
+  Status ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) REQUIRES(t.call_mu);
   Status turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
                     uint64_t* without);
   Status pin_shared(const SumsPlace& sums, Flight& flight, const char** out);

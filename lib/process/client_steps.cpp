@@ -190,6 +190,26 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
+// Asks for a step: its parts are there then. `told`: what its boundary does to lines.
+Status Client::ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) {
+  t.forget_used();
+  t.parts.clear();
+  t.reads.clear();
+  t.next_part = 0;
+  FRUGAL_TRY(t.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
+    t.call_mu.assert_held();
+    if (e.args[1] > bytes / sizeof(PartPlace))
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
+    const uint64_t parts = e.args[1] * sizeof(PartPlace);
+    FRUGAL_TRY(t.take_parts(c, parts, until, nullptr));
+    told->resize(bytes - parts);
+    return c.read(told->data(), told->size(), until);
+  }));
+  const Status s = see_kinds();
+  if (s != FRUGAL_OK) t.parts.clear();
+  return s;
+}
+
 Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
@@ -211,25 +231,9 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
                {step, left_until(deadline), t.caches.boundary, without},
                {},
                deadline.at};
-    t.forget_used();
-    t.parts.clear();
-    t.reads.clear();
-    t.next_part = 0;
     Vector<char> told;
-    FRUGAL_TRY(t.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
-      t.call_mu.assert_held();
-      if (e.args[1] > bytes / sizeof(PartPlace))
-        return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
-      const uint64_t parts = e.args[1] * sizeof(PartPlace);
-      FRUGAL_TRY(t.take_parts(c, parts, until, nullptr));
-      told.resize(bytes - parts);
-      return c.read(told.data(), told.size(), until);
-    }));
+    FRUGAL_TRY(ask_step(t, e, &told));
     traced = e.args[0] != 0;
-    if (Status s = see_kinds()) {
-      t.parts.clear();
-      return s;
-    }
     if (e.args[2] == 0) break;
     if (!t.gpu) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of a cache");
     without = 0;

@@ -55,6 +55,8 @@ Status Places::add(uint64_t key, uint32_t* slot) {
 //   (far_side.h), when nobody held its place: nobody reads it.
 // - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row
 //   is taken for whole that was begun before.
+// - Image (engine/ledger.h): one names a slot only while its row is being written. No row is
+//   deleted, undone or far while somebody writes it, so no image is of a free place.
 // - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in
 //   another process, finds no row until this one exists, and finds its key then, which was there
 //   before.
