@@ -10,6 +10,7 @@
 
 #include "arith/hd.h"
 #include "arith/nan.h"
+#include "base/assert.h"
 #include "frugal.h"
 
 namespace frugal::arith {
@@ -172,6 +173,7 @@ FRUGAL_HD double power(double x, uint64_t t) {
 // The scalars of step `step`. `nan_policy` is a frugal_nan_policy.
 inline StepScalars step_scalars(const frugal_optimizer& o, uint64_t step, uint32_t world_size,
                                 int32_t nan_policy, uint32_t dim) {
+  FRUGAL_ASSERT(o.kind >= 0 && o.kind <= kLastOptimizer && world_size != 0);
   StepScalars s = {};
   s.kind = o.kind;
   s.dim = dim;

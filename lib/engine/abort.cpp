@@ -1,5 +1,6 @@
 #include "engine/abort.h"
 
+#include "base/assert.h"
 #include "base/insist.h"
 #include "base/os.h"
 
@@ -138,6 +139,8 @@ Status Aborter::undo(Trainer& by, Why why) {
   for (const TrainerRef& t : others_) undo_rows(t->created);
   {
     ControlLock lock(state_.mu);
+    FRUGAL_ASSERT(state_.records.end() == 0);
+    for (const TrainerRef& t : state_.ranks) FRUGAL_ASSERT(!t || (!t->in_step && !t->undo_pending));
     state_.phase.end(Phase::kAbort);
     state_.ranks.undone();
   }

@@ -1,6 +1,7 @@
 #include "engine/commit.h"
 
 #include "arith/optimizer.h"
+#include "base/assert.h"
 #include "base/os.h"
 
 namespace frugal {
@@ -118,6 +119,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
 
 // What it is to be of is decided once.
 void Committer::begin(StepRecord& record) {
+  FRUGAL_ASSERT(record.flights.empty());
   const bool any_pending = state_.tables.any_pending();
   Vector<Commit> commits(state_.tables.size());
   for (size_t i = 0; i < commits.size(); ++i) commits[i].table = state_.tables[i];
@@ -237,6 +239,8 @@ void Committer::stage(Commit* commit) {
 
 void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
+  FRUGAL_ASSERT(commit.taken && (!commit.update || commit.held));
+  FRUGAL_ASSERT(!commit.update || (record.deferred ? commit.staged : commit.job.size() == 1));
   if (commit.update && state_.ranks.caches_exist()) {
     ControlLock lock(state_.mu);
     state_.ranks.add_backlog(commit.update, commit.table);

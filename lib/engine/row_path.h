@@ -5,6 +5,7 @@
 // trainer that is a thread of the engine's process, and by the client for one of a process that has attached.
 // Threads: with the trainer's call_mu held, for one call.
 #pragma once
+#include "base/assert.h"
 #include "engine/gpu.h"
 #include "engine/op_check.h"
 #include "engine/session.h"
@@ -23,10 +24,11 @@ struct RowSource {
 };
 
 // Where each of a part's rows is to be read: a line, the host row, or (staleness) a copy. Empty `pointers`: all in the
-// host rows. `part` may be null where there are no lines.
+// host rows.
 template <class GoOn>
 Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n, BufferPool& pool,
               Buffer* pointers, Buffer* copies, GoOn go_on) {
+  FRUGAL_ASSERT(part || !from.lines.host);
   if (!from.lines.host && !from.versions) return FRUGAL_OK;
   FRUGAL_TRY(pool.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/assert.h"
 #include "engine/flusher.h"
 
 namespace frugal {
 
 void StepRecord::TableHandovers::add(Handover&& h) {
+  FRUGAL_ASSERT(std::none_of(ranks.begin(), ranks.end(),
+                             [&](const Handover& o) { return o.rank == h.rank; }));
   const auto behind = [&](const Handover& o) { return o.rank > h.rank; };
   ranks.insert(std::find_if(ranks.begin(), ranks.end(), behind), std::move(h));
 }

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 
+#include "base/assert.h"
 #include "engine/gpu.h"
 
 namespace frugal {
 
 void TableCache::open(uint64_t lines, std::unique_ptr<Lines> made, uint64_t bytes) {
+  FRUGAL_ASSERT(lines <= device::Source::kMost);
   RowCache index;
   index.open(lines);
   index_ = std::move(index);
@@ -58,6 +60,8 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
         window.next_owner_reads(of_lines, n, step, reads, urgency);
       },
       &plan_.admitted, &plan_.to, &evicted_);
+  FRUGAL_ASSERT(plan_.admitted.size() == plan_.to.size());
+  FRUGAL_ASSERT(index_.turned().size() == slots_.size());
   planned_ = step;
   const bool held = hold(before);
   uint64_t dirty = 0;
@@ -172,6 +176,7 @@ Status TableCache::turn(uint64_t step, const Vector<PartRef>& declared,
   } else {
     counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
   }
+  FRUGAL_ASSERT(planned_ == step && not_planned(declared).empty());
   Vector<DueUpdate> dues;
   for (const UpdateRef& update : committed) dues.push_back(due(update, all_now));
   FRUGAL_TRY(lines_->turn(plan_, dues));
@@ -202,6 +207,7 @@ Status TableCache::finish() {
 }
 
 void TableCache::flag(Window::Urgency urgency) {
+  for (uint32_t slot : unflagged_) FRUGAL_ASSERT(index_.find(slot) != RowCache::kNone);
   table_->window.set_cached(unflagged_.data(), unflagged_.size(), true, nullptr, urgency);
   unflagged_.clear();
 }

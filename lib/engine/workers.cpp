@@ -37,6 +37,7 @@ void Workers::stop() {
   cv_work_.notify_all();
   for (Thread& t : threads_) t.join();
   threads_.clear();
+  FRUGAL_ASSERT(sleepers_.load() == 0);
 }
 
 void Workers::progress() {
@@ -129,6 +130,7 @@ Workers::Did Workers::one() {
 // --- Jobs ----------------------------------------------------------------------------------------
 
 void Workers::publish(List<JobRef>&& job) noexcept {
+  FRUGAL_ASSERT(job.size() == 1 && job.front()->chunks != 0);  // without any nobody would end it
   {
     Lock lock(mu_);
     if (job.front()->apply) apply_jobs_.fetch_add(1);
@@ -139,6 +141,7 @@ void Workers::publish(List<JobRef>&& job) noexcept {
 }
 
 void Workers::run_alone(const JobRef& job) {
+  FRUGAL_ASSERT(job->chunks != 0);
   if (job->apply) apply_jobs_.fetch_add(1);
   for (size_t i = 0; i < job->chunks; ++i) run_chunk(job, i);
 }
@@ -151,7 +154,9 @@ void Workers::run_chunk(const JobRef& job, size_t chunk) {
     // the job counts as done, so that no gate opens on it.
     if (job->apply) fail(s);
   }
-  if (job->done.fetch_add(1, std::memory_order_acq_rel) + 1 != job->chunks) return;
+  const size_t done = job->done.fetch_add(1, std::memory_order_acq_rel) + 1;
+  FRUGAL_ASSERT(chunk < job->chunks && done <= job->chunks);
+  if (done != job->chunks) return;
   {
     Lock lock(mu_);
     auto at = std::find(jobs_.begin(), jobs_.end(), job);
@@ -162,7 +167,10 @@ void Workers::run_chunk(const JobRef& job, size_t chunk) {
   }
   if (job->finished_hook) job->finished_hook(job->context);
   job->keep.reset();
-  if (job->apply) apply_jobs_.fetch_sub(1);
+  if (job->apply) {
+    [[maybe_unused]] const uint32_t before = apply_jobs_.fetch_sub(1);
+    FRUGAL_ASSERT(before != 0);
+  }
   progress();
 }
 
@@ -214,6 +222,7 @@ Status Workers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
 }
 
 void Workers::forget_jobs() {
+  FRUGAL_ASSERT(threads_.empty());
   List<JobRef> jobs;
   Lock lock(mu_);
   jobs.swap(jobs_);

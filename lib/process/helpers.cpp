@@ -1,5 +1,6 @@
 #include "process/helpers.h"
 
+#include "base/assert.h"
 #include "base/os.h"
 
 namespace frugal {
@@ -95,6 +96,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     }
     {
       Lock lock(mu_);
+      FRUGAL_ASSERT(!loop_ && inside_.load() == 0);
       loop_ = &loop;
       loops_.fetch_add(1);
     }
@@ -110,6 +112,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     waits_ = true;
     done_.wait(lock, [&] { return inside_.load() == 0; });
     waits_ = false;
+    FRUGAL_ASSERT(loop.next.load() >= chunks);
   }
   const Status s = loop.status.load();
   return s == FRUGAL_OK ? s

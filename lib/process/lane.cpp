@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/assert.h"
 #include "process/patience.h"
 
 namespace frugal {
@@ -77,6 +78,7 @@ void Lane::serve() {
   patience.set(last, kLookNs);
   while (receive(&request) == FRUGAL_OK) {
     patience.waited(last);
+    FRUGAL_ASSERT(pieces_.empty() && kept_.empty());  // of the answer before
     begins(request, patience);
     std::fill(std::begin(args_), std::end(args_), 0);
     const uint64_t began = now_ns();

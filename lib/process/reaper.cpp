@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/assert.h"
+
 namespace frugal {
 
 Status Reaper::start() {
@@ -20,8 +22,10 @@ void Reaper::reserve(size_t ranks) {
 
 void Reaper::lose_soon(const TrainerRef& trainer) {
   Lock lock(mu_);
-  if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end())
+  if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) {
+    FRUGAL_ASSERT(silent_.size() < silent_.capacity());  // nothing wants memory
     silent_.push_back(trainer);
+  }
   silence_.notify_one();
 }
 
@@ -50,6 +54,7 @@ void Reaper::loop() {
     lock.unlock();
     owner_.reap(trainer);
     lock.lock();
+    FRUGAL_ASSERT(silent_.front() == trainer);
     silent_.erase(silent_.begin());
     lock.unlock();
     owner_.reaped();

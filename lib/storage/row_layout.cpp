@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/assert.h"
 #include "storage/row_memory.h"
 
 namespace frugal {
@@ -17,6 +18,7 @@ RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
     while (l.value_pitch < bytes) l.value_pitch *= 2;
   else
     l.value_pitch = (bytes + 63) / 64 * 64;
+  FRUGAL_ASSERT(l.value_pitch >= bytes && (64 % l.value_pitch == 0 || l.value_pitch % 64 == 0));
   l.sums_stride = l.value_pitch / sizeof(float);
   l.state_floats = arith::state_floats(optimizer, dim);
   if (arith::optimizer_of(optimizer).of_row) {
@@ -24,6 +26,7 @@ RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   } else {
     l.state_columns = arith::state_columns(optimizer);
     l.state_pitch = l.state_columns * l.value_pitch;
+    FRUGAL_ASSERT(l.state_floats == l.state_columns * dim);
   }
   return l;
 }

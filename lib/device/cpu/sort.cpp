@@ -7,7 +7,11 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <functional>
 #include <utility>
+
+#include "base/assert.h"
 
 namespace frugal::device {
 namespace {
@@ -76,7 +80,7 @@ size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint
   const uint32_t mask = buckets - 1;
   uint32_t* histogram = static_cast<uint32_t*>(scratch);
   memset(histogram, 0, sizeof(uint32_t) * digits.passes * buckets);
-  // The pairs go from one to the other with each pass; the last one ends in `pairs`.
+  // The pairs go from one to the other with each pass.
   uint64_t* a = pairs;
   uint64_t* b =
       reinterpret_cast<uint64_t*>(histogram + digits.passes * buckets);  // an even number of counts
@@ -125,6 +129,8 @@ size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint
     }
     std::swap(a, b);
   }
+  FRUGAL_ASSERT(a == pairs);
+  FRUGAL_ASSERT(std::adjacent_find(pairs, pairs + count, std::greater_equal<>()) == pairs + count);
   return count;
 }
 
