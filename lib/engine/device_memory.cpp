@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/assert.h"
+
 namespace frugal {
 
 using device::ErrorKind;
@@ -135,6 +137,7 @@ void DevicePool::keep(size_t bytes) noexcept {
     Ptr<char> oldest;
     {
       Lock lock(mu_);
+      FRUGAL_ASSERT(!free_.empty() || circulation_.kept == 0);
       if (circulation_.kept <= bytes) return;
       const auto of = std::min_element(free_.begin(), free_.end(), [](auto& a, auto& b) {
         return a.second.since < b.second.since;

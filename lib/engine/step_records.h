@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 
+#include "base/assert.h"
 #include "engine/control.h"
 #include "engine/trainer.h"
 #include "engine/workers.h"
@@ -101,7 +102,10 @@ class StepRecords {
   }
   // Those that have landed are forgotten. Their number is to be told when what follows is done.
   uint32_t forget_landed() REQUIRES(control);
-  void done(uint32_t flights) { flying_.fetch_sub(flights); }
+  void done(uint32_t flights) {
+    FRUGAL_ASSERT(flights <= flying_.load());
+    flying_.fetch_sub(flights);
+  }
 
  private:
   Map<uint64_t, StepRecord> records_ GUARDED_BY(control);
