@@ -278,6 +278,12 @@ TEST_F(RowPathTest, ThePaddingKey) {
   padded.padding_key = 3;
   ASSERT_OK(find(padded));
   EXPECT_FALSE(found.part);
+  padded.batch = reinterpret_cast<frugal_batch*>(batch->handle);
+  ASSERT_OK(find(padded));
+  EXPECT_FALSE(found.part) << "the batch has other rows";
+  padded.padding_key = 1;
+  ASSERT_OK(find(padded));
+  EXPECT_TRUE(found.part);
   frugal_op named = op(table, batch);
   ASSERT_OK(find(named)) << "as it was declared";
   EXPECT_TRUE(found.whole);
