@@ -10,7 +10,6 @@ Status Committer::ready() {
   Status status = FRUGAL_OK;
   ControlLock lock(state_.mu);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
-  if (state_.phase.is(Phase::kCommit)) return FRUGAL_OK;
   while (one(&status)) {
   }
   return status;
@@ -18,7 +17,7 @@ Status Committer::ready() {
 
 bool Committer::one(Status* status) {
   const uint64_t step = state_.ranks.to_commit();
-  if (step == kNoStep || state_.phase.is(Phase::kAbort) || state_.closed.load()) return false;
+  if (step == kNoStep || !state_.phase.may(Phase::kCommit) || state_.closed.load()) return false;
   if (workers_.health() != FRUGAL_OK) return false;
   bool present;
   if (!state_.ranks.ended(step, &present)) return false;

@@ -56,7 +56,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
   {
     ControlLock lock(state_.mu);
     // Who plans a boundary has parts in hand.
-    if (state_.phase.is(Phase::kPlan)) return false;
+    if (!state_.phase.may(Phase::kRevoke)) return false;
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
     // looked may have got them since, and have begun its step.

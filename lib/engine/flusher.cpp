@@ -48,11 +48,7 @@ std::unique_ptr<Scratch> Scratches::take() noexcept {
 bool Flusher::write(uint64_t step) {
   size_t written = 0;
   for (size_t looked = 0; written < kUrgentRows;) {
-    TableRef t;
-    {
-      ControlLock lock(state_.mu);
-      t = state_.tables.next_pending(step, &looked);
-    }
+    const TableRef t = tables_.next_pending(step, &looked);
     if (!t) break;
     const Scratches::Lease scratch(scratches_);
     Claim& claim = scratch->claim;
@@ -98,7 +94,7 @@ void Flusher::let_go(Table& table, const StepUpdate& update) {
 
 void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
   Timed timed(meters_.counters.apply_ns);
-  uint64_t begun = state_.ranks.begun(), deferred = 0;
+  uint64_t begun = ranks_.begun(), deferred = 0;
   FRUGAL_ASSERT(claim.rows.size() == claim.ids.size());
   FRUGAL_ASSERT(!claim.runs.empty() && claim.runs.back().end == claim.ids.size());
   for (const Claim::Run& run : claim.runs) {

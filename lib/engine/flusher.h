@@ -3,8 +3,9 @@
 #pragma once
 #include <memory>
 
-#include "engine/control_state.h"
 #include "engine/counters.h"
+#include "engine/ranks.h"
+#include "engine/tables.h"
 #include "engine/workers.h"
 #include "window/apply.h"
 #include "window/window.h"
@@ -52,8 +53,9 @@ class Scratches {
 
 class Flusher {
  public:
-  Flusher(ControlState& state, Workers& workers, Meters& meters)
-      : state_(state), workers_(workers), meters_(meters), scratches_(state.ranks.size()) {}
+  Flusher(Tables& tables, const Ranks& ranks, Workers& workers, Meters& meters)
+      : tables_(tables), ranks_(ranks), workers_(workers), meters_(meters),
+        scratches_(ranks.size()) {}
 
   // Rows that are written from now on have so many bytes at most. Throws where there is no memory.
   void make_room(size_t row_bytes) { scratches_.make_room(row_bytes); }
@@ -71,7 +73,8 @@ class Flusher {
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
   void apply_chunk(const Chunks& of, size_t chunk);
 
-  ControlState& state_;
+  Tables& tables_;
+  const Ranks& ranks_;
   Workers& workers_;
   Meters& meters_;
   Scratches scratches_;

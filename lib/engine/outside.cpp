@@ -90,8 +90,7 @@ Status Engine::flush(Deadline deadline) {
   auto written = [&] {
     if (workers_.applying()) return false;
     ControlLock lock(state_.mu);
-    if (state_.phase.is(Phase::kCommit)) return false;
-    return !state_.tables.any_pending();
+    return state_.phase.may(Phase::kWhole) && !state_.tables.any_pending();
   };
   Status s = wait(deadline, nullptr, written, [&] {
     return workers_.help(true) || flusher_.write(UINT64_MAX);

@@ -20,6 +20,8 @@ class Phase {
     kPlan,      // a boundary of a cache is worked out ahead, or a cache given up
     kJoin,      // a rank that was here before comes back
     kLeave,     // the caches of a rank that leaves are taken away
+    kRevoke,    // parts of later steps give up their places
+    kWhole,     // what all ranks have ended is looked at: no step of it is half committed
     kEnd,       // the engine's tables and steps are
     kActs
   };
@@ -51,6 +53,8 @@ class Phase {
       /* kPlan    */ 1u << kOutside | 1u << kAbort,
       /* kJoin    */ 1u << kCommit | 1u << kAbort,
       /* kLeave   */ 1u << kOutside,
+      /* kRevoke  */ 1u << kPlan,
+      /* kWhole   */ 1u << kCommit,
       /* kEnd     */ 1u << kCommit | 1u << kAbort | 1u << kOutside,
   };
   uint32_t under_way_[kActs] GUARDED_BY(control) = {};

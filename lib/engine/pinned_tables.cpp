@@ -22,21 +22,12 @@ void PinnedTables::leave(Trainer& t) noexcept {
 void PinnedTables::unpin() {
   Lock joins(joins_mu_);
   if (pinner_.any()) return;
-  Vector<TableRef> tables;
-  {
-    ControlLock lock(state_.mu);
-    tables = state_.tables.all();
-  }
-  for (const TableRef& table : tables) table->rows.unpin();
+  for (const TableRef& table : state_.tables.now()) table->rows.unpin();
 }
 
 Status PinnedTables::next(bool* any) {
   *any = false;
-  Vector<TableRef> tables;
-  {
-    ControlLock lock(state_.mu);
-    tables = state_.tables.all();
-  }
+  const Vector<TableRef> tables = state_.tables.now();
   for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
   return FRUGAL_OK;
 }

@@ -24,7 +24,7 @@ Engine::Engine(const frugal_config& config)
                 [this] { log(0, "a background thread failed"); }},
                &meters_.trace),
       state_(config_, cpu_count(), meters_.counters),
-      flusher_(state_, workers_, meters_),
+      flusher_(state_.tables, state_.ranks, workers_, meters_),
       pins_(state_, *memory_.pinner),
       committer_(state_, declarations_, flusher_, workers_, memory_, meters_),
       aborter_(state_, committer_, declarations_, workers_, meters_) {
@@ -112,7 +112,7 @@ void Engine::shutdown() {
   try {
     {
       ControlLock lock(state_.mu);
-      workers_.settle(lock, [&]() REQUIRES(control) { return !state_.phase.is(Phase::kCommit); });
+      workers_.settle(lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kWhole); });
     }
     while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
@@ -353,7 +353,7 @@ Status Engine::first_step_allowed(uint64_t first_step) const {
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
-  if ((state_.phase.is(Phase::kCommit) || committer_.owed()) &&
+  if ((!state_.phase.may(Phase::kWhole) || committer_.owed()) &&
       first_step <= state_.ranks.to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
@@ -484,12 +484,7 @@ Status Engine::stats(frugal_stats* out) {
 #undef COUNTED
 #undef BY_RANK
 #undef SKIP
-  Vector<TableRef> tables;
-  {
-    ControlLock lock(state_.mu);
-    tables = state_.tables.all();
-  }
-  for (const TableRef& t : tables) {
+  for (const TableRef& t : state_.tables.now()) {
     if (!t->window.opened()) continue;
     WindowStats w = t->window.stats();
     s.priority_rises += w.rises;

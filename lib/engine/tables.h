@@ -44,6 +44,11 @@ class Tables {
     all_.erase(std::find(begin(), end(), table));
   }
   Vector<TableRef> take() REQUIRES(control) { return std::exchange(all_, {}); }
+  // Takes the mutex: those that there are now.
+  Vector<TableRef> now() const {
+    ControlLock lock(mu_);
+    return all_;
+  }
 
   // null: nobody is to read the tables out; set between steps.
   std::shared_ptr<Ledger> ledger;
@@ -78,10 +83,11 @@ class Tables {
   bool any_pending() const REQUIRES(control) {
     return first_pending([](Window& w) { return w.any_pending(); }) != size();
   }
-  // The next that has rows to be written until a step; they take turns. Null: none of those that
-  // are left to be looked at, after `*looked` of them.
-  TableRef next_pending(uint64_t step, size_t* looked) REQUIRES(control) {
+  // Takes the mutex: the next that has rows to be written until a step; they take turns. Null: none
+  // of those that are left to be looked at, after `*looked` of them.
+  TableRef next_pending(uint64_t step, size_t* looked) {
     if (none_pending()) return nullptr;
+    ControlLock lock(mu_);
     while (*looked < all_.size()) {
       ++*looked;
       if (turn_ >= all_.size()) turn_ = 0;

@@ -91,7 +91,7 @@ struct EngineParts {
   StepRecords& records = state.records;
   Phase& phase = state.phase;
   PendingBytes& pending = state.pending;
-  Flusher flusher{state, workers, meters};
+  Flusher flusher{tables, ranks, workers, meters};
 };
 
 // And what commits their steps, or undoes them.
