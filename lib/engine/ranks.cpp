@@ -19,22 +19,27 @@ void Ranks::join(const TrainerRef& t, uint64_t recorded) {
         t->turn.from = std::max(t->turn.from, first ? o->next_step : o->turn.from);
   }
   trainers_[t->rank] = t;
+  counts_.awaited -= !joined_[t->rank];
   joined_[t->rank] = 1;
+  count(*t, 1, &counts_);
   lost_[t->rank] = 0;
+  if (first_lost_ != t->rank) return;
+  const auto next = std::find(lost_.begin() + t->rank, lost_.end(), 1);
+  first_lost_ = next == lost_.end() ? kNoRank : static_cast<uint32_t>(next - lost_.begin());
 }
 
 void Ranks::leave(Trainer& t) {
   if (trainers_[t.rank].get() != &t) return;  // who closes the engine was first
   // Not as if it had left: nobody goes on without it.
-  if (lost_[t.rank]) joined_[t.rank] = 0;
+  if (lost_[t.rank]) {
+    joined_[t.rank] = 0;
+    ++counts_.awaited;
+  }
   if (t.has_cache.load()) caches_.fetch_sub(1);
   t.backlog.clear();
+  count(t, -1u, &counts_);
   trainers_[t.rank].reset();
-}
-
-uint32_t Ranks::lost() const {
-  const auto at = std::find(lost_.begin(), lost_.end(), 1);
-  return at == lost_.end() ? kNoRank : static_cast<uint32_t>(at - lost_.begin());
+  left_earliest();
 }
 
 void Ranks::note_awaited(uint64_t step) {
@@ -80,17 +85,41 @@ Status Ranks::may_begin(const Trainer& t, uint64_t step) const {
 }
 
 void Ranks::begin(Trainer& t, uint64_t step) {
-  t.in_step = true;
   t.step = step;
-  t.next_step = step + 1;
+  go(t, true, step + 1);
   t.lost_peer.store(kNoRank);
   if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
 }
 
-void Ranks::undo(Trainer& t) const {
-  t.in_step = false;
+void Ranks::undo(Trainer& t) {
   t.turn.passed = kNoStep;
-  if (t.next_step != kNoStep) t.next_step = to_commit();
+  go(t, false, t.next_step == kNoStep ? kNoStep : to_commit());
+}
+
+void Ranks::go(Trainer& t, bool in_step, uint64_t next_step) {
+  const bool counts = trainers_[t.rank].get() == &t;
+  if (counts) count(t, -1u, &counts_);
+  t.in_step = in_step;
+  t.next_step = next_step;
+  if (!counts) return;
+  count(t, 1, &counts_);
+  left_earliest();
+}
+
+void Ranks::count(const Trainer& t, uint32_t by, Counts* to) {
+  to->present += by;
+  if (t.next_step == kNoStep) to->awaited += by;
+  to->to_end.count(to_end(t), by);
+  to->to_begin.count(t.next_step, by);
+}
+
+Ranks::Counts Ranks::counted() const {
+  Counts all;
+  for (uint32_t r = 0; r < size(); ++r) {
+    if (trainers_[r]) count(*trainers_[r], 1, &all);
+    else all.awaited += !joined(r);
+  }
+  return all;
 }
 
 String Ranks::step_again() const {
@@ -122,29 +151,6 @@ String Ranks::late_ranks(uint64_t step) const {
   }
   if (more) who += text(" and %u more", more);
   return who;
-}
-
-bool Ranks::ended(uint64_t step, bool* present) const {
-  *present = false;
-  for (uint32_t r = 0; r < size(); ++r) {
-    if (late(r, step)) return false;
-    *present |= trainers_[r] != nullptr;
-  }
-  return true;
-}
-
-bool Ranks::all_begun(uint64_t step) const {
-  for (uint32_t r = 0; r < size(); ++r) {
-    const TrainerRef& t = trainers_[r];
-    if (t ? t->next_step == kNoStep || t->next_step <= step : !joined(r)) return false;
-  }
-  return true;
-}
-
-bool Ranks::others_behind(const Trainer& t, uint64_t step) const {
-  return step != 0 && std::any_of(begin(), end(), [&](const TrainerRef& o) REQUIRES(control) {
-           return o && o.get() != &t && o->next_step != kNoStep && late(*o, step - 1);
-         });
 }
 
 bool Ranks::apart(uint64_t next, String* why) const {

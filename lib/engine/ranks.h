@@ -38,7 +38,9 @@ struct Silence {
 class Ranks {
  public:
   explicit Ranks(uint32_t world_size)
-      : size_(world_size), trainers_(world_size), joined_(world_size, 0), lost_(world_size, 0) {}
+      : size_(world_size), trainers_(world_size), joined_(world_size, 0), lost_(world_size, 0) {
+    counts_.awaited = world_size;
+  }
 
   // --- Who is there
   uint32_t size() const { return size_; }
@@ -54,8 +56,12 @@ class Ranks {
 
   // --- Who is gone
   // The rank's process is gone, or does not answer: no step begins before it is replaced.
-  void lose(uint32_t rank) REQUIRES(control) { lost_[rank] = 1; }
-  uint32_t lost() const REQUIRES(control);  // the first such rank; kNoRank: there is none
+  void lose(uint32_t rank) REQUIRES(control) {
+    lost_[rank] = 1;
+    first_lost_ = std::min(first_lost_, rank);
+  }
+  // The first such rank; kNoRank: there is none.
+  uint32_t lost() const REQUIRES(control) { return first_lost_; }
   // `silent` is told of trainers in other processes that are as good as dead. Null: nobody is told
   // any more.
   void on_silent(std::function<void(const TrainerRef&)> silent) REQUIRES(control) {
@@ -79,6 +85,7 @@ class Ranks {
   void start(uint64_t first) REQUIRES(control) { first_step_ = first; }
   void commit(uint64_t step) REQUIRES(control) {
     FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
+    FRUGAL_ASSERT(counts_ == counted());
     committed_ = step;
   }
   // All steps that are not committed are undone.
@@ -90,11 +97,11 @@ class Ranks {
   // --- A rank's steps
   Status may_begin(const Trainer& t, uint64_t step) const REQUIRES(control);
   void begin(Trainer& t, uint64_t step) REQUIRES(control);
-  static void begin_again(Trainer& t) REQUIRES(control) {  // the step that it is inside of
-    t.in_step = false;
-    t.next_step = t.step;
+  void end(Trainer& t) REQUIRES(control) { go(t, false, t.next_step); }
+  void begin_again(Trainer& t) REQUIRES(control) {  // the step that it is inside of
+    go(t, false, t.step);
   }
-  void undo(Trainer& t) const REQUIRES(control);
+  void undo(Trainer& t) REQUIRES(control);
   Status not_inside(const Trainer& t) const;
   // What is to be begun after an undo; no number while no step has ever been begun.
   String step_again() const;
@@ -102,10 +109,15 @@ class Ranks {
   // --- Who has come how far
   String late_ranks(uint64_t step) const REQUIRES(control);  // who has not
   // All have ended it. `present`: somebody is there who has.
-  bool ended(uint64_t step, bool* present) const REQUIRES(control);
-  bool all_begun(uint64_t step) const REQUIRES(control);
-  // Some other rank has not ended all steps before.
-  bool others_behind(const Trainer& t, uint64_t step) const REQUIRES(control);
+  bool ended(uint64_t step, bool* present) const REQUIRES(control) {
+    *present = counts_.present != 0;
+    return counts_.awaited == 0 && counts_.to_end.step > step;
+  }
+  bool all_begun(uint64_t step) const REQUIRES(control) {
+    return counts_.awaited == 0 && counts_.to_begin.step > step;
+  }
+  // Some rank that has begun any has not ended all steps before.
+  bool any_behind(uint64_t step) const REQUIRES(control) { return counts_.to_end.step < step; }
   // Some rank is inside a step, or two are apart.
   bool inside(String* why) const REQUIRES(control) { return apart(kNoStep, why); }
   // None is inside a step, and what they have ended is committed.
@@ -125,18 +137,49 @@ class Ranks {
  private:
   // Some rank is inside a step, or is to begin another than `next`; kNoStep: than others.
   bool apart(uint64_t next, String* why) const REQUIRES(control);
+  // The first step that it has not ended; kNoStep: it has begun none.
+  static uint64_t to_end(const Trainer& t) REQUIRES(control) {
+    return t.in_step ? t.step : t.next_step;
+  }
   // It has not ended the step.
   static bool late(const Trainer& t, uint64_t step) REQUIRES(control) {
-    return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
+    return to_end(t) == kNoStep || to_end(t) <= step;
   }
   bool late(uint32_t rank, uint64_t step) const REQUIRES(control) {
     return trainers_[rank] ? late(*trainers_[rank], step) : !joined(rank);
+  }
+
+  // What each rank's call asks of all ranks is counted where it changes. Ranks are gone over when
+  // the last one leaves the earliest step: about once a step.
+  struct Counts {
+    struct Least {  // the earliest step of some rank, and how many ranks have it
+      uint64_t step = kNoStep;
+      uint32_t ranks = 0;
+      void count(uint64_t of, uint32_t by) {
+        if (of < step) *this = {of, 0};
+        if (of == step) ranks += by;
+      }
+      bool operator==(const Least&) const = default;
+    };
+    uint32_t awaited = 0;  // nobody has joined as it, or who has has begun no step
+    uint32_t present = 0;
+    Least to_end, to_begin;
+    bool operator==(const Counts&) const = default;
+  };
+  static void count(const Trainer& t, uint32_t by, Counts* to) REQUIRES(control);
+  Counts counted() const REQUIRES(control);
+  // A rank's step changes so.
+  void go(Trainer& t, bool in_step, uint64_t next_step) REQUIRES(control);
+  void left_earliest() REQUIRES(control) {
+    if (counts_.to_end.ranks == 0 || counts_.to_begin.ranks == 0) counts_ = counted();
   }
 
   const uint32_t size_;
   Vector<TrainerRef> trainers_ GUARDED_BY(control);
   Vector<uint8_t> joined_ GUARDED_BY(control);
   Vector<uint8_t> lost_ GUARDED_BY(control);  // and nobody has joined in its place
+  uint32_t first_lost_ GUARDED_BY(control) = kNoRank;
+  Counts counts_ GUARDED_BY(control);
   std::function<void(const TrainerRef&)> silent_ GUARDED_BY(control);
   uint64_t awaited_step_ GUARDED_BY(control) = kNoStep, awaited_since_ GUARDED_BY(control) = 0;
   uint64_t looked_ GUARDED_BY(control) = 0, went_on_ GUARDED_BY(control) = 0;

@@ -47,7 +47,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       state_.ranks.start(step);
       state_.tables.each_window([&](Window& w) { w.set_base(step); });
     }
-    if (state_.ranks.others_behind(t, step))
+    if (state_.ranks.any_behind(step))
       meters_.counters.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
@@ -225,7 +225,7 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
       if (push.runs) landed->pinned.push_back(std::move(push.runs));
     state_.records.fly(&record, std::move(landed));
   }
-  t.in_step = false;
+  state_.ranks.end(t);
   t.parts.clear();
   t.pushes.clear();
   t.created.clear();

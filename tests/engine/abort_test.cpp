@@ -78,7 +78,7 @@ TEST_F(AbortTest, WhoWantsAnAbortAtTheSameTimeIsToldOfTheOther) {
 
 TEST_F(AbortTest, WhoIsInsideNoStepUndoesNone) {
   begin(0);
-  a->in_step = false;
+  parts.ranks.end(*a);
   EXPECT_EQ(undo(a), FRUGAL_ERR_CLOSED);
   EXPECT_EQ(undo(a, Why::kLeaving), FRUGAL_OK);
   a->closing = true;

@@ -59,8 +59,8 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
     if (step == 6)
       parts.end(a, one, {1, 5});
     else
-      a->in_step = false;
-    b->in_step = false;
+      parts.ranks.end(*a);
+    parts.ranks.end(*b);
     ASSERT_OK(parts.committer.ready());
     EXPECT_EQ(committed(), step);
   }
@@ -94,7 +94,7 @@ TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
 TEST_P(CommitTest, NothingIsCommittedBesideAnAbortOrOnceClosed) {
   for (const TrainerRef& t : {a, b}) {
     parts.begin(t, 0);
-    t->in_step = false;
+    parts.ranks.end(*t);
   }
   parts.phase.begin(Phase::kAbort);
   ASSERT_OK(parts.committer.ready());
@@ -143,7 +143,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
     if (step == 1) second = parts.gradients(table, step, 1, {3, 4});
     parts.hand_over(a, table, std::move(first));
     if (step == 2)
-      b->in_step = false;
+      parts.ranks.end(*b);
     else
       parts.hand_over(b, table, std::move(second));
     ASSERT_OK(parts.committer.ready());

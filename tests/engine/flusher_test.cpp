@@ -91,10 +91,10 @@ TEST_F(FlusherTest, RowsThatHaveWaitedForAStepAreCounted) {
   EXPECT_TRUE(parts.flusher.write(UINT64_MAX));
   EXPECT_EQ(parts.counters.rows_deferred.load(), 0u);
   commit(table, parts.update(table, 1, {{1, 2, 3}}));
-  t->in_step = false;
+  parts.ranks.end(*t);
   for (uint64_t step : {1, 2}) {
     parts.begin(t, step);
-    t->in_step = false;
+    parts.ranks.end(*t);
   }
   EXPECT_TRUE(parts.flusher.write(UINT64_MAX));
   EXPECT_EQ(parts.counters.rows_deferred.load(), 3u);

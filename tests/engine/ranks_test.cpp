@@ -1,6 +1,7 @@
 // Which steps ranks may begin, who has ended which, who is missed, and what that says.
 #include "engine/ranks.h"
 
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -24,7 +25,7 @@ struct RanksTest : testing::Test {
     if (ranks.to_commit() == kNoStep) ranks.start(step);
     ranks.begin(*t, step);
   }
-  static void end(const TrainerRef& t) { t->in_step = false; }
+  void end(const TrainerRef& t) { ranks.end(*t); }
   bool ended(uint64_t step) {
     present = false;
     return ranks.ended(step, &present);
@@ -115,13 +116,13 @@ TEST_F(RanksTest, RanksThatAreApartAreTold) {
   const TrainerRef a = join(0), b = join(1), c = join(2);
   EXPECT_TRUE(ranks.between(&why));
   begin(a, 0);
-  EXPECT_FALSE(ranks.others_behind(*a, 0));
+  EXPECT_FALSE(ranks.any_behind(0));
   EXPECT_TRUE(ranks.inside(&why));
   EXPECT_EQ(why, "rank 0 is inside step 0");
   EXPECT_FALSE(ranks.between(&why));
   EXPECT_EQ(why, "rank 0 is inside step 0");
   end(a);
-  EXPECT_FALSE(ranks.others_behind(*a, 1)) << "who has begun no step yet is not behind";
+  EXPECT_FALSE(ranks.any_behind(1)) << "who has begun no step yet is not behind";
   EXPECT_FALSE(ranks.between(&why));
   EXPECT_EQ(why, "step 0 is ended by some ranks, and not by rank 1, 2");
   for (int i = 0; i < 2; ++i) {
@@ -131,9 +132,9 @@ TEST_F(RanksTest, RanksThatAreApartAreTold) {
   EXPECT_TRUE(ranks.inside(&why)) << "although a rank between them has begun no step";
   EXPECT_EQ(why, "step 1 is ended by some ranks, and not by rank 0, 1");
   begin(b, 0);
-  EXPECT_TRUE(ranks.others_behind(*a, 1));
+  EXPECT_TRUE(ranks.any_behind(1));
   end(b);
-  EXPECT_FALSE(ranks.others_behind(*a, 1));
+  EXPECT_FALSE(ranks.any_behind(1));
   EXPECT_TRUE(ranks.inside(&why));
   EXPECT_EQ(why, "step 1 is ended by some ranks, and not by rank 0, 1");
   EXPECT_TRUE(ended(0));
@@ -180,6 +181,84 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   ranks.begin_again(*a);
   EXPECT_FALSE(a->in_step.load());
   ASSERT_OK(ranks.may_begin(*a, 4));
+}
+
+// Beside a look at all ranks: what is counted where ranks begin, end, undo, come and go.
+TEST(RanksModel, CountsAsByLookingAtAllRanks) {
+  constexpr uint32_t kRanks = 5;
+  Ranks ranks(kRanks);
+  std::mt19937 random(23);
+  std::vector<TrainerRef> here(kRanks);
+  std::vector<bool> joined(kRanks), lost(kRanks);
+  size_t committed = 0, behind = 0, undone = 0, empty = 0;
+  for (int i = 0; i < 100'000; ++i) {
+    const uint32_t r = random() % kRanks;
+    TrainerRef& t = here[r];
+    const uint64_t next = ranks.to_commit();
+    const uint32_t what = random() % 200;
+    if (!t) {
+      if (what > 100) continue;
+      t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
+      t->rank = r;
+      t->next_step = next;
+      ranks.join(t, 0);
+      joined[r] = true;
+      lost[r] = false;
+    } else if (what == 0) {
+      const bool all = random() % 2, loses = random() % 2;
+      for (uint32_t o = 0; o < kRanks; ++o) {
+        if (!here[o] || (!all && o != r)) continue;
+        if (o == r && loses) {
+          ranks.lose(r);
+          lost[r] = true;
+          joined[r] = false;
+        }
+        ranks.leave(*here[o]);
+        here[o] = nullptr;
+      }
+    } else if (what == 1) {
+      for (const TrainerRef& o : here)
+        if (o) ranks.undo(*o);
+      ranks.undone();
+      ++undone;
+    } else if (!t->in_step) {
+      const uint64_t step = t->next_step != kNoStep ? t->next_step : next != kNoStep ? next : 7;
+      if (next != kNoStep && step > next + 4) continue;
+      if (next == kNoStep) ranks.start(step);
+      ranks.begin(*t, step);
+    } else {
+      what < 10 ? ranks.begin_again(*t) : ranks.end(*t);
+    }
+    const auto first_lost = std::find(lost.begin(), lost.end(), true);
+    ASSERT_EQ(ranks.lost(), first_lost == lost.end() ? kNoRank : first_lost - lost.begin());
+    const bool any = std::any_of(here.begin(), here.end(), [](const auto& o) { return o; });
+    empty += !any;
+    for (uint64_t step = ranks.soonest(); step < ranks.soonest() + 7; ++step) {
+      bool all_ended = true, all_begun = true, any_behind = false;
+      for (uint32_t o = 0; o < kRanks; ++o) {
+        const bool begun = here[o] ? here[o]->next_step != kNoStep : joined[o];
+        const bool ends = here[o] && begun && here[o]->in_step && here[o]->step <= step;
+        const bool begins = here[o] && begun && here[o]->next_step <= step;
+        all_begun &= begun && !begins;
+        all_ended &= begun && !begins && !ends;
+        any_behind |= here[o] && begun &&
+                      (here[o]->in_step ? here[o]->step : here[o]->next_step) < step;
+      }
+      bool present;
+      ASSERT_EQ(ranks.ended(step, &present), all_ended) << i;
+      ASSERT_EQ(present, any) << i;
+      ASSERT_EQ(ranks.all_begun(step), all_begun) << i;
+      ASSERT_EQ(ranks.any_behind(step), any_behind) << i;
+      behind += any_behind;
+    }
+    bool present;
+    while (ranks.to_commit() != kNoStep && ranks.ended(ranks.to_commit(), &present) && present) {
+      ranks.commit(ranks.to_commit());
+      ++committed;
+    }
+  }
+  EXPECT_TRUE(committed > 1000 && behind > 1000 && undone > 100 && empty > 0)
+      << committed << " " << behind << " " << undone << " " << empty;
 }
 
 TEST(SilenceTest, IsALittleLessThanTheTimeOut) {

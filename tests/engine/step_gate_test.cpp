@@ -39,7 +39,7 @@ struct StepGateTest : testing::Test {
   }
   void end(const TrainerRef& t, uint64_t step, const Slots& slots = {}) {
     parts->begin(t, step);
-    if (slots.empty()) t->in_step = false;
+    if (slots.empty()) parts->ranks.end(*t);
     else parts->end(t, table, slots);
   }
   void commit(uint64_t step, const Slots& slots = {}) {

@@ -101,7 +101,7 @@ struct World {
           StepRecord::TableHandovers& to = parts.records.of(step).handovers[table.get()];
           to.table = table;
           to.add(std::move(pushed));
-          t.in_step = false;
+          parts.ranks.end(t);
         }
       }
       if (undone) return tell(t);

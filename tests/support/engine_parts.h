@@ -106,7 +106,7 @@ struct CommitParts : EngineParts {
     StepRecord::TableHandovers& to = records.of(t->step).handovers[table.get()];
     to.table = table;
     to.add(std::move(pushed));
-    t->in_step = false;
+    ranks.end(*t);
   }
   void end(const TrainerRef& t, const TableRef& table, const Slots& slots) {
     hand_over(t, table, gradients(table, t->step, t->rank, slots));
