@@ -433,6 +433,17 @@ def test_transforms_of_torch_func_are_refused_by_name(pair: Pair) -> None:
             call(ours)
 
 
+def test_vmap_over_the_parameter_is_refused_by_name(pair: Pair) -> None:
+    """Its functions of C++ would make batches of the one element."""
+    ours, theirs = pair
+    for module in (ours, theirs):
+        sums = torch.func.vmap(lambda row: row.sum())
+        torch.testing.assert_close(sums(module.weight.detach()), theirs.weight.detach().sum(1))
+    for dim in (0, -1):
+        with pytest.raises(NotImplementedError, match="transform of torch.func"):
+            torch.func.vmap(lambda row: row.sum(), in_dims=dim)(ours.weight)
+
+
 # --- Lifetimes ---
 
 
@@ -950,16 +961,19 @@ def test_what_replaces_a_weight_is_refused(trainer: frugal.Trainer) -> None:
     module(torch.tensor([[1]])).sum().backward()
 
 
-def test_an_ensemble_is_refused(trainer: frugal.Trainer) -> None:
+def test_an_ensemble(trainer: frugal.Trainer) -> None:
+    """Of the rows that modules have now, as tensors."""
     modules = [ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer) for _ in range(2)]
     parameters, buffers = torch.func.stack_module_state(modules)
+    assert torch.equal(parameters["weight"], torch.stack([module.weight.detach() for module in modules]))
+    keys = torch.tensor([[1, 2], [3, 3]])
 
     def one(some: Any, others: Any) -> torch.Tensor:
-        out: torch.Tensor = torch.func.functional_call(modules[0], (some, others), (torch.tensor([[1]]),))
+        out: torch.Tensor = torch.func.functional_call(modules[0], (some, others), (keys,))
         return out
 
-    with pytest.raises(NotImplementedError, match="in the place of its parameter"):
-        torch.func.vmap(one)(parameters, buffers)
+    found = torch.func.vmap(one)(parameters, buffers)
+    torch.testing.assert_close(found, torch.stack([module(keys) for module in modules]))
 
 
 def test_means_of_gradients(trainer: frugal.Trainer) -> None:

@@ -78,13 +78,16 @@ _OF_TORCH = (
 )  # fmt: skip
 
 
+_STACKS = "torch._functorch.functional_call"  # parameters of several models, for stack_module_state
+
+
 TORCH = ("torch.",)  # all of it
 
 
 def is_of_torch(depth: int = 2, names: Tuple[str, ...] = _OF_TORCH) -> bool:
     """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
-    return name.startswith(names)
+    return name.startswith(names) and name != _STACKS
 
 
 def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:
