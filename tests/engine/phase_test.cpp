@@ -19,7 +19,8 @@ TEST(Phase, EachActWaitsForThoseThatItIsNotToRunBeside) {
       {P::kAlone, P::kRead},   {P::kAlone, P::kPlan},     {P::kRead, P::kOutside},
       {P::kRead, P::kAbort},   {P::kPlan, P::kOutside},   {P::kPlan, P::kAbort},
       {P::kJoin, P::kCommit},  {P::kJoin, P::kAbort},     {P::kLeave, P::kOutside},
-      {P::kEnd, P::kCommit},   {P::kEnd, P::kAbort},      {P::kEnd, P::kOutside},
+      {P::kRevoke, P::kPlan},  {P::kWhole, P::kCommit},   {P::kEnd, P::kCommit},
+      {P::kEnd, P::kAbort},    {P::kEnd, P::kOutside},
   };
   for (uint32_t other = 0; other < P::kActs; ++other) {
     Phase phase;
