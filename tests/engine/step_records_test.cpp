@@ -100,7 +100,7 @@ TEST(StepRecords, AnUndoneStep) {
   Map<uint64_t, StepRecord> taken;
   {
     Lock lock(parts.mu);
-    parts.records.of(0).flights.push_back(flight(0, true));
+    parts.records.fly(&parts.records.of(0), flight(0, true));
     EXPECT_TRUE(parts.records.staged());
     taken = parts.records.take();
   }
