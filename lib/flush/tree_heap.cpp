@@ -7,7 +7,6 @@
 #include <atomic>
 #include <mutex>
 
-#include "base/annotations.h"
 #include "base/assert.h"
 #include "flush/queue.h"
 
@@ -24,18 +23,6 @@ class SpinLock {
 
  private:
   std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
-};
-
-// That of the size, which clang can follow; which node a lock is of it cannot.
-class CAPABILITY("mutex") SizeLock : public SpinLock {};
-
-class SCOPED_CAPABILITY SizeGuard {
- public:
-  explicit SizeGuard(SizeLock& of) ACQUIRE(of) : of_(of) { of_.lock(); }
-  ~SizeGuard() RELEASE() { of_.unlock(); }
-
- private:
-  SizeLock& of_;
 };
 
 class TreeHeap final : public Queue {
@@ -65,7 +52,7 @@ class TreeHeap final : public Queue {
     order_[id] = key(prio);
     size_t at;
     {
-      SizeGuard guard(size_lock_);
+      std::lock_guard<SpinLock> guard(size_lock_);
       FRUGAL_ASSERT(size_ < order_.size());
       at = ++size_;
       locks_[at].lock();
@@ -77,14 +64,14 @@ class TreeHeap final : public Queue {
   }
 
   void move(uint32_t id, uint8_t prio) override {
-    FRUGAL_ASSERT(place_[id] >= 1 && place_[id] <= size() && node_[place_[id]] == id);
+    FRUGAL_ASSERT(place_[id] >= 1 && place_[id] <= size_ && node_[place_[id]] == id);
     uint64_t before = order_[id];
     prio_[id] = prio;
     order_[id] = key(prio);
     if (order_[id] < before)
       rise(place_[id]);
     else if (order_[id] > before)
-      sink(place_[id], size());
+      sink(place_[id]);
   }
 
   // Once each, so there is room; what their marks are is asked when they are committed.
@@ -111,7 +98,7 @@ class TreeHeap final : public Queue {
       size_t last;
       uint32_t top;
       {
-        SizeGuard guard(size_lock_);
+        std::lock_guard<SpinLock> guard(size_lock_);
         if (size_ == 0 || prio_rank(prio_[node_[1]], base) > limit_rank) break;
         if (n && prio_[node_[1]] != *prio) break;
         last = size_--;
@@ -128,7 +115,7 @@ class TreeHeap final : public Queue {
         }
       }
       ids[n++] = top;
-      if (last > 1) sink(1, last - 1);
+      if (last > 1) sink(1);
     }
     return n;
   }
@@ -137,11 +124,6 @@ class TreeHeap final : public Queue {
   // Ring positions as numbers that keep their order while the base moves on.
   uint64_t key(uint8_t prio) const {
     return prio == kInfinity ? UINT64_MAX : base_ + prio_rank(prio, base_);
-  }
-
-  size_t size() {
-    SizeGuard guard(size_lock_);
-    return size_;
   }
 
   void swap_nodes(size_t a, size_t b) {
@@ -163,10 +145,11 @@ class TreeHeap final : public Queue {
     }
   }
 
-  void sink(size_t at, size_t size) {
+  void sink(size_t at) {
     locks_[at].lock();
     for (;;) {
       size_t left = at * 2, right = left + 1, least = at;
+      const size_t size = size_;  // at each node, for pops make it smaller meanwhile
       if (left > size) break;
       locks_[left].lock();
       if (right <= size) locks_[right].lock();
@@ -185,9 +168,10 @@ class TreeHeap final : public Queue {
 
   static constexpr uint32_t kStaged = UINT32_MAX;
 
-  SizeLock size_lock_;
+  SpinLock size_lock_;
   SpinLock* locks_ = nullptr;
-  size_t size_ GUARDED_BY(size_lock_) = 0;
+  // Changed with its lock held. Who sinks holds locks of nodes, which come behind that one.
+  std::atomic<size_t> size_{0};
   uint64_t base_ = 0;
   const uint8_t* marks_ = nullptr;
   Vector<uint8_t> prio_;

@@ -95,7 +95,8 @@ TEST_F(DeviceMemory, WhatNobodyWantsGoesBack) {
 
 class Pinned : public testing::Test {
  protected:
-  void* const page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const page =
+      mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ~Pinned() override { munmap(page, 4096); }
   DevicePinner pinner;
   bool pinned = true;

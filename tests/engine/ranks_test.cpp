@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "support/inside.h"
+#include "support/trainers.h"
 
 namespace frugal {
 namespace {
@@ -13,8 +14,7 @@ namespace {
 struct RanksTest : testing::Test {
   Ranks ranks{3};
   TrainerRef join(uint32_t rank, bool cached = false, uint64_t recorded = 0) {
-    TrainerRef t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
-    t->rank = rank;
+    TrainerRef t = trainer_of(rank);
     t->has_cache.store(cached);
     t->next_step = ranks.to_commit();
     ranks.join(t, recorded);
@@ -198,8 +198,7 @@ TEST(RanksModel, CountsAsByLookingAtAllRanks) {
     const uint32_t what = random() % 200;
     if (!t) {
       if (what > 100) continue;
-      t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
-      t->rank = r;
+      t = trainer_of(r);
       t->next_step = next;
       ranks.join(t, 0);
       joined[r] = true;

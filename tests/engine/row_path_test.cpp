@@ -81,7 +81,7 @@ struct Data final : DataPath {
 struct View final : StepView {
   using StepView::StepView;
   Status begin(Use) override { return FRUGAL_OK; }
-  Status resolve(const frugal_op* ops, const GpuOp*, Use use) override {
+  Status resolve(const frugal_op* ops, const GpuOp*, Use) override {
     for (size_t i = 0; i < accesses.size(); ++i) {
       Access& a = accesses[i];
       if (a.part) continue;
@@ -93,7 +93,6 @@ struct View final : StepView {
                                    ops[i].padding_key));
       FRUGAL_TRY(a.part->resolve(pool, rows, Rows::Missing::kReserve, nullptr));
     }
-    (void)use;
     return FRUGAL_OK;
   }
   Status create() override { return FRUGAL_OK; }

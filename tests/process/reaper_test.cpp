@@ -5,15 +5,10 @@
 #include <future>
 
 #include "support/inside.h"
+#include "support/trainers.h"
 
 namespace frugal {
 namespace {
-
-TrainerRef trainer_of(uint32_t rank) {
-  TrainerRef t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
-  t->rank = rank;
-  return t;
-}
 
 struct Owner final : Reaper::Owner {
   void reap(const TrainerRef& trainer) override {

@@ -9,6 +9,7 @@
 #include "support/inside.h"
 #include "support/parts.h"
 #include "support/rows.h"
+#include "support/trainers.h"
 
 namespace frugal {
 
@@ -33,8 +34,7 @@ struct EngineParts {
     return table;
   }
   TrainerRef join(uint32_t rank, bool cached = false) {
-    TrainerRef t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
-    t->rank = rank;
+    TrainerRef t = trainer_of(rank);
     t->has_cache.store(cached);
     t->next_step = ranks.to_commit();
     ranks.join(t, 0);

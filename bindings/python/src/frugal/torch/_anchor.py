@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import SHAPE, call_with, flat, is_of_torch, no_number
+from ._computed import SHAPE, VMAP, call_with, flat, is_of_torch, no_number
 from ._gradient import (
     Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
 )  # fmt: skip
@@ -29,8 +29,6 @@ _aten = torch.ops.aten
 
 _enabled: Callable[[], Any] = torch._C._EnableTorchFunction
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-_VMAP = ("torch._functorch.vmap",)  # which asks for a dimension, and then gives the element a batch's
 
 # What a backward that runs has for an input.
 NOT_ASKED, ACCUMULATED, RETURNED = 0, 1, 2
@@ -128,10 +126,10 @@ class Anchor(Copied, torch.nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
-        if func in _OF_THE_ELEMENT or (is_of_torch() and not is_of_torch(2, _VMAP)):
+        if func in _OF_THE_ELEMENT or is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
-        if _in_transform() or is_of_torch(2, _VMAP):
+        if _in_transform() or is_of_torch(2, VMAP):
             anchor = next(value for value in flat([*args, *kwargs.values()]) if isinstance(value, Anchor))
             raise NotImplementedError(
                 f"table {anchor.table.name!r}: a transform of torch.func of a function of the parameter, whose rows the engine"

@@ -72,13 +72,15 @@ def call_with(
 
 
 # Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
+# (Not where it stacks the parameters of several models, torch._functorch.functional_call.)
 _OF_TORCH = (
-    "torch.optim.", "torch.distributed.", "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch._functorch",
-    "torch.fx.",
+    "torch.optim.", "torch.distributed.", "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch.fx.",
+    *["torch._functorch." + name for name in (
+        "_aot_autograd", "aot_autograd", "apis", "autograd_function", "compile_utils", "compilers", "eager_transforms",
+        "partitioners", "predispatch", "pyfunctorch",
+    )],
 )  # fmt: skip
-
-
-_STACKS = "torch._functorch.functional_call"  # parameters of several models, for stack_module_state
+VMAP = ("torch._functorch.vmap",)  # which asks for a dimension, and then makes batches of the element in C++
 
 
 TORCH = ("torch.",)  # all of it
@@ -87,7 +89,7 @@ TORCH = ("torch.",)  # all of it
 def is_of_torch(depth: int = 2, names: Tuple[str, ...] = _OF_TORCH) -> bool:
     """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
-    return name.startswith(names) and name != _STACKS
+    return name.startswith(names)
 
 
 def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:
