@@ -18,6 +18,7 @@ Status cannot_be() {
 
 // What has gone is the caller's to let go, which may take its time, without the lock.
 Status Regions::take_in(RegionRefs* gone) {
+  if (closed_) return fail(FRUGAL_ERR_CLOSED, "the engine has been closed");
   for (RegionNews news;; os_drop(socket_)) {
     // A forked child that kept it would keep the memory.
     struct Descriptor {
@@ -94,7 +95,6 @@ Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const ch
   Lock lock(mu_);
   RegionRef found = of(place, bytes);
   if (!found) {
-    if (closed_) return fail(FRUGAL_ERR_CLOSED, "the engine has been closed");
     FRUGAL_TRY(take_in(&gone));
     found = of(place, bytes);
   }

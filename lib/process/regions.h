@@ -55,7 +55,7 @@ class Regions {
   // The other end of the socket is the teller's; it is this one's from now on.
   void open(int socket) { socket_ = socket; }
   int socket() const { return socket_; }
-  // Takes in what has been told. It goes on from where it was when it could not.
+  // Takes in what has been told. It goes on from where it was when it could not. CLOSED: as find().
   Status look();
   // Where a place is, and the region for who reads there. INTERNAL: it cannot be. PEER_LOST: it may
   // be, but this process is told nothing any more. CLOSED: close() has come before.

@@ -205,6 +205,20 @@ TEST(Regions, SeeWhatADeadProcessHasLeft) {
   close(pipe_ends[1]);
 }
 
+// A call that finds the engine closed beside it says that, and no lack of memory.
+TEST(Regions, ClosedIsSaid) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  char* data = nullptr;
+  ASSERT_OK(arena.take(kMiB, &data));
+  Told told(arena);
+  ASSERT_OK(told.regions.look());
+  told.regions.close();
+  EXPECT_EQ(told.regions.look(), FRUGAL_ERR_CLOSED);
+  const char* at = nullptr;
+  EXPECT_EQ(told.find(arena.place(data), 1, &at), FRUGAL_ERR_CLOSED);
+}
+
 // A process that is stopped holds up nobody. From a while on it is told nothing more, and has no
 // connection.
 TEST(Regions, WhoDoesNotLookIsCutOff) {
