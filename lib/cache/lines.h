@@ -15,7 +15,7 @@ namespace frugal {
 
 // Where lines are read.
 struct LinesAt {
-  const float* host = nullptr;  // line 0, in memory of this process
+  const device::Element* host = nullptr;  // line 0, in memory of this process
   device::RowsPtr device{};     // on the trainer's GPU
   explicit operator bool() const { return host || device.values; }
 };

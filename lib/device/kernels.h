@@ -16,15 +16,13 @@
 #include "arith/hd.h"
 #include "arith/init.h"
 #include "arith/optimizer.h"
+#include "device/element.h"
 
 namespace frugal::device {
 
 // Slots that are no rows; a table has fewer than 2^32 - 2.
 inline constexpr uint32_t kPaddingSlot = 0xffffffffu;  // reads as zeros, is no term of a bag
 inline constexpr uint32_t kMissingSlot = 0xfffffffeu;  // reads as zeros, counts as a term of zeros
-
-// What values and state are made of. Gradients and their sums are fp32 whatever it is.
-using Element = float;
 
 // What lies `bytes` behind p.
 template <class T>
@@ -62,22 +60,7 @@ struct GradSource {
   const float* divisor;  // per gradient row: divides the gradient (mean pooling); or NULL
 };
 
-// What the update kernels tell of each row before and behind its write, for who finds the memory
-// after this process was killed between any two instructions (engine/ledger.h). In the order of the
-// program: the row as it was is copied, `slot` tells whose copy that is, the row is written, and
-// then it is told to be.
-struct Undo {
-  float* values;       // of one row, as in the table
-  float* state;        // the same, state_pitch bytes; or NULL
-  uint32_t* slot;
-  uint64_t* progress;  // becomes a written row's slot + 1; or NULL, and then ...
-  uint8_t* marks;      // ... marks[rows[i]] becomes 1 for entry i of the call; or NULL, too
-  const uint32_t* rows;
-  // For tests: tells in place of these, when entry i has been copied, and when it is written. Then
-  // progress and marks are NULL. Else NULL.
-  void (*instead)(const Undo& undo, const RowsRef& of, uint32_t slot, size_t i, bool written);
-  void* context;  // of that
-};
+struct Undo;  // what the update kernels tell of each row that they write (undo.h)
 
 struct Kernels {
   const char* name;  // "baseline", "avx2", "avx512"
@@ -89,8 +72,8 @@ struct Kernels {
   // alignment allows it: right for outputs that are larger than the caches (about 1 MiB and more).
   void (*gather)(const RowsView& rows, const uint32_t* slots, size_t n, float* out,
                  size_t out_stride, bool streaming);
-  // The same from pointers; NULL is zeros.
-  void (*gather_pointers)(const float* const* rows, size_t n, uint32_t dim, float* out,
+  // The same from pointers to rows; NULL is zeros.
+  void (*gather_pointers)(const Element* const* rows, size_t n, uint32_t dim, float* out,
                           size_t out_stride, bool streaming);
 
   // Pooled lookup of bags first .. last - 1; bag b has keys offsets[b] .. offsets[b + 1] - 1 and
@@ -100,7 +83,7 @@ struct Kernels {
                size_t last, const float* weights, bool mean, float* out, size_t out_stride);
   // The same from pointers, one a key. NULL is padding, that is no term; a missing row is given as
   // a pointer to zeros.
-  void (*pool_pointers)(const float* const* rows, uint32_t dim, const uint64_t* offsets,
+  void (*pool_pointers)(const Element* const* rows, uint32_t dim, const uint64_t* offsets,
                         size_t first, size_t last, const float* weights, bool mean, float* out,
                         size_t out_stride);
 
@@ -108,7 +91,7 @@ struct Kernels {
   // only grads, stride and bag count.
   void (*weight_grads)(const RowsView& rows, const uint32_t* slots, size_t n,
                        const GradSource& source, float* out);
-  void (*weight_grads_pointers)(const float* const* rows, size_t n, uint32_t dim,
+  void (*weight_grads_pointers)(const Element* const* rows, size_t n, uint32_t dim,
                                 const GradSource& source, float* out);
 
   // --- Summing the gradients of one rank ------------------------------------------------------

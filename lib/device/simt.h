@@ -146,14 +146,14 @@ FRUGAL_DEVICE char* shared() { return sim::block_memory(); }
 
 template <class T>
 FRUGAL_DEVICE T load(Ptr<T> p) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
   T v;
   memcpy(&v, sim::readable(p.address, sizeof(T)), sizeof(T));
   return v;
 }
 template <class T>
 FRUGAL_DEVICE void store(Ptr<T> p, T v) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
   memcpy(sim::writable(p.address, sizeof(T)), &v, sizeof(T));
 }
 FRUGAL_DEVICE void raise(Ptr<uint32_t> p) {

@@ -312,9 +312,9 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
   FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));
   if (!away.at.empty()) {
     const bool all = !pointers;
-    if (all) FRUGAL_TRY(memory_.pool.get(n * sizeof(float*), &pointers));
+    if (all) FRUGAL_TRY(memory_.pool.get(n * sizeof(device::Element*), &pointers));
     for (size_t i = 0; i < n; ++i) {
-      const float*& p = pointers.as<const float*>()[i];
+      const device::Element*& p = pointers.as<const device::Element*>()[i];
       if (away.has(i))
         p = away.ref.row(away.at[i]);
       else if (!all)
@@ -325,7 +325,7 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
         p = slots[i] == kMissingSlot ? row_of_zeros() : from.rows.row(slots[i]);
     }
   }
-  return gather(from.rows, pointers.as<const float*>(), slots, n, op);
+  return gather(from.rows, pointers.as<const device::Element*>(), slots, n, op);
 }
 
 // Into memory of the device: complete when it returns, so nothing stays in flight.

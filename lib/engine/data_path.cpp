@@ -39,12 +39,12 @@ void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
 }
 
 // Written by nobody. A constant would be a quarter of a MiB of the library's file.
-float g_zeros[65536];
+device::Element g_zeros[65536];
 
 struct GatherContext {
   const device::RowsView* rows;
   const uint32_t* slots;
-  const float* const* pointers;
+  const device::Element* const* pointers;
   const frugal_op* op;
   size_t n, stride, chunk;
   bool streaming;
@@ -149,7 +149,7 @@ void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
 
 }  // namespace
 
-const float* row_of_zeros() { return g_zeros; }
+const device::Element* row_of_zeros() { return g_zeros; }
 
 uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out) {
   out->clear();
@@ -181,7 +181,7 @@ Status PushSource::of(const frugal_op& op, const Part& part, uint32_t dim, Buffe
   return FRUGAL_OK;
 }
 
-Status DataPath::gather(const device::RowsView& rows, const float* const* pointers,
+Status DataPath::gather(const device::RowsView& rows, const device::Element* const* pointers,
                         const uint32_t* slots, size_t n, const frugal_op& op) {
   GatherContext c{};
   c.rows = &rows;

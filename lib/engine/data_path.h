@@ -48,7 +48,7 @@ Status join_pushes(const PushSums& pushes, uint32_t dim, uint32_t rank, BufferPo
 Status room_for_sums(PushSums* push, uint32_t dim, BufferPool& pool);
 
 // What a key without a row reads as, as long as the longest row.
-const float* row_of_zeros();
+const device::Element* row_of_zeros();
 
 // Of rows or gradients: of less than this the caller sees to all. Sharing, and waking a thread,
 // would cost more.
@@ -58,7 +58,7 @@ class DataPath {
  public:
   // Rows to the places that an op names: row i is *pointers[i], or slots[i] if there are no
   // pointers.
-  [[nodiscard]] Status gather(const device::RowsView& rows, const float* const* pointers,
+  [[nodiscard]] Status gather(const device::RowsView& rows, const device::Element* const* pointers,
                               const uint32_t* slots, size_t n, const frugal_op& op);
   // Sums the first push of a table in a step. With `streaming` sums go past the caches: right where
   // they wait for their turn.

@@ -83,7 +83,8 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
   FRUGAL_TRY(identity(n + 1, &a.part.slots));
   a.part.start = a.part.positions = a.part.slots;
   a.part.distinct = static_cast<uint32_t>(n);
-  a.host = {seen<float>(pinned), stride};
+  device::stored_in_place(pinned.as<float>(), n * stride);  // (pooled sums would be rounded)
+  a.host = {seen<device::Element>(pinned), stride};
   a.host_items = a.part.distinct;
   a.dim = dim;
   a.out = {reinterpret_cast<uint64_t>(out)};
@@ -100,7 +101,7 @@ Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows
   out->stride = elements(rows.value_pitch);
   const size_t places = to ? d.part.distinct : count;
   FRUGAL_TRY(memory_->get(places * rows.value_pitch, &memory));
-  out->values = memory.as<float>();
+  out->values = memory.as<device::Element>();
   f.memory.push_back(std::move(memory));
   if (count == 0) return FRUGAL_OK;
   device::StageArgs s{};
@@ -452,7 +453,8 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
     places.as<Source>()[i] =
         Source::place(slots[i] == kNoSlot ? kNoSlot : static_cast<uint32_t>(i));
   device::WeightGradArgs a{};
-  a.host = {seen<float>(pinned), stride};
+  device::stored_in_place(pinned.as<float>(), n * stride);
+  a.host = {seen<device::Element>(pinned), stride};
   a.places = seen<Source>(places);
   a.grads = source.grads;
   a.grads_stride = source.stride;
@@ -472,7 +474,7 @@ Status DeviceLines::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
   auto made = std::make_unique<DeviceLines>(gpu, rows);
   FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.value_pitch, &made->values_));
   FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.state_pitch, &made->state_));
-  made->at_.device = {made->values_.as<float>(), elements(rows.value_pitch)};
+  made->at_.device = {made->values_.as<device::Element>(), elements(rows.value_pitch)};
   *out = std::move(made);
   return FRUGAL_OK;
 }
@@ -514,7 +516,8 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   f.updates.push_back(update);
   f.sent.push_back(lists);
   DeviceBuffer sums, ranks;
-  FRUGAL_TRY(gpu_.memory_->get(n * rows_.value_pitch, &sums));
+  const size_t stride = update->ranks[0].stride;  // the table's, of all
+  FRUGAL_TRY(gpu_.memory_->get(n * stride * sizeof(float), &sums));
   const size_t ranks_bytes = update->ranks.size() * sizeof(Ptr<float>);
   FRUGAL_TRY(gpu_.memory_->get(ranks_bytes, &ranks));
   Buffer handed_over;
@@ -534,19 +537,19 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   const uint32_t dim = update->scalars.dim;
   device::SumTermsArgs s{};
   s.ranks = to_ranks;
-  s.ranks_stride = update->ranks[0].stride;  // the table's, of all
+  s.ranks_stride = stride;
   s.terms = lists->terms;
   s.start = lists->start + from;
   s.count = static_cast<uint32_t>(n);
   s.dim = dim;
   s.sums = to_sums;
-  s.sums_stride = at_.device.stride;
+  s.sums_stride = stride;
   FRUGAL_TRY(
       gpu_.launch(Kernel::sum_terms, device::sum_terms_shape(s, gpu_.extent_), s, gpu_.boundary_));
   device::ApplyArgs a{};
   a.step = update->scalars;
   a.lines = at_.device;
-  a.state = state_.as<float>();
+  a.state = state_.as<device::Element>();
   a.state_stride = elements(rows_.state_pitch);
   a.state_second = elements(rows_.state_second);
   a.to = lists->lines + from;
@@ -571,12 +574,12 @@ Status DeviceLines::fill() {
   a.host = host_rows(rows_);
   a.lines = at_.device;
   a.host_state = {seen_at(rows_.state), elements(rows_.state_pitch)};
-  a.line_state = {state_.as<float>(), elements(rows_.state_pitch)};
+  a.line_state = {state_.as<device::Element>(), elements(rows_.state_pitch)};
   a.slots = plan.slots;
   a.to = plan.to;
   a.count = static_cast<uint32_t>(plan.count);
   a.dim = rows_.dim;
-  a.state_floats = static_cast<uint32_t>(a.line_state.stride);
+  a.state_elements = static_cast<uint32_t>(a.line_state.stride);
   return gpu_.launch(Kernel::fill_lines, device::fill_shape(a, gpu_.extent_), a, gpu_.boundary_);
 }
 

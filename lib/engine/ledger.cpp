@@ -152,22 +152,21 @@ void TableLedger::begin_update(const RowWrite& write, const Record& record, uint
 
 // All rows are kept, since they are written in any order.
 void TableLedger::begin_outside(const RowWrite& write, LedgerImage& image) {
-  const device::Kernels& k = device::kernels();
   const device::RowsView rows = write.rows();
   const size_t n = write.size();
   FRUGAL_ASSERT(n <= rows_);
   uint32_t* slots = slots_of(image);
-  float* values = values_of(image);
+  device::RowsRef kept{};
+  kept.values = values_of(image);
+  kept.value_pitch = rows.value_pitch;
+  kept.state = device::behind(kept.values, rows_ * rows.value_pitch);
+  kept.state_pitch = rows.state_pitch;
   for (size_t i = 0; i < n; ++i) slots[i] = write.slot(i);
   image.rows = n;
-  k.gather(rows, slots, n, values, rows.value_pitch, false);
-  if (rows.state_pitch) {
-    device::RowsView state{};
-    state.values = rows.state;
-    state.value_pitch = rows.state_pitch;
-    state.dim = static_cast<uint32_t>(rows.state_pitch / sizeof(device::Element));
-    k.gather(state, slots, n, device::behind(values, rows_ * rows.value_pitch), rows.state_pitch,
-             false);
+  for (size_t i = 0; i < n; ++i) {
+    std::memcpy(kept.row(i), rows.row(slots[i]), rows.dim * sizeof(device::Element));
+    if (rows.state_pitch)
+      std::memcpy(kept.state_row(i), rows.state_row(slots[i]), rows.state_pitch);
   }
   ledger_point();
   image.update.store(LedgerImage::kOutside, std::memory_order_release);

@@ -148,9 +148,9 @@ class TableLedger final : public HeapObject,
                    bool written);
   LedgerImage& at(uint32_t i) const;
   static uint32_t* slots_of(LedgerImage& image) { return reinterpret_cast<uint32_t*>(&image + 1); }
-  float* values_of(LedgerImage& image) const {
-    return reinterpret_cast<float*>(reinterpret_cast<char*>(&image) +
-                                    LedgerImage::values_at(rows_));
+  device::Element* values_of(LedgerImage& image) const {
+    return reinterpret_cast<device::Element*>(reinterpret_cast<char*>(&image) +
+                                              LedgerImage::values_at(rows_));
   }
   void remove(Record* record) noexcept;
 

@@ -120,12 +120,6 @@ Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t cap
 
 namespace {
 
-void read_row(const RowLayout& l, const device::RowsView& rows, uint32_t slot, bool state,
-              float* out) {
-  std::memcpy(out, rows.row(slot), l.value_bytes());
-  if (state) l.export_state(rows.state_row(slot), out + l.dim);
-}
-
 // Of what resolve() has found, where rows may be far.
 struct Unhold {
   Rows& rows;
@@ -169,9 +163,10 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   for (size_t i = 0; i < n; ++i) {
     const bool here = s[i] < kMissingSlot, there = here || away.has(i);
     if (found) found[i] = there;
-    if (there)
-      read_row(l, here ? rows : away.ref, here ? s[i] : away.at[i], state,
-               reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride));
+    if (!there) continue;
+    const device::RowsView& of = here ? rows : away.ref;
+    const uint32_t at = here ? s[i] : away.at[i];
+    l.export_row(of.row(at), state ? of.state_row(at) : nullptr, device::behind(out, i * stride));
   }
   return FRUGAL_OK;
 }
@@ -212,7 +207,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     float* r = given.as<float>();
     std::memcpy(r, reinterpret_cast<const char*>(in) + i * stride, l.exported_bytes(state));
     device::kernels().canonicalize(r, l.dim + (state ? l.state_floats : 0));
-    std::memcpy(to.values, r, l.value_bytes());
+    device::store_elements(r, to.values, l.dim);
     if (state)
       l.import_state(r + l.dim, to.state);
     else

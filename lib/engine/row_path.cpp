@@ -221,7 +221,7 @@ Status RowPath::gather(const Access& a, const RowSource& from, const frugal_op& 
   Buffer pointers, copies;
   FRUGAL_TRY(locate(from, &part, slots, part.n, step_.pool, &pointers, &copies,
                     [&] { return step_.row_awaited(); }));
-  return step_.data.gather(from.rows, pointers.as<const float*>(), slots, part.n, op);
+  return step_.data.gather(from.rows, pointers.as<const device::Element*>(), slots, part.n, op);
 }
 
 // Into memory of the device, in the caller's stream. With staleness rows are written meanwhile:
@@ -328,10 +328,11 @@ Status RowPath::weight_grads(const Access& a, const device::GradSource& grads, f
     FRUGAL_TRY(step_.pool.get(part.n * rows.op.row_stride, &copies));
     rows.op.rows_out = copies.as<float>();
     FRUGAL_TRY(bring_rows(a, from, rows));
-    FRUGAL_TRY(step_.pool.get(part.n * sizeof(float*), &pointers));
+    FRUGAL_TRY(step_.pool.get(part.n * sizeof(device::Element*), &pointers));
+    const auto* stored = device::stored_in_place(copies.as<float>(), part.n * stride);
     for (size_t i = 0; i < part.n; ++i)
-      pointers.as<const float*>()[i] =
-          slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * stride;
+      pointers.as<const device::Element*>()[i] =
+          slots[i] == kNoSlot ? nullptr : stored + i * stride;
   } else {
     FRUGAL_TRY(locate(from, &part, slots, part.n, step_.pool, &pointers, &copies,
                       [&] { return step_.row_awaited(); }));
@@ -340,8 +341,8 @@ Status RowPath::weight_grads(const Access& a, const device::GradSource& grads, f
   plain.factor = nullptr;
   plain.divisor = nullptr;
   if (pointers)
-    device::kernels().weight_grads_pointers(pointers.as<const float*>(), part.n, a.table->dim,
-                                            plain, out);
+    device::kernels().weight_grads_pointers(pointers.as<const device::Element*>(), part.n,
+                                            a.table->dim, plain, out);
   else
     device::kernels().weight_grads(from.rows, slots, part.n, plain, out);
   return FRUGAL_OK;

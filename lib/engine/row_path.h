@@ -30,8 +30,8 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
               Buffer* pointers, Buffer* copies, GoOn go_on) {
   FRUGAL_ASSERT(part || !from.lines.host);
   if (!from.lines.host && !from.versions) return FRUGAL_OK;
-  FRUGAL_TRY(pool.get(n * sizeof(float*), pointers));
-  const float** p = pointers->as<const float*>();
+  FRUGAL_TRY(pool.get(n * sizeof(device::Element*), pointers));
+  const auto** p = pointers->as<const device::Element*>();
   std::fill(p, p + n, nullptr);
   const size_t pitch = from.rows.value_pitch;
   if (from.lines.host) {
@@ -54,7 +54,7 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
     }
     p[i] = from.rows.row(s);
     if (!from.versions) continue;
-    float* copy = device::behind(copies->as<float>(), i * pitch);
+    auto* copy = device::behind(copies->as<device::Element>(), i * pitch);
     FRUGAL_TRY(read_row(from.versions[version_of(from.id, s)], p[i], from.rows.dim, copy, go_on));
     p[i] = copy;
   }

@@ -56,7 +56,7 @@ struct StepPart {
   bool cached = false;        // the trainer caches rows of the table
   bool used = false;          // the controller knows, or need not
   uint64_t stale_keys = 0;    // keys of rows that had updates pending
-  const float* line_values = nullptr;  // of line 0, in host memory
+  const device::Element* line_values = nullptr;  // of line 0, in host memory
 };
 
 // Keys of an op as they stand for this step.

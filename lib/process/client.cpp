@@ -386,7 +386,8 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
-      bytes = t->layout().exported_bytes(flags & FRUGAL_WITH_STATE);
+      const bool with_state = flags & FRUGAL_WITH_STATE;
+      bytes = t->layout().exported_bytes(with_state);
       FRUGAL_TRY(check());
       if (table.info.key_space != FRUGAL_HASHED)
         FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
@@ -398,9 +399,8 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
         if (found) found[i] = there;
         if (!there) continue;
         const TableReadout::Row row = t->row(slots[i], scratch.data());
-        float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * pitch);
-        std::memcpy(to, row.values, t->layout().value_bytes());
-        if (flags & FRUGAL_WITH_STATE) t->layout().export_state(row.state, to + table.info.dim);
+        t->layout().export_row(row.values, with_state ? row.state : nullptr,
+                               device::behind(out, i * pitch));
       }
       return FRUGAL_OK;
     }

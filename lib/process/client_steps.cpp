@@ -357,7 +357,7 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
     for (uint32_t s : slots) made += s < kMissingSlot && from->untouched(s);
     Vector<char> scratch(made * from->layout().bytes());
     char* next = scratch.data();
-    Vector<const float*> rows(op.count);
+    Vector<const device::Element*> rows(op.count);
     for (size_t k = 0; k < op.count; ++k) {
       const bool there = slots[k] < kMissingSlot;
       if (op.found_out) op.found_out[k] = there;

@@ -50,7 +50,7 @@ class TableReadout : public HeapObject {
   // checked.
   void find(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots) const;
   struct Row {
-    const float *values, *state;
+    const device::Element *values, *state;
   };
   // A row that there is. If nobody has touched it, it is made in `scratch`, of layout().bytes().
   Row row(uint32_t slot, char* scratch) const;

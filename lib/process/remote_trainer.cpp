@@ -199,8 +199,8 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
     FRUGAL_TRY(see(p.keys, p.n, sizeof(uint64_t), &s.part->keys));
     FRUGAL_TRY(see(p.sources, p.distinct, sizeof(device::Source), &s.part->sources));
     Buffer line;
-    FRUGAL_TRY(see(p.line_values, 1, sizeof(float), &line));
-    s.line_values = line.as<float>();
+    FRUGAL_TRY(see(p.line_values, 1, sizeof(device::Element), &line));
+    s.line_values = line.as<device::Element>();
     s.part->state.store(s.part->slots || p.n == 0 ? Part::kResolved : Part::kStale);
     parts.push_back(std::move(s));
   }

@@ -1,6 +1,5 @@
 // How a row lies in memory.
 #include <algorithm>
-#include <cstring>
 
 #include "base/assert.h"
 #include "storage/row_memory.h"
@@ -19,7 +18,7 @@ RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   else
     l.value_pitch = (bytes + 63) / 64 * 64;
   FRUGAL_ASSERT(l.value_pitch >= bytes && (64 % l.value_pitch == 0 || l.value_pitch % 64 == 0));
-  l.sums_stride = l.value_pitch / sizeof(float);
+  l.sums_stride = l.value_pitch / sizeof(device::Element);
   l.state_floats = arith::state_floats(optimizer, dim);
   if (arith::optimizer_of(optimizer).of_row) {
     l.state_pitch = l.state_floats * sizeof(device::Element);
@@ -42,27 +41,34 @@ device::RowsRef RowLayout::at(void* values, void* state) const {
   return ref;
 }
 
+void RowLayout::export_row(const device::Element* values, const device::Element* state,
+                           float* out) const {
+  device::load_elements(values, out, dim);
+  if (state) export_state(state, out + dim);
+}
+
 void RowLayout::export_state(const device::Element* from, float* out) const {
   if (state_columns == 0) {
-    if (state_floats) *out = *from;
+    if (state_floats) device::load_elements(from, out, 1);
     return;
   }
   for (uint32_t c = 0; c < state_columns; ++c)
-    std::memcpy(out + c * dim, device::behind(from, c * value_pitch), value_bytes());
+    device::load_elements(device::behind(from, c * value_pitch), out + c * dim, dim);
 }
 
 void RowLayout::import_state(const float* in, device::Element* to) const {
   if (state_columns == 0) {
-    if (state_floats) *to = *in;
+    if (state_floats) device::store_elements(in, to, 1);
     return;
   }
   for (uint32_t c = 0; c < state_columns; ++c)
-    std::memcpy(device::behind(to, c * value_pitch), in + c * dim, value_bytes());
+    device::store_elements(in + c * dim, device::behind(to, c * value_pitch), dim);
 }
 
 void RowLayout::new_state(const arith::InitSpec& init, device::Element* to) const {
   for (uint32_t c = 0; c < init.state_columns; ++c)
-    std::fill_n(device::behind(to, c * value_pitch), init.column_floats, init.state[c]);
+    std::fill_n(device::behind(to, c * value_pitch), init.column_floats,
+                device::stored_as<device::Element>(init.state[c]));
 }
 
 }  // namespace frugal

@@ -20,8 +20,7 @@
 
 namespace frugal {
 
-// How a row lies in memory, in bytes: only this, device::RowsRef and the kernels know what an
-// element is.
+// How a row lies in memory, in bytes: what an element is stands in device/element.h.
 struct RowLayout {
   uint32_t dim = 0;
   uint32_t state_columns = 0;  // of dim floats each; row-wise Adagrad: 0 and state_floats 1
@@ -45,7 +44,9 @@ struct RowLayout {
   size_t exported_bytes(bool with_state) const {
     return (dim + (with_state ? state_floats : 0)) * sizeof(float);
   }
-  // A row's state as it is exported, and back: columns of dim floats.
+  // A row as it is exported (`state` may be null), and its state alone, and back: columns of dim
+  // floats.
+  void export_row(const device::Element* values, const device::Element* state, float* out) const;
   void export_state(const device::Element* state, float* out) const;
   void import_state(const float* in, device::Element* state) const;
   // A row's state as it begins.

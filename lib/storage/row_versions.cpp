@@ -11,6 +11,10 @@ constexpr uint64_t kSleepNs = 50'000;
 
 using Shared = uint64_t __attribute__((may_alias));
 
+size_t words_of(size_t n) {
+  return (n * sizeof(device::Element) + sizeof(Shared) - 1) / sizeof(Shared);
+}
+
 }  // namespace
 
 void pause_for_version(uint32_t looks) {
@@ -37,19 +41,19 @@ void end_write(VersionWord& word) {
   word.fetch_add(1, std::memory_order_release);
 }
 
-void store_shared(float* row, const float* from, size_t n) {
+void store_shared(device::Element* row, const device::Element* from, size_t n) {
   auto* to = reinterpret_cast<Shared*>(row);
   const auto* words = reinterpret_cast<const Shared*>(from);
-  for (size_t i = 0; i < (n + 1) / 2; ++i) {
+  for (size_t i = 0; i < words_of(n); ++i) {
     schedule_point();
     __atomic_store_n(to + i, words[i], __ATOMIC_RELAXED);
   }
 }
 
-void load_shared(const float* row, float* to, size_t n) {
+void load_shared(const device::Element* row, device::Element* to, size_t n) {
   const auto* words = reinterpret_cast<const Shared*>(row);
   auto* copy = reinterpret_cast<Shared*>(to);
-  for (size_t i = 0; i < (n + 1) / 2; ++i) {
+  for (size_t i = 0; i < words_of(n); ++i) {
     schedule_point();
     copy[i] = __atomic_load_n(words + i, __ATOMIC_RELAXED);
   }

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "base/status.h"
+#include "device/element.h"
 
 namespace frugal {
 
@@ -29,15 +30,16 @@ void pause_for_version(uint32_t looks);
 void begin_write(VersionWord& word);
 void end_write(VersionWord& word);
 
-// Floats between a row and its copy: n of them, rounded up to an even number. Both are aligned to 8
-// bytes.
-void store_shared(float* row, const float* from, size_t n);
-void load_shared(const float* row, float* to, size_t n);
+// Elements between a row and its copy: n of them, rounded up to a multiple of 8 bytes. Both are
+// aligned to that.
+void store_shared(device::Element* row, const device::Element* from, size_t n);
+void load_shared(const device::Element* row, device::Element* to, size_t n);
 
-// Copies n floats of a row, as load_shared does. Where it finds that the row is being written it
+// Copies n elements of a row, as load_shared does. Where it finds that the row is being written it
 // asks go_on(), whose failure ends it: the writer may be gone for good.
 template <class GoOn>
-Status read_row(const VersionWord& word, const float* row, size_t n, float* to, GoOn go_on) {
+Status read_row(const VersionWord& word, const device::Element* row, size_t n, device::Element* to,
+                GoOn go_on) {
   for (uint32_t looks = 0;; ++looks) {
     const uint32_t before = word.load(std::memory_order_acquire);
     if (!(before & 1)) {

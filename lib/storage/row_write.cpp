@@ -1,35 +1,11 @@
 #include "storage/row_write.h"
 
-#include <atomic>
 #include <cstring>
 
 #include "base/assert.h"
 #include "storage/row_memory.h"
 
 namespace frugal {
-namespace {
-
-// What the kernels do with an Undo, for a row that none of them writes.
-void keep(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i) {
-  std::memcpy(undo.values, of.row(slot), of.dim * sizeof(device::Element));
-  if (of.state_pitch) std::memcpy(undo.state, of.state_row(slot), of.state_pitch);
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  if (undo.instead) undo.instead(undo, of, slot, i, false);
-  else std::atomic_ref(*undo.slot).store(slot, std::memory_order_release);
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-}
-
-void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i) {
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  if (undo.instead) undo.instead(undo, of, slot, i, true);
-  else if (undo.progress)
-    std::atomic_ref(*undo.progress).store(slot + uint64_t{1}, std::memory_order_release);
-  else std::atomic_ref(undo.marks[undo.rows[i]]).store(1, std::memory_order_release);
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-}
-
-}  // namespace
-
 void RowWrite::tell_before() noexcept {
   FRUGAL_ASSERT(slots_);
   undo_ = {};
@@ -50,7 +26,11 @@ const device::RowsRef& RowWrite::in_place() const {
 void RowWrite::store(size_t i, const device::Element* values, const device::Element* state) {
   const uint32_t slot = this->slot(i);
   const device::RowsRef& to = *to_;
-  if (undo_.slot) keep(undo_, to, slot, i);
+  if (undo_.slot)
+    undo_.keep(to, slot, i, [&] {
+      std::memcpy(undo_.values, to.row(slot), to.dim * sizeof(device::Element));
+      if (to.state_pitch) std::memcpy(undo_.state, to.state_row(slot), to.state_pitch);
+    });
   if (VersionWord* word = table_->version(slot)) {
     begin_write(*word);
     store_shared(to.row(slot), values, to.dim);
@@ -59,7 +39,7 @@ void RowWrite::store(size_t i, const device::Element* values, const device::Elem
     std::memcpy(to.row(slot), values, to.dim * sizeof(device::Element));
   }
   if (to.state_pitch) std::memcpy(to.state_row(slot), state, to.state_pitch);
-  if (undo_.slot) tell(undo_, to, slot, i);
+  if (undo_.slot) undo_.tell(to, slot, i);
 }
 
 }  // namespace frugal

@@ -9,7 +9,7 @@
 // A row that may be read meanwhile (staleness) is made elsewhere and stored under its version word
 // (row_versions.h).
 #pragma once
-#include "device/kernels.h"
+#include "device/undo.h"
 #include "storage/row_versions.h"
 
 namespace frugal {

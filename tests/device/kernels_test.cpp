@@ -6,7 +6,7 @@
 // Invariants: the reference here shares no code with lib/arith. A failing case prints its seed;
 // FRUGAL_TEST_SEED in the environment replays one.
 // Callers: ctest.
-#include "device/kernels.h"
+#include "device/undo.h"
 
 #include <gtest/gtest.h>
 

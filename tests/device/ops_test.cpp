@@ -1046,7 +1046,7 @@ TEST_F(OpsTest, LinesFollowHostRows) {
     f.to = to_memory->ptr();
     f.count = n;
     f.dim = dim;
-    f.state_floats = static_cast<uint32_t>(state_stride);
+    f.state_elements = static_cast<uint32_t>(state_stride);
     launch(Kernel::fill_lines, fill_shape(f, extent(random)), f);
     std::vector<float> expected_values = line_values->made(), expected_state = line_state->made();
     const size_t copied = (dim + 3) / 4 * 4;

@@ -11,6 +11,7 @@
 
 #include "arith/hd.h"
 #include "arith/nan.h"
+#include "device/element.h"
 #include "device/simt.h"
 
 namespace frugal::device {
@@ -64,14 +65,30 @@ FRUGAL_DEVICE Ptr<T> forward(Ptr<T> p, uint64_t bytes) {
   return {p.address + bytes};
 }
 
-// Vector `index` of a row.
-template <class V>
-FRUGAL_DEVICE V load_vector(Ptr<float> row, uint32_t index) {
-  return load(as<V>(row) + index);
+// As many numbers as a vector has, where they are no floats.
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+  T x, y, z, w;
+};
+
+// Vector `index` of a row of floats or elements.
+template <class V, class T>
+FRUGAL_DEVICE V load_vector(Ptr<T> row, uint32_t index) {
+  if constexpr (kIsFloat<T>) {
+    return load(as<V>(row) + index);
+  } else {
+    const Four<T> v = load(as<Four<T>>(row) + index);
+    return {as_float(v.x), as_float(v.y), as_float(v.z), as_float(v.w)};
+  }
 }
-template <class V>
-FRUGAL_DEVICE void store_vector(Ptr<float> row, uint32_t index, V v) {
-  store(as<V>(row) + index, v);
+template <class V, class T>
+FRUGAL_DEVICE void store_vector(Ptr<T> row, uint32_t index, V v) {
+  if constexpr (kIsFloat<T>) {
+    store(as<V>(row) + index, v);
+  } else {
+    store(as<Four<T>>(row) + index, Four<T>{stored_as<T>(v.x), stored_as<T>(v.y),
+                                            stored_as<T>(v.z), stored_as<T>(v.w)});
+  }
 }
 
 // The elements of vector `index` of a row of `dim` floats, of which none behind the row is read; +0

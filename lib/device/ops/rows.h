@@ -11,8 +11,8 @@ namespace frugal::device {
 
 // Rows of a table in host memory (by slot) or in device memory (lines, staged rows; by index).
 struct RowsPtr {
-  Ptr<float> values;  // aligned to 16 bytes
-  uint64_t stride;    // floats, a multiple of 4
+  Ptr<Element> values;  // aligned to 16 bytes
+  uint64_t stride;      // elements, a multiple of 16 bytes
 };
 
 // The keys of a part, sorted by row: distinct row i has slot slots[i] and stands at
@@ -33,12 +33,12 @@ struct alignas(8) Item {
   uint32_t row, run;
 };
 
-FRUGAL_DEVICE Ptr<float> row_of(const RowsPtr& rows, uint32_t index) {
+FRUGAL_DEVICE Ptr<Element> row_of(const RowsPtr& rows, uint32_t index) {
   return rows.values + index * rows.stride;
 }
 
 // The row in device memory that a source names.
-FRUGAL_DEVICE Ptr<float> hbm_row(const RowsPtr& lines, const RowsPtr& staged, Source source) {
+FRUGAL_DEVICE Ptr<Element> hbm_row(const RowsPtr& lines, const RowsPtr& staged, Source source) {
   return row_of(source.is_staged() ? staged : lines, source.index());
 }
 
@@ -112,7 +112,7 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
     for (uint32_t k = 0; k < kInFlight; ++k) {
       value[k] = {};
       if (reads[k]) {
-        const Ptr<float> row =
+        const Ptr<Element> row =
             kFromHbm ? hbm_row(a.lines, a.staged, Source{at[k]}) : row_of(a.host, at[k]);
         value[k] = load_vector<Float4>(row, vector[k]);
       }
@@ -154,20 +154,28 @@ struct StageArgs {
 struct FillArgs {
   RowsPtr host, lines;
   RowsPtr host_state,
-      line_state;  // strides: of floats, a multiple of 4 or, if state_floats is 1, any
+      line_state;  // strides: a multiple of 16 bytes or, if state_elements is 1, any
   Ptr<uint32_t> slots;
   Ptr<uint32_t> to;      // lines
   uint32_t count;
   uint32_t dim;
-  uint32_t state_floats;  // of a row, columns with what is between them: 0, 1 or a multiple of 4
+  uint32_t state_elements;  // of a row, columns with what is between them: 0, 1 or whole vectors
+
+  // Vectors of 16 bytes, whatever they hold.
+  FRUGAL_HD uint32_t value_vectors() const { return vectors_of(dim + kOfVector - 1); }
+  FRUGAL_HD uint32_t vectors() const { return value_vectors() + vectors_of(state_elements); }
+
+ private:
+  static constexpr uint32_t kOfVector = sizeof(Float4) / sizeof(Element);
+  static FRUGAL_HD uint32_t vectors_of(uint32_t elements) { return elements / kOfVector; }
 };
 
 // Rows and state are copied as if they lay one behind the other, what is between rows too: all
 // strides are multiples of a vector.
 template <class SlotOf>
 FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
-  const uint32_t value_vectors = (a.dim + 3) / 4;
-  const Cut cut = cut_vectors(value_vectors + a.state_floats / 4);
+  const uint32_t value_vectors = a.value_vectors();
+  const Cut cut = cut_vectors(a.vectors());
   auto vector_of = [&](const RowsPtr& rows, const RowsPtr& state, uint32_t index, uint32_t vector) {
     if (vector < value_vectors) return as<Float4>(row_of(rows, index)) + vector;
     return as<Float4>(row_of(state, index)) + (vector - value_vectors);
@@ -187,19 +195,19 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
       walk.next();
     }
     Float4 value[kInFlight];
-    float accumulator[kInFlight];  // the one float of state
+    Element accumulator[kInFlight];  // the one element of state
     for (uint32_t k = 0; k < kInFlight; ++k) {
       value[k] = {};
-      accumulator[k] = 0.0f;
+      accumulator[k] = 0;
       if (!copies[k]) continue;
       value[k] = load(vector_of(a.host, a.host_state, slot[k], vector[k]));
-      if (a.state_floats == 1 && vector[k] == 0)
+      if (a.state_elements == 1 && vector[k] == 0)
         accumulator[k] = load(row_of(a.host_state, slot[k]));
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {
       if (!copies[k]) continue;
       store(vector_of(a.lines, a.line_state, line[k], vector[k]), value[k]);
-      if (a.state_floats == 1 && vector[k] == 0)
+      if (a.state_elements == 1 && vector[k] == 0)
         store(row_of(a.line_state, line[k]), accumulator[k]);
     }
   }

@@ -60,7 +60,7 @@ inline Shape stage_shape(const StageArgs& a, const Extent& e = {}) {
 }
 
 inline Shape fill_shape(const FillArgs& a, const Extent& e = {}) {
-  const Cut cut = cut_vectors((a.dim + 3) / 4 + a.state_floats / 4);
+  const Cut cut = cut_vectors(a.vectors());
   return shape_of(lanes_of(a.count, cut, kInFlight), link_blocks(e), e);
 }
 

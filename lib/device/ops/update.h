@@ -82,13 +82,13 @@ FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
 // --- The update ---------------------------------------------------------------------------------
 
 // Line to[i] with the gradient sums + i * sums_stride, lines that nothing else touches meanwhile.
-// State columns of line r start at state + r * state_stride and state_second floats further.
+// State columns of line r start at state + r * state_stride and state_second elements further.
 struct ApplyArgs {
   arith::StepScalars step;
   RowsPtr lines;
-  Ptr<float> state;       // aligned to 16 bytes
-  uint64_t state_stride;  // floats; row-wise Adagrad: any; else a multiple of 4
-  uint64_t state_second;  // floats, a multiple of 4
+  Ptr<Element> state;     // aligned to 16 bytes
+  uint64_t state_stride;  // elements; row-wise Adagrad: any; else a multiple of 16 bytes
+  uint64_t state_second;  // elements, a multiple of 16 bytes
   Ptr<uint32_t> to;
   uint32_t count;
   uint32_t dim;
@@ -122,9 +122,9 @@ FRUGAL_DEVICE void apply(const ApplyArgs& a) {
   for (uint64_t i = group; i - in_warp < a.count; i += groups) {
     bool touched = i < a.count;
     const uint64_t line = touched ? load(a.to + i) : 0;
-    const Ptr<float> row = a.lines.values + line * a.lines.stride;
+    const Ptr<Element> row = a.lines.values + line * a.lines.stride;
     const Ptr<float> sums = a.sums + i * a.sums_stride;
-    const Ptr<float> state = a.state + line * a.state_stride;
+    const Ptr<Element> state = a.state + line * a.state_stride;
     float factor = 1.0f, rate = 0.0f;
     if (measures) {
       Float4 acc = {};
@@ -163,9 +163,9 @@ FRUGAL_DEVICE void apply(const ApplyArgs& a) {
       }
       const float squares = finish_sum16(acc);
       if (touched && in_group == 0) {
-        float accumulator = load(state);
+        float accumulator = as_float(load(state));
         rate = arith::update_row(s, squares, accumulator);
-        store(state, accumulator);
+        store(state, stored_as<Element>(accumulator));
       }
       rate = shuffle(rate, 0, kSumGroup);
     }
