@@ -154,7 +154,10 @@ inline Ref Backward::in_python() const {
 inline void Backward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
   {
     const c10::AutoGradMode recording(true);
-    addition = input_metadata(0).zeros_like().add(tensor_of(of->anchor)).grad_fn();
+    // Of a number in the anchor's place, whose memory nobody may see.
+    const at::Tensor number = at::zeros({1, 1}).requires_grad_(true);
+    addition = input_metadata(0).zeros_like().add(number).grad_fn();
+    addition->set_next_edge(1, next_edge(0));
   }
   pybind11::gil_scoped_acquire gil;
   args.add_pre_hook(c10::SafePyObject(in_python().give(), getPyInterpreter()));

@@ -98,6 +98,8 @@ ddp = torch.nn.parallel.DistributedDataParallel(
 )
 for parameter in model.parameters():  # as some scripts do by hand
     dist.broadcast(parameter.data, 0)
+    with torch.no_grad():
+        dist.broadcast(parameter, 0)
 dist.barrier()
 found = [*(m.weight.detach().clone() for m in model), drawn]
 optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
@@ -182,6 +184,14 @@ def refused():
             write()
         except RuntimeError as error:
             assert "expand" in str(error) or "must match the size" in str(error), error
+    if sys.argv[2] == "frugal":
+        for sums in (table.weight, table.weight.data):
+            try:
+                dist.all_reduce(sums)
+            except NotImplementedError as error:
+                assert "all_reduce cannot write weight. Ranks that share a table" in str(error), error
+            else:
+                raise AssertionError("all_reduce of rows is lost")
 parameter = next(table.parameters())
 writes = [
     lambda: table.weight.mul_(0.5), lambda: table.weight.data.add_(1.0), normalize, scale_rows, scale_view, set_rows, refused,

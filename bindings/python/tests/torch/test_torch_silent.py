@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -19,7 +20,7 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _hook
+from frugal.torch import _computed, _hook
 
 KEYS = torch.tensor([[1, 2], [3, 4]])
 
@@ -82,14 +83,68 @@ LOOKS: Dict[str, Callable[[ft.Embedding], Any]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_write_to_the_parameter_s_memory_is_found(trainer: frugal.Trainer, look: str) -> None:
-    """As an extension in C++ does, which knows nothing of rows."""
+def test_a_write_to_the_parameter_s_memory_is_found(
+    trainer: frugal.Trainer, look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an extension in C++ does, which knows nothing of rows, where PyTorch is too old to refuse it."""
+    monkeypatch.setattr(_computed, "_set_data_message", None)
     table = embedding(trainer)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.copy_(table.weight, torch.ones(1))
     with pytest.raises(NotImplementedError, match="changes no row"):
         LOOKS[look](table)
     LOOKS[look](table)  # told once
+
+
+def data_of(weight: Any) -> torch.Tensor:
+    other = torch.zeros(1)
+    other.data = weight
+    return other.sum()
+
+
+def shared_memory_of(weight: Any) -> torch.Tensor:
+    other = torch.zeros(1)
+    other.data = weight
+    return other.add_(1)
+
+
+IN_CPP: Dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda w: torch.tensor(w),
+    "Tensor": lambda w: torch.Tensor(w).sum(),
+    "grad": lambda w: torch.func.grad(lambda x: x.sum())(w),
+    "jacrev": lambda w: torch.func.jacrev(lambda x: x.sum())(w),
+    "jvp": lambda w: torch.func.jvp(lambda x: x.sum(), (w,), (w,)),
+    "functionalize": lambda w: torch.func.functionalize(lambda x: x.sum())(w),
+    "data": data_of,
+    "shared": shared_memory_of,
+    "written": lambda w: torch.Tensor.copy_(w, torch.ones(1)),
+    "added": lambda w: torch.ones(2, 2).add_(w),
+    "indexed": lambda w: torch.ones(2, 2).index_put_((torch.tensor([0]),), w),
+    "each": lambda w: torch._foreach_mul_([w], 2.0),
+    "multiplied": lambda w: torch.ones(2, 1) @ w,
+    "storage": lambda w: w.untyped_storage().fill_(0),
+    "number": lambda w: w.item(),
+}
+PASSED_ON = {"grad", "jacrev", "jvp", "functionalize", "tensor", "Tensor", "data", "shared"}  # which ask no subclass
+
+
+@pytest.mark.skipif(_computed._set_data_message is None, reason="PyTorch is too old")
+@pytest.mark.parametrize("how", IN_CPP)
+def test_the_parameter_has_no_memory_for_what_asks_no_subclass(trainer: frugal.Trainer, how: str) -> None:
+    """Nothing sees, or writes, the one element that stands for the table in PyTorch's C++."""
+    table = embedding(trainer)
+    rows = table.weight.detach().clone()
+    no_subclass = contextlib.nullcontext() if how in PASSED_ON else torch._C.DisableTorchFunctionSubclass()
+    with warnings.catch_warnings(), torch.set_grad_enabled(how in PASSED_ON):
+        warnings.simplefilter("ignore")  # torch.tensor() of a tensor
+        with pytest.raises(RuntimeError, match=r"give .*module\.weight\.clone\(\)"), no_subclass:
+            IN_CPP[how](table.weight)
+    assert torch.equal(table.weight, rows)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    rows[1] -= 1
+    assert torch.equal(table.weight, rows)
 
 
 # --- parameters as scripts use them ---

@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import SHAPE, VMAP, call_with, flat, is_of_torch, no_number
+from ._computed import SHAPE, VMAP, call_with, flat, is_of_torch, no_memory, no_number, refuse_values
 from ._gradient import (
     Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
 )  # fmt: skip
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 _enabled: Callable[[], Any] = torch._C._EnableTorchFunction
+_undispatched: Callable[[], Any] = torch._C._DisableTorchDispatch
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+broadcast: Any = torch.ops.c10d.broadcast_.default if torch.distributed.is_available() else None
 
 # What a backward that runs has for an input.
 NOT_ASKED, ACCUMULATED, RETURNED = 0, 1, 2
@@ -93,6 +96,7 @@ class Anchor(Copied, torch.nn.Parameter):
         with torch.inference_mode(False):
             anchor = super().__new__(cls, no_number(dtype, table.device), requires_grad)
         anchor._dtype, anchor._requires_grad = dtype, requires_grad
+        refuse_values(anchor, no_memory(table.name))
         return anchor
 
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
@@ -171,9 +175,18 @@ class Anchor(Copied, torch.nn.Parameter):
 
     @property
     def value(self) -> torch.Tensor:
-        """The element, for who changes its dtype."""
-        with as_itself():
-            return cast(torch.Tensor, _tensor.data.__get__(self))
+        """An element with memory, for who changes its dtype, or sends it from rank to rank."""
+        return no_number(self._dtype, self.table.device)
+
+    def source(self) -> torch.Tensor:
+        """A number that is computed of the element, in fp32, of which outputs can be: its node leads to the anchor. It keeps
+        the anchor, so the anchor must not keep it."""
+        with torch.inference_mode(False), torch.enable_grad(), as_itself():
+            _tensor.data.__set__(self, self.value)
+            source = self.to(torch.float32, copy=True)
+        self.seen = self._version
+        refuse_values(self, no_memory(self.table.name))
+        return source
 
     def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
         """Of this dtype, where the table's outputs are, and with this gradient."""
@@ -181,6 +194,7 @@ class Anchor(Copied, torch.nn.Parameter):
         set_grad(self, None)
         with as_itself():
             _tensor.data.__set__(self, no_number(dtype, device))
+        refuse_values(self, no_memory(self.table.name))
         self._dtype = dtype
         self.seen = self._version
         if isinstance(grad, Gradient) and grad.device != device:
@@ -212,8 +226,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     def detach(self) -> torch.Tensor:
         if is_of_torch():
-            with as_itself():
-                return torch.Tensor.detach(self)
+            return self.value
         if is_of_a_parameter():
             return cast(torch.Tensor, self.rows().copy_as(Anchor))
         return cast(torch.Tensor, self.rows().detach())
@@ -270,11 +283,8 @@ class Anchor(Copied, torch.nn.Parameter):
     def check(self) -> None:
         """An error, if somebody has written the element: rows are as before."""
         self.seen = self._version
-        value = no_number(self._dtype, self.table.device)
-        if is_distributed() and torch.equal(self.value.isnan(), value.isnan()):
-            return  # DistributedDataParallel sends it from rank to rank
         with torch.no_grad(), as_itself():
-            torch.Tensor.copy_(self, value)
+            torch.Tensor.copy_(self, self.value)
         self.seen = self._version
         raise NotImplementedError(
             f"table {self.table.name!r}: something has written to the memory of the parameter that stands for it, which"
@@ -434,6 +444,23 @@ class Anchor(Copied, torch.nn.Parameter):
                 return None
             grad = found
         return grad
+
+
+class AnchorOfRanks(Anchor):
+    """Of a table that ranks share. All of them have its rows, so a broadcast of the parameter sends something else."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        with _undispatched(), as_itself():
+            if func is broadcast:
+                args = [each.value if isinstance(each, Anchor) else each for each in args[0]], *args[1:]
+            return func(*args, **kwargs or {})
 
 
 if _usual.native is not None:

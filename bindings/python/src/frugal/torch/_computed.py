@@ -15,7 +15,7 @@ SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses paramet
 
 
 def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The element that stands for something. Who takes its memory, as other.data = p does, finds a NaN in it."""
+    """The element that stands for something."""
     return torch.full(SHAPE, math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
@@ -104,6 +104,24 @@ def refuse_memory(tensor: torch.Tensor, message: str) -> None:
     """The error of whoever takes memory that the tensor has not."""
     if _set_message is not None:
         _set_message(tensor, message)
+
+
+_set_data_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # which older ones have not
+
+
+def refuse_values(tensor: torch.Tensor, message: str) -> None:
+    """The error of whoever reads or writes what is in the tensor's memory. It has one: an operation in C++ may look which
+    tensors share it."""
+    if _set_data_message is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data_message(tensor.untyped_storage()._cdata, message)
+
+
+def no_memory(table: str) -> str:
+    return (
+        f"table {table!r}: weight has no memory of its own, as a tensor's data, a storage, DLPack, torch.tensor(), a transform"
+        " of torch.func and an extension want it: give a copy, module.weight.clone(), or module.weight.detach().clone()"
+    )
 
 
 def without_writes(array: Any) -> Any:

@@ -31,6 +31,8 @@ def take(anchor: Anchor, value: torch.Tensor) -> None:
         raise RuntimeError("can't assign Variable as its own grad")
     if tuple(value.shape) != shape:
         raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {shape}")
+    if value.dtype != anchor.dtype:
+        raise RuntimeError(f"assigned grad has data of a different type: {value.dtype}, not {anchor.dtype}")
     if isinstance(value, _View) and value._source.is_all(value):
         return  # p.grad += x has written already
     _check_written(anchor.table, "an assignment")

@@ -14,9 +14,9 @@ from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional
 import torch
 
 from . import _inputs, _native
-from ._anchor import ACCUMULATED, NOT_ASKED, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, Anchor, use_of
 from ._computed import SHAPE
-from ._gradient import Held, as_itself
+from ._gradient import Held
 from ._steps import Moment, Steps, Table
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -117,30 +117,23 @@ class Lookup:
         out = self._empty(shape)
         return out, self.steps.read(self._ops(out, tensors))
 
-    def train(
-        self, anchors: Sequence[torch.Tensor], shape: Sequence[int], tensors: Tensors, mine: int
-    ) -> Any:
+    def train(self, source: torch.Tensor, shape: Sequence[int], tensors: Tensors, mine: int) -> Any:
         """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
-        read. `mine`: a bit for each tensor that is not the caller's."""
+        read. `source`: of the anchors, see source_of. `mine`: a bit for each tensor that is not the caller's."""
         known = self._like
         device = self.device
         wanted, shape = shape, shape if len(shape) > 1 else (1, *shape)  # one that an anchor's extends to
         if known is None or known[0] != shape or known[3] is not device:
             like = torch.zeros((), dtype=torch.float32, device=device).expand(shape)
             known = self._like = shape, like, like.numel() <= _FEW, device
-        with as_itself():
-            source = anchors[0]
-            if len(anchors) > 1 or source.dtype is not _float32:
-                each = [anchor if anchor.dtype is _float32 else anchor.to(_float32) for anchor in anchors]
-                source = torch.cat(each).sum(0, keepdim=True)
-            if known[2]:
-                out = _add(known[1], source)
-            else:  # none of its elements are written
-                none = torch.empty(0, dtype=torch.int64, device=device)
-                out = self._empty(shape).index_put_((none,), source)
+        if known[2]:
+            out = _add(known[1], source)
+        else:  # none of its elements are written
+            none = torch.empty(0, dtype=torch.int64, device=device)
+            out = self._empty(shape).index_put_((none,), source)
         node = out.grad_fn
         if node is not None:  # as there is none in torch.inference_mode()
-            backward = _Backward(self, tensors, mine, node.next_functions[1][0], len(anchors))
+            backward = _Backward(self, tensors, mine, node.next_functions[1][0], len(self.tables))
             backward.views = wanted is not shape
             node.register_prehook(backward)
         moment = self.look_up(out, tensors)
@@ -416,8 +409,14 @@ def _shows_all(grad: torch.Tensor) -> bool:
 _NOTHING = (None,)  # is what autograd goes on with
 
 
+def source_of(anchors: Sequence[Anchor]) -> torch.Tensor:
+    """What outputs are computed of in PyTorch's graph, which so knows the anchors. It serves as long as they are as now."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.cat([anchor.source() for anchor in anchors]).sum(0, keepdim=True)
+
+
 def _leaves(source: Any, count: int) -> List[Any]:
-    """The nodes of anchors of which a forward computed something: of their concatenation's sum, see Lookup.train."""
+    """The nodes of the anchors of a source."""
     leaves = []
     for node, _ in source.next_functions[0][0].next_functions:
         while node is not None and not isinstance(node, _Leaf):

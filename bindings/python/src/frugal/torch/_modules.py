@@ -31,7 +31,7 @@ import frugal
 from . import _default, _inputs, _native, _ranks, _renorm, _state, _steps, _usual
 from ._anchor import Anchor
 from ._computed import SHAPE
-from ._lookup import EmptyLookup, Feature, Lookup, int64_of
+from ._lookup import EmptyLookup, Feature, Lookup, int64_of, source_of
 from ._weight import draw_nothing, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
@@ -79,6 +79,7 @@ class _Module(torch.nn.Module):
     _lookup: Lookup
     _by_frequency: Lookup
     _anchors: Tuple[Anchor, ...]
+    _made: Optional[Tuple[Any, torch.Tensor]] = None  # of what, and the source of outputs, see source_of
     _first: str  # the name of the first of them
     # As torch.nn's modules, these are read in each forward.
     max_norm: Optional[float] = None
@@ -245,7 +246,7 @@ class _Module(torch.nn.Module):
             _renorm.renorm(self._lookup, tensors[0], self.max_norm, self.norm_type, training)
         if training:
             lookup = self._by_frequency if self.scale_grad_by_freq else self._lookup
-            out, moment = lookup.train(anchors, shape, tensors, mine)
+            out, moment = lookup.train(self._source(), shape, tensors, mine)
         else:
             lookup = self._lookup
             out, moment = lookup.read(shape, tensors)
@@ -255,6 +256,13 @@ class _Module(torch.nn.Module):
                     out = lookup.weighted_rows(out, moment, *tensors)
                     break
         return out if dtype is torch.float32 else out.to(dtype)
+
+    def _source(self) -> torch.Tensor:
+        """What outputs are computed of, as long as the anchors are as they were."""
+        now = self._lookup.device, *[(id(anchor), anchor.requires_grad, anchor.dtype) for anchor in self._anchors]
+        if self._made is None or self._made[0] != now:
+            self._made = now, source_of(self._anchors)
+        return self._made[1]
 
     def _compiled(self, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         """A forward that is being compiled: torch.compile breaks the graph here, for it cannot see what the library does."""

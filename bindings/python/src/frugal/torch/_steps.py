@@ -31,7 +31,7 @@ from frugal import _wait
 from frugal.errors import FORKED
 
 from . import _native, _ranks
-from ._anchor import Anchor
+from ._anchor import Anchor, AnchorOfRanks
 from ._gradient import Gradient, Part, get_grad
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Table:
         anchor = self.held_anchor()
         if anchor is None:
             self.device = device
-            anchor = Anchor(self, dtype, requires_grad)
+            anchor = (AnchorOfRanks if self.steps.world_size > 1 else Anchor)(self, dtype, requires_grad)
             self._anchor = weakref.ref(anchor)
             if self.goes:
                 weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)

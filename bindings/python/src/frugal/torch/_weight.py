@@ -9,9 +9,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Opti
 import torch
 
 from . import _default, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, is_of_a_parameter, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, broadcast, is_of_a_parameter, use_of
 from ._computed import (
-    SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, refuse_memory, without_writes,
+    SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, no_memory, refuse_memory, without_writes,
 )  # fmt: skip
 from ._gradient import Gradient
 from ._lookup import held
@@ -37,13 +37,6 @@ def write(table: Table, source: torch.Tensor) -> None:
         source = source.read()
     with table.by_all():
         _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
-
-
-def _no_memory(table: Table) -> str:
-    return (
-        f"table {table.name!r}: weight has no memory of its own that a tensor's data, DLPack or a storage could have:"
-        " take a copy, module.weight.detach().clone()"
-    )
 
 
 class _Read(torch.autograd.Function):
@@ -105,7 +98,7 @@ class Weight(Copied, torch.Tensor):
             cls, shape, dtype=anchor.dtype, device=table.device, requires_grad=requires_grad
         )
         # Of whoever takes the memory that it has not, as other.data = weight does without a call of anything here.
-        refuse_memory(weight, _no_memory(table))
+        refuse_memory(weight, no_memory(table.name))
         return weight
 
     def __init__(self, table: Table, at: Optional[torch.Tensor] = None, detached: bool = False) -> None:
@@ -214,7 +207,7 @@ class Weight(Copied, torch.Tensor):
         return Weight(self._table, self._at, True)
 
     def data_ptr(self) -> NoReturn:
-        raise RuntimeError(_no_memory(self._table))
+        raise RuntimeError(no_memory(self._table.name))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._left is not None:
@@ -339,11 +332,15 @@ class Weight(Copied, torch.Tensor):
                 return target._change_by(func, name, args[1:], kwargs)
             if name == "__set__":
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
+            if getattr(func, "__module__", "").startswith("torch.distributed"):  # all_reduce(weight)
+                raise NotImplementedError(
+                    f"table {target._table.name!r}: {name} cannot write weight. Ranks that share a table have the same rows; {_HOW}"
+                )
         if isinstance(kwargs.get("out"), Weight):
             return kwargs["out"]._become(func, args, {key: value for key, value in kwargs.items() if key != "out"})
         for weight in flat(args):
             if isinstance(weight, Weight) and name in _MEMORY:
-                raise RuntimeError(_no_memory(weight._table))
+                raise RuntimeError(no_memory(weight._table.name))
         read: List[Source] = []
         refresh(flat([*args, *kwargs.values()]))
         values, named = arguments(args, kwargs, read)
@@ -398,13 +395,13 @@ class Weight(Copied, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is _broadcast and all(w._table.steps.world_size > 1 for w in args[0] if isinstance(w, Weight)):
+        if func is broadcast and all(w._table.steps.world_size > 1 for w in args[0] if isinstance(w, Weight)):
             # All ranks have these rows, and something must be sent.
             return func([w._anchor.value if isinstance(w, Weight) else w for w in args[0]], *args[1:], **(kwargs or {}))
         if func._schema.is_mutable and any(isinstance(value, Weight) for value in flat(args[:1])):
             raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
         if func.overloadpacket is torch.ops.aten.set_:  # other.set_(weight)
-            raise RuntimeError(_no_memory(next(value for value in args if isinstance(value, Weight))._table))
+            raise RuntimeError(no_memory(next(value for value in args if isinstance(value, Weight))._table.name))
         values, named = arguments(args, kwargs or {})
         return func(*values, **named)
 
@@ -680,7 +677,7 @@ class _Part(View):
         written = [part._source for part in targets if isinstance(part, _Part)]
         sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
         if name == "__dlpack__" and sources:  # (a storage tells who saves a state_dict what shares memory)
-            raise RuntimeError(_no_memory(sources[0].table))
+            raise RuntimeError(no_memory(sources[0].table.name))
         with contextlib.ExitStack() as stack:
             if getattr(func, "__module__", "") == "torch.nn.init":
                 stack.enter_context(torch.no_grad())
@@ -746,7 +743,6 @@ _ELEMENTWISE = {
     "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
 
-_broadcast: Any = torch.ops.c10d.broadcast_.default if torch.distributed.is_available() else None
 
 # These give memory away, to which others write without a word.
 _MEMORY = {"__dlpack__", "untyped_storage", "storage", "typed_storage", "_typed_storage"}
