@@ -106,7 +106,6 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     for (const TableRef& t : state_.tables) declarations_.recount_unsure(*t);
     state_.records.erase(step);
   }
-  state_.pending.committed();
   const bool may_rest = state_.tables.ledger && !memory_.pinner->any();
   if (state_.pacing.committed(may_rest, [&] { return measured(); })) workers_.wake();
   state_.phase.end(Phase::kCommit);
@@ -123,12 +122,9 @@ void Committer::begin(StepRecord& record) {
   Vector<Commit> commits(state_.tables.size());
   for (size_t i = 0; i < commits.size(); ++i) commits[i].table = state_.tables[i];
   record.commits = std::move(commits);
-  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
-  record.deferred = state_.pacing.deferred() || any_pending;
-  const uint64_t bytes = record.row_bytes();
-  record.small = state_.pacing.small(bytes);
-  state_.pacing.step(bytes);
-  if (!state_.pacing.deferred() && any_pending) state_.pending.drain();
+  const Pacing::How how = state_.pacing.begin(record.row_bytes(), any_pending);
+  record.deferred = how.deferred;
+  record.small = how.small;
   record.prepare_scheduled = false;
 }
 
@@ -178,7 +174,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
     update->ranks = std::move(*ranks);
   }
   for (const Handover& of : update->ranks) update->bytes += of.bytes();
-  state_.pending.add(update.get());
+  state_.pacing.add(update.get());
 }
 
 // All that a commit needs memory for, of a table. After a failure it is called again, and goes on.

@@ -6,7 +6,6 @@
 #include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/pacing.h"
-#include "engine/pending.h"
 #include "engine/phase.h"
 #include "engine/ranks.h"
 #include "engine/step_records.h"
@@ -17,13 +16,12 @@ namespace frugal {
 struct ControlState {
   // `config` is what the engine makes of it, as long as it lives.
   ControlState(const frugal_config& config, uint32_t cpus, Counters& counters)
-      : pending(config.pending_bytes, &counters.pending_bytes_peak), pacing(config, cpus),
-        ranks(config.world_size), tables(config, mu, ranks) {}
+      : pacing(config, cpus, &counters.pending_bytes_peak), ranks(config.world_size),
+        tables(config, mu, ranks) {}
 
   ControlMutex mu;
   std::atomic<bool> closed{false};  // calls end, and no step is committed any more
-  PendingBytes pending;  // updates end before it
-  Pacing pacing;
+  Pacing pacing;  // updates end before it
   Ranks ranks;
   Tables tables;
   Phase phase;

@@ -42,7 +42,6 @@
 #include "engine/memory.h"
 #include "engine/op_check.h"
 #include "engine/pacing.h"
-#include "engine/pending.h"
 #include "engine/phase.h"
 #include "engine/pinned_tables.h"
 #include "engine/ranks.h"
@@ -215,7 +214,6 @@ class Engine final : public Session, private DataPath {
   static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
   // --- work.cpp: what flush threads do, and who waits helps with
   void list_work();
-  bool calls_first() const;
   bool resolve_one(uint64_t up_to, bool gate = false);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);

@@ -56,14 +56,11 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](const Pass&) { return work_.load(); }});
   add({waited_for(WaitedFor::kAllPending),
        [this](Pass& p) REQUIRES(control) {
-         // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-         PendingBytes& pending = of_.state.pending;
-         const bool any =
-             pending.drains() || !of_.state.pacing.deferred() || pending.now() > pending.limit();
+         const bool any = of_.state.pacing.drains();
          p.table = of_.state.tables.first_pending(
              [&](Window& w) { return w.any_pending() && (any || w.crowded()); });
          p.everything = p.table != of_.state.tables.size();
-         if (any && !p.everything) pending.drained();
+         if (any && !p.everything) of_.state.pacing.drained();
          return !p.everything;
        },
        [](const Pass&) { return String("pending updates to be written"); },

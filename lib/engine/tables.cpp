@@ -20,7 +20,7 @@ Engine::Engine(const frugal_config& config)
       meters_(config.world_size),
       workers_(config.flush_threads,
                {[this] { return state_.pacing.resting() && !state_.ranks.caches_exist(); },
-                [this] { return calls_first(); },
+                [this] { return state_.pacing.calls_first(calls_.load(std::memory_order_relaxed)); },
                 [this] { log(0, "a background thread failed"); }},
                &meters_.trace),
       state_(config_, cpu_count(), meters_.counters),
@@ -494,7 +494,7 @@ Status Engine::stats(frugal_stats* out) {
     s.pending_rows += w.pending;
     s.active_rows += w.active;
   }
-  s.pending_bytes = state_.pending.now();
+  s.pending_bytes = state_.pacing.pending();
   *out = s;
   return FRUGAL_OK;
 }

@@ -47,19 +47,11 @@ void Engine::list_work() {
   add(Urgency::kSoon, [this] { return plan_one(); });
   add(Urgency::kIdle, [this] { return flusher_.write(state_.ranks.soonest() + 1); });
   add(Urgency::kIdle, [this] {
-    return state_.pending.now() > state_.pending.limit() / 2 && flusher_.write(UINT64_MAX);
+    return state_.pacing.pending() > state_.pacing.limit() / 2 && flusher_.write(UINT64_MAX);
   });
   add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
   add(Urgency::kIdle, [this] { return flusher_.write(UINT64_MAX); });
   workers_.add(Urgency::kFavour, [this] { return warm_one(); });
-}
-
-// Where there is device time to hide behind, what no gate is about to need waits while calls that
-// gather or sum want the processors, and the memory's bandwidth, of this machine.
-bool Engine::calls_first() const {
-  return state_.pacing.deferred() &&
-         state_.pending.now() <= state_.pending.limit() &&
-         calls_.load(std::memory_order_relaxed) * 2 >= state_.pacing.cpus();
 }
 
 // --- Declarations --------------------------------------------------------------------------------

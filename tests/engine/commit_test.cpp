@@ -52,7 +52,7 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
   EXPECT_EQ(parts.times(one, 2), 2);
   EXPECT_EQ(parts.times(one, 0), 0);
   EXPECT_EQ(parts.times(other, 2), 0);
-  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_EQ(parts.pacing.pending(), 0u);
   // Steps with few gradients, or none, too.
   for (uint64_t step : {6, 7}) {
     for (const TrainerRef& t : {a, b}) parts.begin(t, step);
@@ -121,7 +121,7 @@ TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 1u);
   EXPECT_EQ(parts.counters.modes_deferred.load(), 1u);
-  EXPECT_EQ(parts.pending.drains(), !deferred());
+  EXPECT_EQ(parts.pacing.drains(), !deferred());
   EXPECT_EQ(parts.times(table, 2), 0);
   parts.write_all();
   EXPECT_EQ(parts.times(table, 1), 1);
@@ -156,7 +156,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
   EXPECT_EQ(parts.times(table, 2), 4);
   EXPECT_EQ(parts.times(table, 3), 2);
   EXPECT_EQ(parts.times(table, 4), 1);
-  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_EQ(parts.pacing.pending(), 0u);
   EXPECT_FALSE(parts.tables.any_pending());
 }
 
@@ -186,7 +186,7 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   EXPECT_EQ(parts.times(other, 7), 2);
   for (uint32_t slot : {0, 1999}) EXPECT_EQ(parts.times(one, slot), 1);
   cached->backlog.clear();
-  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_EQ(parts.pacing.pending(), 0u);
 }
 
 TEST(StepRecords, TellWhatIsNotCommitted) {

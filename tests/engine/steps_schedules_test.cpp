@@ -162,7 +162,7 @@ TEST(StepsSchedules, StepsBeginWithWhatIsCommitted) {
     world.expect_rows(kSteps);
     HOLDS(s, world.parts.records.end() == 0);
     for (Phase::Act act : {Phase::kCommit, Phase::kAbort}) HOLDS(s, !world.parts.phase.is(act));
-    HOLDS(s, world.parts.pending.now() == 0);
+    HOLDS(s, world.parts.pacing.pending() == 0);
   });
 }
 

@@ -67,7 +67,7 @@ struct EngineParts {
     for (const Handover& h : u->ranks) u->bytes += h.bytes();
     u->scalars = arith::step_scalars(table->optimizer_at(step), step, ranks.size(),
                                      FRUGAL_NAN_REJECT, table->rows.layout().dim);
-    pending.add(u.get());
+    pacing.add(u.get());
     return u;
   }
   // How often gradients have come to the row.
@@ -90,7 +90,7 @@ struct EngineParts {
   Tables& tables = state.tables;
   StepRecords& records = state.records;
   Phase& phase = state.phase;
-  PendingBytes& pending = state.pending;
+  Pacing& pacing = state.pacing;
   Flusher flusher{tables, ranks, workers, meters};
 };
 
