@@ -82,11 +82,10 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
     if (leaving) return FRUGAL_OK;
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   }
-  auto may_abort = [&]() REQUIRES(control) { return state_.phase.may(Phase::kAbort); };
-  workers_.settle(lock, may_abort);
+  state_.phase.await(lock, Phase::kAbort);
   // A step that all ranks have ended is not undone for want of memory.
   Status lacking = FRUGAL_OK;
-  while (committer_.owed() && committer_.one(&lacking)) workers_.settle(lock, may_abort);
+  while (committer_.owed() && committer_.one(&lacking)) state_.phase.await(lock, Phase::kAbort);
   if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
   state_.phase.begin(Phase::kAbort);
   for (const TrainerRef& t : state_.ranks)
@@ -137,15 +136,12 @@ Status Aborter::undo(Trainer& by, Why why) {
   for (auto& [step, record] : records) undo_rows(record.created);
   undo_rows(by.created);
   for (const TrainerRef& t : others_) undo_rows(t->created);
-  {
-    ControlLock lock(state_.mu);
-    FRUGAL_ASSERT(state_.records.end() == 0);
-    for (const TrainerRef& t : state_.ranks) FRUGAL_ASSERT(!t || (!t->in_step && !t->undo_pending));
-    state_.phase.end(Phase::kAbort);
-    state_.ranks.undone();
-  }
   meters_.counters.steps_aborted.fetch_add(1, std::memory_order_relaxed);
-  workers_.progress();
+  ControlLock lock(state_.mu);
+  FRUGAL_ASSERT(state_.records.end() == 0);
+  for (const TrainerRef& t : state_.ranks) FRUGAL_ASSERT(!t || (!t->in_step && !t->undo_pending));
+  state_.ranks.undone();
+  state_.phase.end(Phase::kAbort);
   return FRUGAL_OK;
 }
 

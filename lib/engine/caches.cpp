@@ -104,7 +104,7 @@ bool Engine::plan_one() {
   } hold;
   {
     ControlLock lock(state_.mu);
-    if (!state_.phase.may(Phase::kPlan) || state_.closed.load()) return false;
+    if (!state_.phase.may(Phase::kPlan)) return false;
     for (const TrainerRef& r : state_.ranks) {
       if (!r || !to_plan(*r)) continue;
       parts.clear();
@@ -159,13 +159,10 @@ void Engine::begin_plan(Trainer& t) {
 }
 
 void Engine::end_plan(Trainer& t, uint64_t planned) {
-  {
-    ControlLock lock(state_.mu);
-    t.turn.planning = false;
-    t.turn.planned = planned;
-    state_.phase.end(Phase::kPlan);
-  }
-  workers_.progress();
+  ControlLock lock(state_.mu);
+  t.turn.planning = false;
+  t.turn.planned = planned;
+  state_.phase.end(Phase::kPlan);
 }
 
 // The caches are the caller's from here on.

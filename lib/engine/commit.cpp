@@ -17,7 +17,7 @@ Status Committer::ready() {
 
 bool Committer::one(Status* status) {
   const uint64_t step = state_.ranks.to_commit();
-  if (step == kNoStep || !state_.phase.may(Phase::kCommit) || state_.closed.load()) return false;
+  if (step == kNoStep || !state_.phase.may(Phase::kCommit)) return false;
   if (workers_.health() != FRUGAL_OK) return false;
   bool present;
   if (!state_.ranks.ended(step, &present)) return false;
@@ -37,10 +37,10 @@ bool Committer::one(Status* status) {
     // Nothing is committed. The next who has time and memory goes on from what there is of it.
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
-    if (begun) state_.phase.end(Phase::kCommit);
     const bool news = !owed_.exchange(true);
     // What has not even begun has changed nothing for who waits.
-    if (begun || news) workers_.progress();
+    if (begun) state_.phase.end(Phase::kCommit);
+    else if (news) workers_.progress();
     if (news) workers_.wake();  // once: they try again after a while
     return false;
   }
@@ -63,8 +63,6 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
     state_.phase.end(Phase::kCommit);
-    // Who waits for commits to end has no time-out, and nothing else may happen any more.
-    workers_.progress();
   };
   if (workers_.health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin(record);
@@ -109,7 +107,6 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   const bool may_rest = state_.tables.ledger && !memory_.pinner->any();
   if (state_.pacing.committed(may_rest, [&] { return measured(); })) workers_.wake();
   state_.phase.end(Phase::kCommit);
-  workers_.progress();
   // Behind a small step there is nothing for them, unless declarations can be linked now.
   if (alone && !state_.pacing.deferred() && !state_.ranks.caches_exist()) return;
   workers_.wake();

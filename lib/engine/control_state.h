@@ -1,8 +1,6 @@
 // What an engine's mutex guards: who is there, what is known of steps, which tables there are, and
 // what runs beside what. The mode, and what is pending, are looked at without it, too.
 #pragma once
-#include <atomic>
-
 #include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/pacing.h"
@@ -15,12 +13,11 @@ namespace frugal {
 
 struct ControlState {
   // `config` is what the engine makes of it, as long as it lives.
-  ControlState(const frugal_config& config, uint32_t cpus, Counters& counters)
+  ControlState(const frugal_config& config, uint32_t cpus, Counters& counters, Workers& workers)
       : pacing(config, cpus, &counters.pending_bytes_peak), ranks(config.world_size),
-        tables(config, mu, ranks) {}
+        tables(config, mu, ranks), phase(mu, workers) {}
 
   ControlMutex mu;
-  std::atomic<bool> closed{false};  // calls end, and no step is committed any more
   Pacing pacing;  // updates end before it
   Ranks ranks;
   Tables tables;

@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "base/buffer.h"
 #include "base/condition.h"
@@ -178,7 +179,7 @@ class Engine final : public Session, private DataPath {
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
   const std::shared_ptr<Ledger>& ledger() const { return state_.tables.ledger; }
-  bool closed() const { return state_.closed.load(); }
+  bool closed() const { return state_.phase.closed(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const { return memory_.place(p); }
   Arena& arena() { return memory_.arena; }
@@ -340,9 +341,9 @@ class Engine final : public Session, private DataPath {
     Vector<uint32_t> at;
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
-  struct Reading;
-  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading)
-      REQUIRES(t.call_mu);
+  // `reading`: what keeps the rows as they are.
+  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step,
+                        std::optional<Phase::During>* reading) REQUIRES(t.call_mu);
   // gpu: where the rows go to, if that is memory of a device.
   Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
                  uint64_t step, Deadline deadline);
@@ -383,14 +384,12 @@ class Engine final : public Session, private DataPath {
 class OutsideScope {
  public:
   OutsideScope(Engine& engine, Deadline deadline);
-  ~OutsideScope();
   Status status() const { return status_; }
 
  private:
-  Engine& engine_;
   std::unique_lock<TimedMutex> order_;
+  std::optional<Phase::During> outside_;
   Status status_ = FRUGAL_OK;
-  bool entered_ = false;
 };
 
 }  // namespace frugal

@@ -81,7 +81,7 @@ bool Engine::give_up_cache(Choose choose) {
   TableCache* of;
   {
     ControlLock lock(state_.mu);
-    if (!state_.phase.may(Phase::kPlan) || state_.closed.load()) return false;
+    if (!state_.phase.may(Phase::kPlan)) return false;
     of = choose(&t);
     if (!of) return false;
     begin_plan(*t);

@@ -156,7 +156,7 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   TrainerRef t;
   try {
     ControlLock lock(state_.mu);
-    if (state_.closed.load()) return;
+    if (closed()) return;
     t = state_.ranks[rank];
     if (!t || t->gpu.get() != &gpu) return;
     if (t->reaped.exchange(true)) return;
@@ -165,7 +165,7 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     reapers_.push_back(quiet_thread([this, t] {
       // Until the engine is closed: that waits for what is in flight, which this makes an end of.
       (void)insist([&] { return aborter_.undo(*t, Aborter::Why::kFailed); },
-                   [this](int) { return state_.closed.load(); });
+                   [this](int) { return closed(); });
     }));
   } catch (...) {
     t->reaped.store(false);  // no memory for a thread: who looks next tries again

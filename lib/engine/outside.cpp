@@ -21,10 +21,10 @@ Status busy(const String& why) {
 // Holds off the beginning of steps. Allowed when no rank is inside a step and all have ended the
 // same one.
 OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
-    : engine_(engine), order_(engine.outside_mu_, std::try_to_lock) {
+    : order_(engine.outside_mu_, std::try_to_lock) {
   // One after the other. In slices, for the engine may be closed meanwhile.
   while (!order_.owns_lock()) {
-    if (engine.state_.closed.load()) {
+    if (engine.closed()) {
       status_ = engine_closed();
       return;
     }
@@ -41,39 +41,26 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
       order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
   ControlLock lock(engine.state_.mu);
-  auto settled = [&]() REQUIRES(control) {
-    return engine.state_.phase.may(Phase::kOutside) || engine.state_.closed.load();
-  };
-  engine.workers_.settle(lock, settled);
+  Phase& phase = engine.state_.phase;
   String why;
-  if ((engine.state_.records.flying() || engine.committer_.owed()) && !engine.closed() &&
+  if (phase.await(lock, Phase::kOutside) &&
+      (engine.state_.records.flying() || engine.committer_.owed()) &&
       !engine.state_.ranks.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
     if (status_ != FRUGAL_OK) return;
     lock.lock();
-    engine.workers_.settle(lock, settled);
+    phase.await(lock, Phase::kOutside);
   }
-  if (engine.state_.closed.load()) {
+  if (engine.closed()) {
     status_ = engine_closed();
   } else if (!engine.outside_allowed(&why)) {
     status_ = busy(why);
   } else {
-    engine.state_.phase.begin(Phase::kOutside);  // no more of them begin
-    entered_ = true;
-    engine.workers_.settle(
-        lock, [&]() REQUIRES(control) { return engine.state_.phase.may(Phase::kAlone); });
+    outside_.emplace(phase, Phase::kOutside);
+    phase.await(lock, Phase::kAlone);  // no more of what is not beside it begins
   }
-}
-
-OutsideScope::~OutsideScope() {
-  if (!entered_) return;
-  {
-    ControlLock lock(engine_.state_.mu);
-    engine_.state_.phase.end(Phase::kOutside);
-  }
-  engine_.workers_.progress();
 }
 
 bool Engine::outside_allowed(String* why) {
@@ -274,23 +261,10 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   return FRUGAL_OK;
 }
 
-// Between steps nothing else keeps operations outside steps from changing the rows that are read.
-struct Engine::Reading {
-  Engine& engine;
-  bool counted = false;
-  ~Reading() {
-    if (!counted) return;
-    {
-      ControlLock lock(engine.state_.mu);
-      engine.state_.phase.end(Phase::kRead);
-    }
-    engine.workers_.progress();
-  }
-};
-
 // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
 // before it must be committed, and nothing commits while this rank has not begun the next.
-Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading) {
+Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
+                              std::optional<Phase::During>* reading) {
   uint64_t next;
   bool inside;
   {
@@ -309,10 +283,8 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Rea
                         state_.ranks.to_commit() < next - config_.staleness;
     if (others) state_.ranks.note_awaited(state_.ranks.to_commit());
     if (busy || others) return false;
-    if (!inside) {
-      state_.phase.begin(Phase::kRead);
-      reading->counted = true;
-    }
+    // Between steps nothing else keeps operations outside steps from changing the rows.
+    if (!inside) reading->emplace(state_.phase, Phase::kRead);
     return true;
   };
   const Status s = wait_for_ranks(deadline, &t, ended, [&] { return workers_.help(true); });
@@ -350,7 +322,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   std::optional<UniqueLock> call;
   std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;
-  Reading reading{*this};
+  std::optional<Phase::During> reading;
   if (trainer) {
     tell_used(*trainer);
     call.emplace(trainer->call_mu);

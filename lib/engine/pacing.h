@@ -1,5 +1,5 @@
 // How an engine works: whether updates are deferred, how far behind the rows may be, and whether
-// flush threads rest. In mode AUTO that is decided by measurement (docs/architecture.md, section 10).
+// flush threads rest. In mode AUTO measurement decides that (docs/architecture.md, section 10).
 #pragma once
 #include <algorithm>
 #include <atomic>

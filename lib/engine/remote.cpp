@@ -207,7 +207,7 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     sleep_ns(20'000);
   }
   const UniqueLock call(t.call_mu, std::adopt_lock);
-  if (inside() && !t.closing.load() && !t.abort_notice.load() && !state_.closed.load() &&
+  if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed() &&
       health() == FRUGAL_OK)
     create_used(t, used);
 }
@@ -313,7 +313,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   {
     Lock call(t->call_mu);  // a call of its that waits ends
     ControlLock lock(state_.mu);
-    if (state_.closed.load() || state_.ranks[t->rank] != t) return FRUGAL_OK;
+    if (closed() || state_.ranks[t->rank] != t) return FRUGAL_OK;
     state_.ranks.lose(t->rank);
   }
   FRUGAL_TRY(aborter_.undo(*t, Aborter::Why::kLost));

@@ -11,7 +11,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        },
        [](const Pass&) { return String("an operation outside steps"); }, nullptr});
   add({waited_for(WaitedFor::kAborting),
-       [this](Pass&) REQUIRES(control) { return of_.state.phase.may(Phase::kStep); },
+       [this](Pass&) REQUIRES(control) { return !of_.state.phase.is(Phase::kAbort); },
        [](const Pass&) { return String("an abort"); }, nullptr});
   add({0, [this](Pass&) REQUIRES(control) { return of_.state.ranks.lost() == kNoRank; },
        [this](const Pass&) REQUIRES(control) {

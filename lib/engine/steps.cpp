@@ -71,7 +71,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (s != FRUGAL_OK) return s;
     {
       ControlLock lock(state_.mu);
-      if (!t.abort_notice.load() && !t.closing.load() && !closed() && health() == FRUGAL_OK &&
+      if (!t.abort_notice.load() && !t.closing.load() && health() == FRUGAL_OK &&
           state_.phase.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
         state_.ranks.begin(t, step);
@@ -168,7 +168,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     {
       ControlLock lock(state_.mu);
       // Who closes the engine has taken the records away already.
-      if (state_.closed.load()) return engine_closed();
+      if (closed()) return engine_closed();
       if (!t.abort_notice.load()) {
         landed = hand_in(t, state_.records.of(step), handovers, flags);
         taken = true;

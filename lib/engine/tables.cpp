@@ -20,10 +20,10 @@ Engine::Engine(const frugal_config& config)
       meters_(config.world_size),
       workers_(config.flush_threads,
                {[this] { return state_.pacing.resting() && !state_.ranks.caches_exist(); },
-                [this] { return state_.pacing.calls_first(calls_.load(std::memory_order_relaxed)); },
+                [this] { return state_.pacing.calls_first(calls_.load()); },
                 [this] { log(0, "a background thread failed"); }},
                &meters_.trace),
-      state_(config_, cpu_count(), meters_.counters),
+      state_(config_, cpu_count(), meters_.counters, workers_),
       flusher_(state_.tables, state_.ranks, workers_, meters_),
       pins_(state_, *memory_.pinner),
       committer_(state_, declarations_, flusher_, workers_, memory_, meters_),
@@ -84,7 +84,7 @@ void Engine::shutdown() {
   bool again;
   {
     ControlLock lock(state_.mu);
-    again = state_.closed.exchange(true);
+    again = state_.phase.close();
     if (again && !workers_.running() && state_.tables.size() == 0) return;
   }
   if (!again && committer_.owed() && health() == FRUGAL_OK)
@@ -112,7 +112,7 @@ void Engine::shutdown() {
   try {
     {
       ControlLock lock(state_.mu);
-      workers_.settle(lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kWhole); });
+      state_.phase.await(lock, Phase::kWhole);
     }
     while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
@@ -124,7 +124,7 @@ void Engine::shutdown() {
     ControlLock lock(state_.mu);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice it.
-    workers_.settle(lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kEnd); });
+    state_.phase.await(lock, Phase::kEnd);
     tables = state_.tables.take();
     records = state_.records.take();
   }
@@ -155,7 +155,7 @@ void Engine::shutdown() {
 }
 
 Status Engine::check() const {
-  if (state_.closed.load()) return engine_closed();
+  if (closed()) return engine_closed();
   if (Status s = workers_.health())
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",

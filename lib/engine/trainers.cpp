@@ -54,9 +54,8 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
   if (state_.ranks.joined(config.rank) && !state_.ranks[config.rank])
-    workers_.settle(
-        lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kJoin) || closed(); });
-  if (state_.closed.load()) return engine_closed();
+    state_.phase.await(lock, Phase::kJoin);
+  if (closed()) return engine_closed();
   if (state_.ranks[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
   if (state_.ranks.joined(config.rank)) {
@@ -107,7 +106,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   bool inside;
   {
     ControlLock lock(state_.mu);
-    if (state_.closed.load() || state_.ranks[t->rank] != t) return FRUGAL_OK;
+    if (closed() || state_.ranks[t->rank] != t) return FRUGAL_OK;
     inside = t->in_step;
   }
   if (t->undo_pending.load()) {
@@ -258,7 +257,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   {
     ControlLock lock(state_.mu);
     // Who closes the engine has taken the batches away already.
-    if (state_.closed.load()) return engine_closed();
+    if (closed()) return engine_closed();
     for (const TableRef& table : batch->tables)
       if (table->dropped.load())
         return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it",
@@ -307,7 +306,7 @@ void Engine::give_up_reserved(Table& table) {
     return none;
   };
   workers_.settle(lock, [&]() REQUIRES(control) {
-    if (state_.closed.load() || health() != FRUGAL_OK) return true;
+    if (closed() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
     if (!idle()) return false;
     declarations_.each(of_table, [&](Batch& b, size_t i) {

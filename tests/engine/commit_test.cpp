@@ -92,17 +92,16 @@ TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
 }
 
 TEST_P(CommitTest, NothingIsCommittedBesideAnAbortOrOnceClosed) {
-  for (const TrainerRef& t : {a, b}) {
-    parts.begin(t, 0);
-    parts.ranks.end(*t);
-  }
+  const TableRef table = parts.add_table(100);
+  all_end(0, table, {1});
   parts.phase.begin(Phase::kAbort);
   ASSERT_OK(parts.committer.ready());
-  parts.phase.end(Phase::kAbort);
-  parts.closed = true;
-  ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), kNoStep);
-  parts.closed = false;
+  parts.phase.end(Phase::kAbort);
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 0u);
+  all_end(1, table, {1});
+  parts.phase.close();
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 0u);
 }

@@ -1,5 +1,5 @@
-// When updates are deferred and flush threads rest, of times that a test makes up; how much is to be
-// written, against its budget, and what that asks of gates and calls.
+// When updates are deferred and flush threads rest, of times that a test makes up; how much is to
+// be written, against its budget, and what that asks of gates and calls.
 #include "engine/pacing.h"
 
 #include "support/inside.h"

@@ -16,7 +16,7 @@ namespace frugal {
 struct EngineParts {
   explicit EngineParts(uint32_t world_size = 1, int32_t flush_mode = FRUGAL_FLUSH_AUTO)
       : state((config.world_size = world_size, config.flush_mode = flush_mode, config), 2,
-              counters) {
+              counters, workers) {
     optimizer.lr = 1;
   }
   // Rows begin as zeros.
@@ -134,7 +134,6 @@ struct CommitParts : EngineParts {
 
   EngineMemory memory{UINT64_MAX};
   Declarations declarations;
-  std::atomic<bool>& closed = state.closed;
   Committer committer{state, declarations, flusher, workers, memory, meters};
   Aborter aborter{state, committer, declarations, workers, meters};
 };
