@@ -16,21 +16,15 @@ Status Committer::ready() {
 }
 
 bool Committer::one(Status* status) {
+  if (!state_.phase.may(Phase::kCommit) || workers_.health() != FRUGAL_OK) return false;
   const uint64_t step = state_.ranks.to_commit();
-  if (step == kNoStep || !state_.phase.may(Phase::kCommit)) return false;
-  if (workers_.health() != FRUGAL_OK) return false;
-  bool present;
-  if (!state_.ranks.ended(step, &present)) return false;
-  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
-  // may be empty: later ones wait behind it, and rows may be staged for it.
-  if (!present && !state_.records.find(step)) return false;
   bool begun = false;
   try {
-    StepRecord& record = state_.records.of(step);
-    if (!record.flights.empty()) return false;  // land() comes back
+    StepRecord* const record = state_.records.complete();
+    if (!record) return false;  // where something is in flight, land() comes back
     state_.phase.begin(Phase::kCommit);
     begun = true;
-    commit(step, record, status);
+    commit(step, *record, status);
     if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {

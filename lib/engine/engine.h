@@ -218,8 +218,7 @@ class Engine final : public Session, private DataPath {
   bool resolve_one(uint64_t up_to, bool gate = false);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
-  bool foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update)
-      REQUIRES(control);
+  bool foretell(StepRecord* record, TableRef* table, UpdateRef* update) REQUIRES(control);
   bool prepare_one();
   Workers::Did warm_one();
   void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
@@ -294,7 +293,6 @@ class Engine final : public Session, private DataPath {
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  bool outside_allowed(String* why) REQUIRES(control);
   // --- far.cpp: rows that may be far
   bool load_one();
   bool free_places(Table& table, uint64_t step);

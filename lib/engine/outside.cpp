@@ -55,20 +55,12 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   }
   if (engine.closed()) {
     status_ = engine_closed();
-  } else if (!engine.outside_allowed(&why)) {
+  } else if (!engine.state_.records.between(&why)) {
     status_ = busy(why);
   } else {
     outside_.emplace(phase, Phase::kOutside);
     phase.await(lock, Phase::kAlone);  // no more of what is not beside it begins
   }
-}
-
-bool Engine::outside_allowed(String* why) {
-  // What a rank has ended counts after it has left, too.
-  const uint64_t ended = state_.records.ended();
-  if (ended == kNoStep) return state_.ranks.between(why);
-  *why = state_.ranks.some_ended(ended);
-  return false;
 }
 
 Status Engine::flush(Deadline deadline) {

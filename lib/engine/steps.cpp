@@ -122,11 +122,8 @@ void Engine::schedule_staging(const Trainer& t, uint64_t step) {
     ControlLock lock(state_.mu);
     // After an abort, of which this rank is not told yet, all begin the step again: it may be
     // declared for meanwhile, and what is staged must have passed the gates.
-    if (step == state_.ranks.to_commit() && state_.phase.may(Phase::kStage) &&
-        !t.abort_notice.load()) {
-      schedule = state_.ranks.all_begun(step);
-      if (schedule) state_.records.of(step).prepare_scheduled = true;
-    }
+    schedule = state_.phase.may(Phase::kStage) && !t.abort_notice.load() &&
+               state_.records.schedule(step);
   } catch (const std::bad_alloc&) {
     schedule = false;  // staging is a favour
   }

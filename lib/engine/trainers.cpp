@@ -60,7 +60,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
   if (state_.ranks.joined(config.rank)) {
     String why;
-    if (!outside_allowed(&why))
+    if (!state_.records.between(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
   }

@@ -151,7 +151,8 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 
 // The next table of the step whose update can be foretold, and the update, without its sums. Each
 // table is looked at once: all that is declared for the step has passed its gate.
-bool Engine::foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update) {
+bool Engine::foretell(StepRecord* record, TableRef* table, UpdateRef* update) {
+  const uint64_t step = state_.ranks.to_commit();
   Lock declared(declarations_.mutex());
   for (; record->stage_at < state_.tables.size() && !*table; ++record->stage_at) {
     const TableRef& t = state_.tables[record->stage_at];
@@ -191,11 +192,10 @@ bool Engine::prepare_one() {
   UpdateRef update;
   {
     ControlLock lock(state_.mu);
-    const uint64_t step = state_.ranks.to_commit();
-    if (step == kNoStep || !state_.phase.may(Phase::kStage)) return false;
-    record = state_.records.find(step);
-    if (!record || !record->prepare_scheduled) return false;
-    if (!foretell(step, record, &table, &update)) {
+    if (!state_.phase.may(Phase::kStage)) return false;
+    record = state_.records.scheduled();
+    if (!record) return false;
+    if (!foretell(record, &table, &update)) {
       record->prepare_scheduled = false;
       return false;
     }

@@ -188,36 +188,5 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   EXPECT_EQ(parts.pacing.pending(), 0u);
 }
 
-TEST(StepRecords, TellWhatIsNotCommitted) {
-  EngineParts parts(3);
-  StepRecords records;
-  EXPECT_EQ(records.end(), 0u);
-  EXPECT_EQ(records.ended(), kNoStep);
-  EXPECT_TRUE(records.staged());
-  records.of(4).prepare_scheduled = true;
-  EXPECT_EQ(records.end(), 5u);
-  EXPECT_EQ(records.ended(), kNoStep) << "no rank has ended it";
-  const TableRef table = parts.add_table(10);
-  StepRecord& later = records.of(6);
-  StepRecord::TableHandovers& to = later.handovers[table.get()];
-  to.table = table;
-  for (uint32_t rank : {1, 0, 2}) to.add(parts.gradients(table, 6, rank, {rank, 9}));
-  for (uint32_t rank = 0; rank < 3; ++rank) EXPECT_EQ(to.ranks[rank].rank, rank);
-  EXPECT_EQ(later.row_bytes(), 6 * table->rows.layout().bytes());
-  EXPECT_EQ(records.ended(), 6u);
-  records.of(4).skip = true;
-  EXPECT_EQ(records.ended(), 4u);
-  later.prepared[table.get()] = {table, nullptr, false};
-  EXPECT_FALSE(later.staged() || records.staged());
-  later.prepared[table.get()].ready = true;
-  EXPECT_TRUE(later.staged() && records.staged());
-  records.erase(4);
-  EXPECT_EQ(records.find(4), nullptr);
-  EXPECT_EQ(records.find(6), &later);
-  EXPECT_EQ(records.take().size(), 1u);
-  EXPECT_EQ(records.end(), 0u);
-  EXPECT_FALSE(records.flying());
-}
-
 }  // namespace
 }  // namespace frugal
