@@ -33,10 +33,7 @@ void Aborter::undo_part(Trainer& t) {
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.parts.clear();
   t.pushes.clear();
-  {
-    ControlLock lock(state_.mu);
-    state_.ranks.undo(t);
-  }
+  state_.ranks.undo(t);
   t.undo_pending.store(false);
 }
 

@@ -197,7 +197,7 @@ Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const 
 Status Engine::LocalStep::begin(Use use) {
   t_.call_mu.assert_held();
   FRUGAL_TRY(engine_.enter(t_));
-  FRUGAL_TRY(engine_.inside(t_));
+  FRUGAL_TRY(engine_.state_.ranks.check_inside(t_));
   if (span_) span_->step(t_.step);
   if (use == Use::kPush) engine_.state_.ranks.note_push(t_.step);
   if (use == Use::kLookup || use == Use::kPush) busy_.emplace(engine_.calls_);
@@ -339,12 +339,6 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
                                 return read_rows(table, slots, n, host, away);
                               }));
   return t.gpu->wait_stream();
-}
-
-Status Engine::inside(const Trainer& t) {
-  if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
-  ControlLock lock(state_.mu);
-  return state_.ranks.not_inside(t);
 }
 
 }  // namespace frugal

@@ -256,15 +256,12 @@ void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
 // No rank is inside a step, and none can begin one: the caches are ours.
 void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   if (!state_.ranks.caches_exist()) return;
-  Vector<TrainerRef> trainers;
-  {
-    ControlLock lock(state_.mu);
-    trainers.assign(state_.ranks.begin(), state_.ranks.end());
-  }
+  const auto cached = [](const Trainer& t) { return t.has_cache.load(); };
+  const Vector<TrainerRef> trainers = state_.ranks.those(cached);
   Vector<uint32_t> dropped;
   dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
   for (const TrainerRef& t : trainers) {
-    TableCache* of = t ? cache_in(*t, table) : nullptr;
+    TableCache* of = cache_in(*t, table);
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
     ControlLock lock(state_.mu);

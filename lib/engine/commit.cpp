@@ -227,10 +227,7 @@ void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit)
   Window& window = commit.table->window;
   FRUGAL_ASSERT(commit.taken && (!commit.update || commit.held));
   FRUGAL_ASSERT(!commit.update || (record.deferred ? commit.staged : commit.job.size() == 1));
-  if (commit.update && state_.ranks.caches_exist()) {
-    ControlLock lock(state_.mu);
-    state_.ranks.add_backlog(commit.update, commit.table);
-  }
+  if (commit.update) state_.ranks.add_backlog(commit.update, commit.table);
   Timed timed(meters_.counters.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
   if (commit.job.empty()) return;

@@ -14,8 +14,8 @@ namespace frugal {
 struct ControlState {
   // `config` is what the engine makes of it, as long as it lives.
   ControlState(const frugal_config& config, uint32_t cpus, Counters& counters, Workers& workers)
-      : pacing(config, cpus, &counters.pending_bytes_peak), ranks(config.world_size),
-        tables(config, mu, ranks), phase(mu, workers), records(ranks) {}
+      : pacing(config, cpus, &counters.pending_bytes_peak), ranks(config.world_size, mu),
+        tables(config, mu, ranks), phase(mu, workers), records(mu, ranks) {}
 
   ControlMutex mu;
   Pacing pacing;  // updates end before it

@@ -175,7 +175,9 @@ class Engine final : public Session, private DataPath {
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
-  void on_silent(std::function<void(const TrainerRef&)> silent);
+  void on_silent(std::function<void(const TrainerRef&)> silent) {
+    state_.ranks.on_silent(std::move(silent));
+  }
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
   const std::shared_ptr<Ledger>& ledger() const { return state_.tables.ledger; }
@@ -229,9 +231,6 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
-  // Each trainer that is there: without the lock held, and without any memory.
-  template <class Visit>
-  void each_trainer(Visit visit);
 
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
@@ -321,7 +320,6 @@ class Engine final : public Session, private DataPath {
   void tell_used(const Trainer& by);
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
-  Status inside(const Trainer& t);
   // While a row is written by others, until the deadline, which begins with the first look.
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.

@@ -54,13 +54,8 @@ bool Engine::land() {
     if (!committer_.owed()) return true;
   }
   if (!in_flight()) return false;
-  Vector<FlightRef> flights;
-  Vector<std::shared_ptr<Arrival>> arrivals;
-  {
-    ControlLock lock(state_.mu);
-    state_.records.each_flight([&](const FlightRef& f) { flights.push_back(f); });
-  }
-  arrivals = declarations_.arrivals();
+  Vector<FlightRef> flights = state_.records.flights();
+  Vector<std::shared_ptr<Arrival>> arrivals = declarations_.arrivals();
   bool any = false;
   for (const FlightRef& f : flights) {
     if (!f->ask()) continue;
@@ -74,11 +69,7 @@ bool Engine::land() {
     if (a->failed.load()) device_failed(a->parts.front()->rank, *a->gpu);
   }
   if (!any) return false;
-  uint32_t landed;
-  {
-    ControlLock lock(state_.mu);
-    landed = state_.records.forget_landed();
-  }
+  const uint32_t landed = state_.records.forget_landed();
   declarations_.arrived();
   flights.clear();  // without the lock: their memory goes back
   arrivals.clear();

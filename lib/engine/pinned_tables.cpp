@@ -36,12 +36,8 @@ bool PinnedTables::one(bool* changed) {
   *changed = false;
   if (waiting_.load() == 0) return false;
   // Of these, and not of who joins from here on, it can be told below that all is pinned.
-  Vector<TrainerRef> waiting;
-  {
-    ControlLock lock(state_.mu);
-    for (const TrainerRef& t : state_.ranks)
-      if (t && waits(*t)) waiting.push_back(t);
-  }
+  const Vector<TrainerRef> waiting =
+      state_.ranks.those([this](const Trainer& t) { return waits(t); });
   if (waiting.empty()) return false;
   bool any;
   const Status status = next(&any);

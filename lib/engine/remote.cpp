@@ -178,7 +178,7 @@ Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   FRUGAL_TRY(check());
   // What has undone the step is told by a call of the trainer's own.
   if (t.closing.load() || t.abort_notice.load()) return FRUGAL_ERR_NOT_IN_STEP;
-  FRUGAL_TRY(inside(t));
+  FRUGAL_TRY(state_.ranks.check_inside(t));
   create_used(t, used);
   return FRUGAL_OK;
 }
@@ -215,13 +215,8 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
 // Rows that the other ranks have made before this rank's call: those of processes may not be told
 // of yet.
 void Engine::tell_used(const Trainer& by) {
-  Vector<TrainerRef> others;
-  {
-    ControlLock lock(state_.mu);
-    for (const TrainerRef& t : state_.ranks)
-      if (t && t.get() != &by && t->process.heard.load()) others.push_back(t);
-  }
-  for (const TrainerRef& t : others) {
+  const auto elsewhere = [&](const Trainer& t) { return &t != &by && t.process.heard.load(); };
+  for (const TrainerRef& t : state_.ranks.those(elsewhere)) {
     Lock lock(t->process.mu);
     if (t->process.used) t->process.used->tell();
   }
@@ -231,7 +226,7 @@ void Engine::tell_used(const Trainer& by) {
 Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  FRUGAL_TRY(inside(t));
+  FRUGAL_TRY(state_.ranks.check_inside(t));
   Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
   const bool for_kernels = memory_.pinner->any() && state_.ranks.caches_exist();
@@ -264,7 +259,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
 Status Engine::inside_step(Trainer& t) {
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  return inside(t);
+  return state_.ranks.check_inside(t);
 }
 
 // Has it begun the step, and nobody undone it?
@@ -320,20 +315,10 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   return close_trainer(t);
 }
 
-void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
-  ControlLock lock(state_.mu);
-  state_.ranks.on_silent(std::move(silent));
-}
-
 bool Engine::find_silent() {
-  if (silence_.limit == UINT64_MAX) return false;
-  bool found;
-  {
-    ControlLock lock(state_.mu);
-    found = state_.ranks.find_silent(silence_);
-  }
-  if (found) workers_.progress();
-  return found;
+  if (!state_.ranks.find_silent(silence_)) return false;
+  workers_.progress();
+  return true;
 }
 
 }  // namespace frugal

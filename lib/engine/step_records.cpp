@@ -84,6 +84,7 @@ Map<uint64_t, StepRecord> StepRecords::take() {
 }
 
 uint32_t StepRecords::forget_landed() {
+  ControlLock lock(mu_);
   const auto landed = [](const FlightRef& f) { return f->landed.load() && !f->failed.load(); };
   size_t n = 0;
   for (auto& [step, record] : records_) n += std::erase_if(record.flights, landed);

@@ -74,7 +74,7 @@ struct StepRecord {
 
 class StepRecords {
  public:
-  explicit StepRecords(const Ranks& ranks) : ranks_(ranks) {}
+  StepRecords(ControlMutex& mu, const Ranks& ranks) : mu_(mu), ranks_(ranks) {}
 
   StepRecord& of(uint64_t step) REQUIRES(control) { return records_[step]; }
   StepRecord* find(uint64_t step) REQUIRES(control) {  // null: there is none
@@ -110,14 +110,22 @@ class StepRecords {
     for (const auto& [step, record] : records_)
       for (const FlightRef& f : record.flights) visit(f);
   }
-  // Those that have landed are forgotten. Their number is to be told when what follows is done.
-  uint32_t forget_landed() REQUIRES(control);
+  // These two take the mutex. Those that have landed are forgotten; their number is to be told when
+  // what follows is done.
+  Vector<FlightRef> flights() const {
+    Vector<FlightRef> all;
+    ControlLock lock(mu_);
+    each_flight([&](const FlightRef& f) { all.push_back(f); });
+    return all;
+  }
+  uint32_t forget_landed();
   void done(uint32_t flights) {
     FRUGAL_ASSERT(flights <= flying_.load());
     flying_.fetch_sub(flights);
   }
 
  private:
+  ControlMutex& mu_;
   const Ranks& ranks_;
   Map<uint64_t, StepRecord> records_ GUARDED_BY(control);
   std::atomic<uint32_t> flying_{0};

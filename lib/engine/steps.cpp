@@ -144,14 +144,10 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
-    {
-      ControlLock lock(state_.mu);
-      if (!t.in_step) return state_.ranks.not_inside(t);
-      if (t.step != step)
-        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
-                    t.rank, static_cast<unsigned long long>(t.step),
-                    static_cast<unsigned long long>(step));
-    }
+    FRUGAL_TRY(state_.ranks.check_inside(t));
+    if (t.step != step)
+      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
+                  static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
     Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
     if (found != Flight::Found::kNothing) {
@@ -244,8 +240,7 @@ Status Engine::abort_call(AnyTrainer& any) {
   {
     Lock call(t.call_mu);
     FRUGAL_TRY(enter(t));
-    ControlLock lock(state_.mu);
-    if (!t.in_step) return state_.ranks.not_inside(t);
+    FRUGAL_TRY(state_.ranks.check_inside(t));
   }
   return aborter_.undo(t, Aborter::Why::kCall);
 }

@@ -54,24 +54,10 @@ Status Engine::start() {
 // end of ranks in other processes undoes.
 void Engine::close_ranks() {
   aborter_.insist_no_more();
-  {
-    ControlLock lock(state_.mu);
-    for (const TrainerRef& t : state_.ranks)
-      if (t && !t->process.notices.load()) t->closing.store(true);
-  }
+  state_.ranks.each([](Trainer& t) {
+    if (!t.process.notices.load()) t.closing.store(true);
+  });
   workers_.progress();
-}
-
-template <class Visit>
-void Engine::each_trainer(Visit visit) {
-  for (uint32_t r = 0; r < state_.ranks.size(); ++r) {
-    TrainerRef t;
-    {
-      ControlLock lock(state_.mu);
-      t = state_.ranks[r];
-    }
-    if (t) visit(*t);
-  }
 }
 
 // Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each
@@ -98,7 +84,7 @@ void Engine::shutdown() {
   for (Thread& r : reapers) r.join();
   // Calls that are under way write rows, too, and put what they have claimed back into queues: they
   // notice it.
-  each_trainer([](Trainer& t) { Lock call(t.call_mu); });
+  state_.ranks.each([](Trainer& t) { Lock call(t.call_mu); });
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
   memory_.pool.leave();
@@ -137,11 +123,8 @@ void Engine::shutdown() {
     t->dropped.store(true);
     handle_remove(HandleKind::kTable, t->handle);
   }
-  each_trainer([this](Trainer& t) {
-    {
-      ControlLock lock(state_.mu);
-      state_.ranks.leave(t);
-    }
+  state_.ranks.each([this](Trainer& t) {
+    state_.ranks.leave(t);
     t.closing.store(true);
     handle_remove(HandleKind::kTrainer, t.handle);
     Lock call(t.call_mu);
@@ -180,7 +163,6 @@ Status Engine::find_table(const char* name, AnyTableRef* out) {
 }
 
 Status Engine::next_table(uint64_t* cursor, String* name) {
-  ControlLock lock(state_.mu);
   const TableRef table = state_.tables.from(*cursor);
   if (!table) return FRUGAL_OK;
   *name = table->name;
@@ -336,7 +318,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
     state_.tables.remove(table);
     if (table->ledger) table->ledger->forget();
   }
-  each_trainer([&](Trainer& t) {
+  state_.ranks.each([&](Trainer& t) {
     // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
     // nobody uses a cache.
     drop_cache(t, *table);
@@ -458,7 +440,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   std::shared_ptr<TableLedger> ledger;
   if (const auto& all = state_.tables.ledger)
     FRUGAL_TRY(all->add_table(table.handle, state.layout, state.init, &ledger));
-  each_trainer([&](Trainer& t) { drop_cache(t, table); });
+  state_.ranks.each([&](Trainer& t) { drop_cache(t, table); });
   Lock told(table.kind_mu);
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);

@@ -25,8 +25,9 @@ class Tables {
     const auto at = std::find_if(begin(), end(), named);
     return at == end() ? TableRef() : *at;
   }
-  // The first whose number is not below `number`. Null: there is none.
-  TableRef from(uint64_t number) const REQUIRES(control) {
+  // Takes the mutex: the first whose number is not below `number`. Null: there is none.
+  TableRef from(uint64_t number) const {
+    ControlLock lock(mu_);
     const auto before = [](const TableRef& t, uint64_t n) { return t->number < n; };
     const auto at = std::lower_bound(begin(), end(), number, before);
     return at == end() ? TableRef() : *at;

@@ -145,11 +145,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after
   // the rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
-  {
-    ControlLock lock(state_.mu);
-    state_.ranks.leave(*t);
-    workers_.progress();
-  }
+  state_.ranks.leave(*t);
+  workers_.progress();
   call.unlock();
   memory_.pool.rest();
   // Others may have waited for this rank alone. (What there is no memory for now is theirs to

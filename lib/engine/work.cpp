@@ -66,10 +66,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   TrainerRef trainer;
-  if (memory_.pinner->any()) {
-    ControlLock lock(state_.mu);
-    trainer = state_.ranks[part->rank];
-  }
+  if (memory_.pinner->any()) trainer = state_.ranks.at(part->rank);
   TraceSpan span(meters_.trace, SpanKind::kResolve);
   span.step(part->step).rank(part->rank).table(table->number).count(part->n);
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
@@ -116,11 +113,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   if (!declarations_.next_to_link(base, end, &item)) return false;
   const PartRef& part = item.part();
   const TableRef& table = item.table();
-  bool owned = false;
-  if (state_.ranks.caches_exist()) {
-    ControlLock lock(state_.mu);
-    owned = state_.ranks.has_cache(part->rank);
-  }
+  const bool owned = state_.ranks.has_cache(part->rank);
   TraceSpan span(meters_.trace, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
   bool done = false, memory = true;

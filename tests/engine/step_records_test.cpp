@@ -123,7 +123,6 @@ TEST(StepRecords, WhatIsTakenInAhead) {
 TEST(StepRecords, Flights) {
   EngineParts parts;
   StepRecords& records = parts.records;
-  Lock lock(parts.mu);
   EXPECT_FALSE(records.flying());
   records.fly(&records.of(1), flight(0, true));
   records.fly(&records.of(1), flight(1, false));
@@ -131,6 +130,8 @@ TEST(StepRecords, Flights) {
   std::vector<uint32_t> ranks;
   records.each_flight([&](const FlightRef& f) { ranks.push_back(f->rank); });
   EXPECT_EQ(ranks, (std::vector<uint32_t>{0, 1, 0}));
+  EXPECT_EQ(records.flights().size(), 3u);
+  EXPECT_EQ(records.flights()[1], records.find(1)->flights[1]);
   EXPECT_EQ(records.forget_landed(), 1u);
   EXPECT_EQ(records.find(1)->flights.size(), 1u);
   EXPECT_EQ(records.find(2)->flights.size(), 1u) << "it has failed";
