@@ -8,7 +8,7 @@ namespace frugal {
 
 Status Committer::ready() {
   Status status = FRUGAL_OK;
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
   while (one(&status)) {
   }
@@ -16,13 +16,13 @@ Status Committer::ready() {
 }
 
 bool Committer::one(Status* status) {
-  if (!state_.phase.may(Phase::kCommit) || workers_.health() != FRUGAL_OK) return false;
-  const uint64_t step = state_.ranks.to_commit();
+  if (!phase_.may(Phase::kCommit) || workers_.health() != FRUGAL_OK) return false;
+  const uint64_t step = ranks_.to_commit();
   bool begun = false;
   try {
-    StepRecord* const record = state_.records.complete();
+    StepRecord* const record = records_.complete();
     if (!record) return false;  // where something is in flight, land() comes back
-    state_.phase.begin(Phase::kCommit);
+    phase_.begin(Phase::kCommit);
     begun = true;
     commit(step, *record, status);
     if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
@@ -33,7 +33,7 @@ bool Committer::one(Status* status) {
                    static_cast<unsigned long long>(step));
     const bool news = !owed_.exchange(true);
     // What has not even begun has changed nothing for who waits.
-    if (begun) state_.phase.end(Phase::kCommit);
+    if (begun) phase_.end(Phase::kCommit);
     else if (news) workers_.progress();
     if (news) workers_.wake();  // once: they try again after a while
     return false;
@@ -49,20 +49,20 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   while (!staged()) {
     bool helped;
     {
-      ControlFree meanwhile(state_.mu);
+      ControlFree meanwhile(mu_);
       helped = flusher_.write(UINT64_MAX);
     }
-    if (!helped) workers_.settle(state_.mu, staged);
+    if (!helped) workers_.settle(mu_, staged);
   }
   auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
-    state_.phase.end(Phase::kCommit);
+    phase_.end(Phase::kCommit);
   };
   if (workers_.health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin(record);
   const bool alone = record.small && !record.deferred;
   {
-    ControlFree meanwhile(state_.mu);
+    ControlFree meanwhile(mu_);
     memory_.end_step();  // of the steps before
     Lock boundary(boundary_);
     // First all that may want memory: after a failure it goes on from there.
@@ -77,14 +77,14 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it
     // is written.
-    if (state_.tables.ledger) state_.tables.ledger->commit(step);
+    if (tables_.ledger) tables_.ledger->commit(step);
     for (Commit& c : record.commits) publish(step, record, c);
     for (const CreatedRows& c : record.created) c.settle(step);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
     meanwhile.again();
-    state_.ranks.commit(step);
+    ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
-    state_.tables.each_window([&](Window& w) {
+    tables_.each_window([&](Window& w) {
       if (w.base() <= step) w.commit(nullptr, step);
     });
     meters_.counters.steps_committed.fetch_add(1, std::memory_order_relaxed);
@@ -95,25 +95,25 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     meters_.counters.rows_created.fetch_add(created, std::memory_order_relaxed);
     // What was declared for steps up to this one has served.
     declarations_.retire(step);
-    for (const TableRef& t : state_.tables) declarations_.recount_unsure(*t);
-    state_.records.erase(step);
+    for (const TableRef& t : tables_) declarations_.recount_unsure(*t);
+    records_.erase(step);
   }
-  const bool may_rest = state_.tables.ledger && !memory_.pinner->any();
-  if (state_.pacing.committed(may_rest, [&] { return measured(); })) workers_.wake();
-  state_.phase.end(Phase::kCommit);
+  const bool may_rest = tables_.ledger && !memory_.pinner->any();
+  if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();
+  phase_.end(Phase::kCommit);
   // Behind a small step there is nothing for them, unless declarations can be linked now.
-  if (alone && !state_.pacing.deferred() && !state_.ranks.caches_exist()) return;
+  if (alone && !pacing_.deferred() && !ranks_.caches_exist()) return;
   workers_.wake();
 }
 
 // What it is to be of is decided once.
 void Committer::begin(StepRecord& record) {
   FRUGAL_ASSERT(record.flights.empty());
-  const bool any_pending = state_.tables.any_pending();
-  Vector<Commit> commits(state_.tables.size());
-  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = state_.tables[i];
+  const bool any_pending = tables_.any_pending();
+  Vector<Commit> commits(tables_.size());
+  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
   record.commits = std::move(commits);
-  const Pacing::How how = state_.pacing.begin(record.row_bytes(), any_pending);
+  const Pacing::How how = pacing_.begin(record.row_bytes(), any_pending);
   record.deferred = how.deferred;
   record.small = how.small;
   record.prepare_scheduled = false;
@@ -165,7 +165,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
     update->ranks = std::move(*ranks);
   }
   for (const Handover& of : update->ranks) update->bytes += of.bytes();
-  state_.pacing.add(update.get());
+  pacing_.add(update.get());
 }
 
 // All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
@@ -178,15 +178,15 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   commit->held = true;
   table.has_state.store(true);
   {
-    ControlLock lock(state_.mu);
-    update->scalars = arith::step_scalars(table.optimizer_at(step), step, state_.ranks.size(),
+    ControlLock lock(mu_);
+    update->scalars = arith::step_scalars(table.optimizer_at(step), step, ranks_.size(),
                                           table.config.nan_policy, table.rows.layout().dim);
-    state_.ranks.expect_backlog(record.commits.size());
+    ranks_.expect_backlog(record.commits.size());
   }
   Vector<uint64_t> bounds;
   if (record.deferred) {
     if (!commit->staged) {
-      FRUGAL_TRY(state_.tables.open_window(table));
+      FRUGAL_TRY(tables_.open_window(table));
       stage(commit);
     }
     table.window.make_room(*update);
@@ -207,7 +207,7 @@ void Committer::stage(Commit* commit) {
   Window& window = commit->table->window;
   bool declared = true;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
   }
   try {
@@ -227,7 +227,7 @@ void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit)
   Window& window = commit.table->window;
   FRUGAL_ASSERT(commit.taken && (!commit.update || commit.held));
   FRUGAL_ASSERT(!commit.update || (record.deferred ? commit.staged : commit.job.size() == 1));
-  if (commit.update) state_.ranks.add_backlog(commit.update, commit.table);
+  if (commit.update) ranks_.add_backlog(commit.update, commit.table);
   Timed timed(meters_.counters.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
   if (commit.job.empty()) return;

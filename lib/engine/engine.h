@@ -33,7 +33,6 @@
 #include "cache/row_cache.h"
 #include "engine/abort.h"
 #include "engine/commit.h"
-#include "engine/control_state.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
@@ -49,6 +48,7 @@
 #include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/step_gate.h"
+#include "engine/step_records.h"
 #include "engine/table.h"
 #include "engine/tables.h"
 #include "engine/workers.h"
@@ -107,8 +107,8 @@ class Engine final : public Session, private DataPath {
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
-    ControlLock lock(state_.mu);
-    return state_.tables.find(name);
+    ControlLock lock(mu_);
+    return tables_.find(name);
   }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
@@ -176,12 +176,12 @@ class Engine final : public Session, private DataPath {
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
   void on_silent(std::function<void(const TrainerRef&)> silent) {
-    state_.ranks.on_silent(std::move(silent));
+    ranks_.on_silent(std::move(silent));
   }
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
-  const std::shared_ptr<Ledger>& ledger() const { return state_.tables.ledger; }
-  bool closed() const { return state_.phase.closed(); }
+  const std::shared_ptr<Ledger>& ledger() const { return tables_.ledger; }
+  bool closed() const { return phase_.closed(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const { return memory_.place(p); }
   Arena& arena() { return memory_.arena; }
@@ -283,7 +283,7 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   bool find_silent();  // was there one?
-  bool need_links() const { return state_.pacing.deferred() || state_.ranks.caches_exist(); }
+  bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
   Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(control);
@@ -357,19 +357,26 @@ class Engine final : public Session, private DataPath {
   Workers workers_;
 
   const Silence silence_ = Silence::of(config_.timeout_ms);
-  ControlState state_;
+  // What it guards: who is there, what is known of steps, which tables there are, and what runs
+  // beside what.
+  ControlMutex mu_;
+  Pacing pacing_;  // updates end before it
+  Ranks ranks_;
+  Tables tables_;
+  Phase phase_;
+  StepRecords records_;
   Flusher flusher_;
   TimedMutex outside_mu_;
   Declarations declarations_;
   StepGate gate_{
-      {config_, state_, workers_, declarations_, flusher_},
+      {config_, phase_, ranks_, workers_, declarations_, pacing_, tables_, flusher_},
       {[this](uint64_t step) {
          return resolve_one(step, true) || (need_links() && link_one(step));
        },
        [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
        [this] { return load_one(); }}};
   PinnedTables pins_;
-  bool in_flight() const { return state_.records.flying() || declarations_.arriving(); }
+  bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   bool stale() const { return config_.staleness != 0; }
   Committer committer_;

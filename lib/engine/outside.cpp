@@ -31,8 +31,8 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (deadline.passed()) {
       // The other one may only be on its way to be told the same.
       String why;
-      ControlLock lock(engine.state_.mu);
-      status_ = engine.state_.ranks.inside(&why)
+      ControlLock lock(engine.mu_);
+      status_ = engine.ranks_.inside(&why)
                     ? busy(why)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
@@ -40,12 +40,12 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
       order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
-  ControlLock lock(engine.state_.mu);
-  Phase& phase = engine.state_.phase;
+  ControlLock lock(engine.mu_);
+  Phase& phase = engine.phase_;
   String why;
   if (phase.await(lock, Phase::kOutside) &&
-      (engine.state_.records.flying() || engine.committer_.owed()) &&
-      !engine.state_.ranks.inside(&why)) {
+      (engine.records_.flying() || engine.committer_.owed()) &&
+      !engine.ranks_.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
@@ -55,7 +55,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   }
   if (engine.closed()) {
     status_ = engine_closed();
-  } else if (!engine.state_.records.between(&why)) {
+  } else if (!engine.records_.between(&why)) {
     status_ = busy(why);
   } else {
     outside_.emplace(phase, Phase::kOutside);
@@ -68,16 +68,16 @@ Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
-    ControlLock lock(state_.mu);
-    return state_.phase.may(Phase::kWhole) && !state_.tables.any_pending();
+    ControlLock lock(mu_);
+    return phase_.may(Phase::kWhole) && !tables_.any_pending();
   };
   Status s = wait(deadline, nullptr, written, [&] {
     return workers_.help(true) || flusher_.write(UINT64_MAX);
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   uint64_t rows = 0;
-  ControlLock lock(state_.mu);
-  state_.tables.each_window([&](Window& w) { rows += w.pending_rows(); });
+  ControlLock lock(mu_);
+  tables_.each_window([&](Window& w) { rows += w.pending_rows(); });
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
 
@@ -260,7 +260,7 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
   uint64_t next;
   bool inside;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     inside = t.in_step;
     next = inside ? t.step : t.next_step;
     if (next != kNoStep) *step = next;
@@ -268,15 +268,15 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
   bool busy = false;
   auto ended = [&] {
     if (workers_.applying()) return false;
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // This rank may have been told of an abort that is still taking rows of others back.
-    busy = !state_.phase.may(Phase::kRead);
+    busy = !phase_.may(Phase::kRead);
     const bool others = next != kNoStep && config_.staleness < next &&
-                        state_.ranks.to_commit() < next - config_.staleness;
-    if (others) state_.ranks.note_awaited(state_.ranks.to_commit());
+                        ranks_.to_commit() < next - config_.staleness;
+    if (others) ranks_.note_awaited(ranks_.to_commit());
     if (busy || others) return false;
     // Between steps nothing else keeps operations outside steps from changing the rows.
-    if (!inside) reading->emplace(state_.phase, Phase::kRead);
+    if (!inside) reading->emplace(phase_, Phase::kRead);
     return true;
   };
   const Status s = wait_for_ranks(deadline, &t, ended, [&] { return workers_.help(true); });

@@ -143,7 +143,8 @@ struct World {
 
   Schedule& schedule;
   CommitParts parts;
-  StepGate gate{{parts.config, parts.state, parts.workers, parts.declarations, parts.flusher},
+  StepGate gate{{parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations,
+                 parts.pacing, parts.tables, parts.flusher},
                 {[](uint64_t) { return false; }, [](uint64_t) { return false; },
                  [] { return false; }}};
   const TableRef table;
