@@ -75,10 +75,8 @@ Status Engine::flush(Deadline deadline) {
     return workers_.help(true) || flusher_.write(UINT64_MAX);
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
-  uint64_t rows = 0;
-  ControlLock lock(mu_);
-  tables_.each_window([&](Window& w) { rows += w.pending_rows(); });
-  return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
+  return fail(s, "flush waited for updates to be written, of %llu rows now; call again",
+              static_cast<unsigned long long>(tables_.pending_rows()));
 }
 
 Status Engine::count(AnyTable& table, uint64_t* out) {

@@ -196,18 +196,14 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
 // The same on behalf of somebody else, who wants to know which rows exist. What the trainer is to
 // be told of stays for itself.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
-  auto inside = [&] {
-    ControlLock lock(mu_);
-    return t.in_step.load();
-  };
-  if (!inside()) return;
+  if (!t.in_step.load()) return;
   // A call of its that waits for other ranks is not waited for: it has ended its step by then.
   while (!t.call_mu.try_lock()) {
-    if (!inside()) return;
+    if (!t.in_step.load()) return;
     sleep_ns(20'000);
   }
   const UniqueLock call(t.call_mu, std::adopt_lock);
-  if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed() &&
+  if (t.in_step.load() && !t.closing.load() && !t.abort_notice.load() && !closed() &&
       health() == FRUGAL_OK)
     create_used(t, used);
 }

@@ -87,11 +87,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // A commit comes before the undoing of the step that the rank is inside of. Nobody could call again
 // when it is being closed.
 Status Engine::may_close(const Trainer& t) {
-  {
-    ControlLock lock(mu_);
-    if (!t.in_step) return FRUGAL_OK;
-  }
-  if (!committer_.owed()) return FRUGAL_OK;
+  if (!t.in_step.load() || !committer_.owed()) return FRUGAL_OK;
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }

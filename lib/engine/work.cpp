@@ -43,7 +43,7 @@ void Engine::list_work() {
   add(Urgency::kSoon, [this] { return flusher_.write(ranks_.soonest()); });
   add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
   add(Urgency::kSoon, [this] { return load_one(); });
-  add(Urgency::kSoon, [this] { return prepare_one(); });
+  add(Urgency::kSoon, [this] { return pacing_.deferred() && prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
   add(Urgency::kIdle, [this] { return flusher_.write(ranks_.soonest() + 1); });
   add(Urgency::kIdle, [this] {
@@ -179,7 +179,6 @@ bool Engine::foretell(StepRecord* record, TableRef* table, UpdateRef* update) {
 // known from the declarations, and when the push is what was declared, the commit has only to
 // publish them.
 bool Engine::prepare_one() {
-  if (!pacing_.deferred()) return false;
   StepRecord* record = nullptr;
   TableRef table;
   UpdateRef update;

@@ -45,6 +45,7 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
   EXPECT_EQ(parts.counters.steps_committed.load(), 1u);
   EXPECT_EQ(parts.counters.modes_deferred.load(), deferred() ? 1u : 0u);
   EXPECT_EQ(parts.tables.any_pending(), deferred());
+  EXPECT_EQ(parts.tables.pending_rows(), deferred() ? 3u : 0u);
   // A small step is written by the call that commits it.
   EXPECT_EQ(parts.times(one, 2), GetParam() == FRUGAL_FLUSH_AUTO ? 2 : 0);
   parts.write_all();
