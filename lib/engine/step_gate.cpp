@@ -27,9 +27,9 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
          return is_near;
        },
        [this](const Pass&) REQUIRES(control) {
-         return text("rank %s to end step %llu",
-                     of_.ranks.late_ranks(of_.ranks.to_commit()).c_str(),
-                     static_cast<unsigned long long>(of_.ranks.to_commit()));
+         const uint64_t step = of_.ranks.to_commit();
+         return text("rank %s to end step %llu", of_.ranks.late_ranks(step).c_str(),
+                     static_cast<unsigned long long>(step));
        },
        nullptr});
   add({waited_for(WaitedFor::kJobs), [this](Pass&) { return !of_.workers.applying(); },
@@ -38,11 +38,9 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
   add({waited_for(WaitedFor::kDeclared),
        [this](Pass& p) REQUIRES(control) {
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
-         const bool links =
-             (of_.pacing.deferred() || of_.ranks.caches_exist()) &&
-             of_.config.staleness < kRing;
-         p.declared =
-             of_.declarations.unready(p.step, links ? of_.ranks.to_commit() : kNoStep);
+         const bool links = (of_.pacing.deferred() || of_.ranks.caches_exist()) &&
+                            of_.config.staleness < kRing;
+         p.declared = of_.declarations.unready(p.step, links ? of_.ranks.to_commit() : kNoStep);
          return p.declared == kNoStep;
        },
        [](const Pass& p) {
@@ -67,8 +65,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
   add({waited_for(WaitedFor::kPending),
        [this](Pass& p) REQUIRES(control) {
-         p.table = of_.tables.first_pending(
-             [&](Window& w) { return w.pending_until(p.step); });
+         p.table = of_.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
          const bool none = p.table == of_.tables.size();
          if (!none && !p.in_flight)
            p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
