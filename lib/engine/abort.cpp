@@ -10,8 +10,8 @@ Status Aborter::tell(Trainer& t) {
   if (t.undo_pending.load()) undo_part(t);
   String again;
   {
-    ControlLock lock(state_.mu);
-    again = state_.ranks.step_again();
+    ControlLock lock(mu_);
+    again = ranks_.step_again();
     t.abort_notice.fetch_sub(1);
   }
   // It has the whole time-out to begin the step again.
@@ -33,10 +33,7 @@ void Aborter::undo_part(Trainer& t) {
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.parts.clear();
   t.pushes.clear();
-  {
-    ControlLock lock(state_.mu);
-    state_.ranks.undo(t);
-  }
+  ranks_.undo(t);
   t.undo_pending.store(false);
 }
 
@@ -62,34 +59,33 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
 // marked.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   if (by.abort_notice.load() && why == Why::kCall) {
     lock.unlock();
     Lock call(by.call_mu);
     return tell(by);
   }
   // What a rank that has left had ended is whole, or undone.
-  if (why == Why::kFailed && state_.ranks[by.rank].get() != &by) return FRUGAL_OK;
+  if (why == Why::kFailed && ranks_[by.rank].get() != &by) return FRUGAL_OK;
   // Another abort, or the trainer's closing, was first: others may have begun the step again, and
   // that is not to be undone.
   if (why == Why::kFailed) {
     // The others are told in any case, for they may be waiting for this rank; but not twice, if
     // its closing was first and has left nothing that will never be complete.
     bool left = by.in_step || !by.closing.load();
-    state_.records.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
+    records_.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
     if (!left) return FRUGAL_OK;
   } else if (!by.in_step && why != Why::kLost) {
     if (leaving) return FRUGAL_OK;
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   }
-  auto may_abort = [&]() REQUIRES(control) { return state_.phase.may(Phase::kAbort); };
-  workers_.settle(lock, may_abort);
+  phase_.await(lock, Phase::kAbort);
   // A step that all ranks have ended is not undone for want of memory.
   Status lacking = FRUGAL_OK;
-  while (committer_.owed() && committer_.one(&lacking)) workers_.settle(lock, may_abort);
+  while (committer_.owed() && committer_.one(&lacking)) phase_.await(lock, Phase::kAbort);
   if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
-  state_.phase.begin(Phase::kAbort);
-  for (const TrainerRef& t : state_.ranks)
+  phase_.begin(Phase::kAbort);
+  for (const TrainerRef& t : ranks_)
     if (t && t.get() != &by) {
       t->undo_pending.store(true);
       t->lost_peer.store(why == Why::kLost ? by.rank : kNoRank);
@@ -98,8 +94,8 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
       others_.push_back(t);
     }
   if (!leaving) by.undo_pending.store(true);
-  workers_.settle(lock, [&]() REQUIRES(control) { return state_.records.staged(); });
-  *records = state_.records.take();
+  workers_.settle(lock, [&]() REQUIRES(control) { return records_.staged(); });
+  *records = records_.take();
   committer_.forget_owed();
   workers_.progress();
   *begun = true;
@@ -137,15 +133,12 @@ Status Aborter::undo(Trainer& by, Why why) {
   for (auto& [step, record] : records) undo_rows(record.created);
   undo_rows(by.created);
   for (const TrainerRef& t : others_) undo_rows(t->created);
-  {
-    ControlLock lock(state_.mu);
-    FRUGAL_ASSERT(state_.records.end() == 0);
-    for (const TrainerRef& t : state_.ranks) FRUGAL_ASSERT(!t || (!t->in_step && !t->undo_pending));
-    state_.phase.end(Phase::kAbort);
-    state_.ranks.undone();
-  }
   meters_.counters.steps_aborted.fetch_add(1, std::memory_order_relaxed);
-  workers_.progress();
+  ControlLock lock(mu_);
+  FRUGAL_ASSERT(records_.end() == 0);
+  for (const TrainerRef& t : ranks_) FRUGAL_ASSERT(!t || (!t->in_step && !t->undo_pending));
+  ranks_.undone();
+  phase_.end(Phase::kAbort);
   return FRUGAL_OK;
 }
 

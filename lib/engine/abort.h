@@ -15,11 +15,11 @@ class Aborter {
     kLost,     // its process is gone
   };
 
-  Aborter(ControlState& state, Committer& committer, Declarations& declarations, Workers& workers,
-          Meters& meters)
-      : state_(state), committer_(committer), declarations_(declarations), workers_(workers),
-        meters_(meters) {
-    others_.reserve(state.ranks.size());
+  Aborter(ControlMutex& mu, Phase& phase, StepRecords& records, Ranks& ranks, Committer& committer,
+          Declarations& declarations, Workers& workers, Meters& meters)
+      : mu_(mu), phase_(phase), records_(records), ranks_(ranks), committer_(committer),
+        declarations_(declarations), workers_(workers), meters_(meters) {
+    others_.reserve(ranks.size());
   }
 
   // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the
@@ -44,7 +44,10 @@ class Aborter {
   void await_undone(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
 
-  ControlState& state_;
+  ControlMutex& mu_;
+  Phase& phase_;
+  StepRecords& records_;
+  Ranks& ranks_;
   Committer& committer_;
   Declarations& declarations_;
   Workers& workers_;

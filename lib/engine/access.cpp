@@ -62,8 +62,8 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   auto first_uncommitted = [&] {
     if (!stale()) return t.step;
-    ControlLock lock(state_.mu);
-    return state_.ranks.to_commit();
+    ControlLock lock(mu_);
+    return ranks_.to_commit();
   };
   for (const Access& a : accesses) {
     if (!a.table->any_key) continue;
@@ -97,7 +97,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
     while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
       if (!waited) meters_.counters.lookup_waits.fetch_add(1, std::memory_order_relaxed);
       waited = true;
-      const uint64_t base = state_.ranks.to_commit();
+      const uint64_t base = ranks_.to_commit();
       s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
                [&] { return flusher_.write(base); });
     }
@@ -197,9 +197,9 @@ Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const 
 Status Engine::LocalStep::begin(Use use) {
   t_.call_mu.assert_held();
   FRUGAL_TRY(engine_.enter(t_));
-  FRUGAL_TRY(engine_.inside(t_));
+  FRUGAL_TRY(engine_.ranks_.check_inside(t_));
   if (span_) span_->step(t_.step);
-  if (use == Use::kPush) engine_.state_.ranks.note_push(t_.step);
+  if (use == Use::kPush) engine_.ranks_.note_push(t_.step);
   if (use == Use::kLookup || use == Use::kPush) busy_.emplace(engine_.calls_);
   return FRUGAL_OK;
 }
@@ -259,7 +259,7 @@ Status Engine::LocalStep::end(bool) {
 }
 
 bool Engine::LocalStep::keeps_gradients() const {
-  return engine_.config_.world_size == 1 && !stale() && !engine_.state_.ranks.caches_exist() &&
+  return engine_.config_.world_size == 1 && !stale() && !engine_.ranks_.caches_exist() &&
          !engine_.ledger();
 }
 
@@ -339,12 +339,6 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
                                 return read_rows(table, slots, n, host, away);
                               }));
   return t.gpu->wait_stream();
-}
-
-Status Engine::inside(const Trainer& t) {
-  if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
-  ControlLock lock(state_.mu);
-  return state_.ranks.not_inside(t);
 }
 
 }  // namespace frugal

@@ -27,8 +27,8 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
-    ControlLock lock(state_.mu);
-    for (const TableRef& o : state_.tables)
+    ControlLock lock(mu_);
+    for (const TableRef& o : tables_)
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
@@ -90,7 +90,7 @@ bool Engine::to_plan(const Trainer& t) const {
 }
 
 bool Engine::plan_one() {
-  if (!state_.ranks.caches_exist() || stale()) return false;
+  if (!ranks_.caches_exist() || stale()) return false;
   TrainerRef t;
   uint64_t step = 0;
   PartsByTable parts, pushed;
@@ -103,9 +103,9 @@ bool Engine::plan_one() {
     }
   } hold;
   {
-    ControlLock lock(state_.mu);
-    if (!state_.phase.may(Phase::kPlan) || state_.closed.load()) return false;
-    for (const TrainerRef& r : state_.ranks) {
+    ControlLock lock(mu_);
+    if (!phase_.may(Phase::kPlan)) return false;
+    for (const TrainerRef& r : ranks_) {
       if (!r || !to_plan(*r)) continue;
       parts.clear();
       if (!declared_by(*r, r->next_step, &parts)) continue;
@@ -141,7 +141,7 @@ bool Engine::plan_one() {
     if (!of.there() || t->closing.load()) continue;
     // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
     try {
-      if (state_.tables.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw]))
+      if (tables_.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw]))
         continue;
       workers_.help(false);  // whoever looks rows up meanwhile is helped
       of.expect(pushed[raw]);
@@ -155,22 +155,19 @@ bool Engine::plan_one() {
 // Between the two the trainer's caches are the caller's.
 void Engine::begin_plan(Trainer& t) {
   t.turn.planning = true;
-  state_.phase.begin(Phase::kPlan);
+  phase_.begin(Phase::kPlan);
 }
 
 void Engine::end_plan(Trainer& t, uint64_t planned) {
-  {
-    ControlLock lock(state_.mu);
-    t.turn.planning = false;
-    t.turn.planned = planned;
-    state_.phase.end(Phase::kPlan);
-  }
-  workers_.progress();
+  ControlLock lock(mu_);
+  t.turn.planning = false;
+  t.turn.planned = planned;
+  phase_.end(Phase::kPlan);
 }
 
 // The caches are the caller's from here on.
 void Engine::forbid_planning(Trainer& t) {
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   t.turn.passed = kNoStep;
   workers_.settle(lock, [&]() REQUIRES(control) { return !t.turn.planning; });
   t.turn.turning = true;
@@ -179,7 +176,7 @@ void Engine::forbid_planning(Trainer& t) {
 // The boundary of `step` is behind us: that of the next may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turn.passed = step;
     t.turn.planned = kNoStep;
     t.turn.plan_more = t.turn.turning = false;
@@ -198,10 +195,10 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   Vector<TableRef> tables;
   PartsByTable parts;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     backlog.swap(t.backlog);
-    tables = state_.tables.all();
-    if (state_.ranks.to_commit() >= t.turn.from) declared_by(t, step, &parts);
+    tables = tables_.all();
+    if (ranks_.to_commit() >= t.turn.from) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
@@ -214,7 +211,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     const Vector<PartRef>& declared = parts[table.get()];
     TableCache* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
     if (!of || !of->there()) continue;
-    FRUGAL_TRY(state_.tables.open_window(*table));
+    FRUGAL_TRY(tables_.open_window(*table));
     FRUGAL_TRY(of->turn(step, declared, committed[table.get()]));
     // Where nobody plans ahead, nobody else would do it while the step is computed.
     if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
@@ -240,10 +237,10 @@ Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
   forget_places(t, step);
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
   t.remote_lines.boundary = {};
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   t.backlog.clear();
   if (!t.gpu && !t.remote_lines.exist) return FRUGAL_OK;
-  state_.ranks.begin_again(t);
+  ranks_.begin_again(t);
   return s;
 }
 
@@ -258,19 +255,16 @@ void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
 
 // No rank is inside a step, and none can begin one: the caches are ours.
 void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
-  if (!state_.ranks.caches_exist()) return;
-  Vector<TrainerRef> trainers;
-  {
-    ControlLock lock(state_.mu);
-    trainers.assign(state_.ranks.begin(), state_.ranks.end());
-  }
+  if (!ranks_.caches_exist()) return;
+  const auto cached = [](const Trainer& t) { return t.has_cache.load(); };
+  const Vector<TrainerRef> trainers = ranks_.those(cached);
   Vector<uint32_t> dropped;
   dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
   for (const TrainerRef& t : trainers) {
-    TableCache* of = t ? cache_in(*t, table) : nullptr;
+    TableCache* of = cache_in(*t, table);
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     t->turn.planned = kNoStep;
   }
   if (table.window.opened())
@@ -284,7 +278,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   of->forget();
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   t.turn.planned = kNoStep;
 }
 

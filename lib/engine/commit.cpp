@@ -8,7 +8,7 @@ namespace frugal {
 
 Status Committer::ready() {
   Status status = FRUGAL_OK;
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
   while (one(&status)) {
   }
@@ -16,31 +16,25 @@ Status Committer::ready() {
 }
 
 bool Committer::one(Status* status) {
-  const uint64_t step = state_.ranks.to_commit();
-  if (step == kNoStep || !state_.phase.may(Phase::kCommit) || state_.closed.load()) return false;
-  if (workers_.health() != FRUGAL_OK) return false;
-  bool present;
-  if (!state_.ranks.ended(step, &present)) return false;
-  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
-  // may be empty: later ones wait behind it, and rows may be staged for it.
-  if (!present && !state_.records.find(step)) return false;
+  if (!phase_.may(Phase::kCommit) || workers_.health() != FRUGAL_OK) return false;
+  const uint64_t step = ranks_.to_commit();
   bool begun = false;
   try {
-    StepRecord& record = state_.records.of(step);
-    if (!record.flights.empty()) return false;  // land() comes back
-    state_.phase.begin(Phase::kCommit);
+    StepRecord* const record = records_.complete();
+    if (!record) return false;  // where something is in flight, land() comes back
+    phase_.begin(Phase::kCommit);
     begun = true;
-    commit(step, record, status);
+    commit(step, *record, status);
     if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {
     // Nothing is committed. The next who has time and memory goes on from what there is of it.
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
-    if (begun) state_.phase.end(Phase::kCommit);
     const bool news = !owed_.exchange(true);
     // What has not even begun has changed nothing for who waits.
-    if (begun || news) workers_.progress();
+    if (begun) phase_.end(Phase::kCommit);
+    else if (news) workers_.progress();
     if (news) workers_.wake();  // once: they try again after a while
     return false;
   }
@@ -55,22 +49,20 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   while (!staged()) {
     bool helped;
     {
-      ControlFree meanwhile(state_.mu);
+      ControlFree meanwhile(mu_);
       helped = flusher_.write(UINT64_MAX);
     }
-    if (!helped) workers_.settle(state_.mu, staged);
+    if (!helped) workers_.settle(mu_, staged);
   }
   auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
-    state_.phase.end(Phase::kCommit);
-    // Who waits for commits to end has no time-out, and nothing else may happen any more.
-    workers_.progress();
+    phase_.end(Phase::kCommit);
   };
   if (workers_.health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin(record);
   const bool alone = record.small && !record.deferred;
   {
-    ControlFree meanwhile(state_.mu);
+    ControlFree meanwhile(mu_);
     memory_.end_step();  // of the steps before
     Lock boundary(boundary_);
     // First all that may want memory: after a failure it goes on from there.
@@ -85,14 +77,14 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it
     // is written.
-    if (state_.tables.ledger) state_.tables.ledger->commit(step);
+    if (tables_.ledger) tables_.ledger->commit(step);
     for (Commit& c : record.commits) publish(step, record, c);
     for (const CreatedRows& c : record.created) c.settle(step);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
     meanwhile.again();
-    state_.ranks.commit(step);
+    ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
-    state_.tables.each_window([&](Window& w) {
+    tables_.each_window([&](Window& w) {
       if (w.base() <= step) w.commit(nullptr, step);
     });
     meters_.counters.steps_committed.fetch_add(1, std::memory_order_relaxed);
@@ -103,32 +95,27 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     meters_.counters.rows_created.fetch_add(created, std::memory_order_relaxed);
     // What was declared for steps up to this one has served.
     declarations_.retire(step);
-    for (const TableRef& t : state_.tables) declarations_.recount_unsure(*t);
-    state_.records.erase(step);
+    for (const TableRef& t : tables_) declarations_.recount_unsure(*t);
+    records_.erase(step);
   }
-  state_.pending.committed();
-  const bool may_rest = state_.tables.ledger && !memory_.pinner->any();
-  if (state_.pacing.committed(may_rest, [&] { return measured(); })) workers_.wake();
-  state_.phase.end(Phase::kCommit);
-  workers_.progress();
+  const bool may_rest = tables_.ledger && !memory_.pinner->any();
+  if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();
+  phase_.end(Phase::kCommit);
   // Behind a small step there is nothing for them, unless declarations can be linked now.
-  if (alone && !state_.pacing.deferred() && !state_.ranks.caches_exist()) return;
+  if (alone && !pacing_.deferred() && !ranks_.caches_exist()) return;
   workers_.wake();
 }
 
 // What it is to be of is decided once.
 void Committer::begin(StepRecord& record) {
   FRUGAL_ASSERT(record.flights.empty());
-  const bool any_pending = state_.tables.any_pending();
-  Vector<Commit> commits(state_.tables.size());
-  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = state_.tables[i];
+  const bool any_pending = tables_.any_pending();
+  Vector<Commit> commits(tables_.size());
+  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
   record.commits = std::move(commits);
-  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
-  record.deferred = state_.pacing.deferred() || any_pending;
-  const uint64_t bytes = record.row_bytes();
-  record.small = state_.pacing.small(bytes);
-  state_.pacing.step(bytes);
-  if (!state_.pacing.deferred() && any_pending) state_.pending.drain();
+  const Pacing::How how = pacing_.begin(record.row_bytes(), any_pending);
+  record.deferred = how.deferred;
+  record.small = how.small;
   record.prepare_scheduled = false;
 }
 
@@ -178,7 +165,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
     update->ranks = std::move(*ranks);
   }
   for (const Handover& of : update->ranks) update->bytes += of.bytes();
-  state_.pending.add(update.get());
+  pacing_.add(update.get());
 }
 
 // All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
@@ -191,15 +178,15 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   commit->held = true;
   table.has_state.store(true);
   {
-    ControlLock lock(state_.mu);
-    update->scalars = arith::step_scalars(table.optimizer_at(step), step, state_.ranks.size(),
+    ControlLock lock(mu_);
+    update->scalars = arith::step_scalars(table.optimizer_at(step), step, ranks_.size(),
                                           table.config.nan_policy, table.rows.layout().dim);
-    state_.ranks.expect_backlog(record.commits.size());
+    ranks_.expect_backlog(record.commits.size());
   }
   Vector<uint64_t> bounds;
   if (record.deferred) {
     if (!commit->staged) {
-      FRUGAL_TRY(state_.tables.open_window(table));
+      FRUGAL_TRY(tables_.open_window(table));
       stage(commit);
     }
     table.window.make_room(*update);
@@ -220,7 +207,7 @@ void Committer::stage(Commit* commit) {
   Window& window = commit->table->window;
   bool declared = true;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
   }
   try {
@@ -240,10 +227,7 @@ void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit)
   Window& window = commit.table->window;
   FRUGAL_ASSERT(commit.taken && (!commit.update || commit.held));
   FRUGAL_ASSERT(!commit.update || (record.deferred ? commit.staged : commit.job.size() == 1));
-  if (commit.update && state_.ranks.caches_exist()) {
-    ControlLock lock(state_.mu);
-    state_.ranks.add_backlog(commit.update, commit.table);
-  }
+  if (commit.update) ranks_.add_backlog(commit.update, commit.table);
   Timed timed(meters_.counters.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
   if (commit.job.empty()) return;

@@ -8,21 +8,27 @@
 #include <memory>
 #include <mutex>
 
-#include "engine/control_state.h"
 #include "engine/counters.h"
 #include "engine/declarations.h"
 #include "engine/flusher.h"
 #include "engine/memory.h"
+#include "engine/pacing.h"
+#include "engine/phase.h"
+#include "engine/ranks.h"
+#include "engine/step_records.h"
+#include "engine/tables.h"
 #include "engine/workers.h"
 
 namespace frugal {
 
 class Committer {
  public:
-  Committer(ControlState& state, Declarations& declarations, Flusher& flusher, Workers& workers,
+  Committer(ControlMutex& mu, Phase& phase, StepRecords& records, Ranks& ranks, Pacing& pacing,
+            Tables& tables, Declarations& declarations, Flusher& flusher, Workers& workers,
             EngineMemory& memory, Meters& meters)
-      : state_(state), declarations_(declarations), flusher_(flusher), workers_(workers),
-        memory_(memory), meters_(meters) {}
+      : mu_(mu), phase_(phase), records_(records), ranks_(ranks), pacing_(pacing), tables_(tables),
+        declarations_(declarations), flusher_(flusher), workers_(workers), memory_(memory),
+        meters_(meters) {}
 
   // Commits all that may be. OUT_OF_MEMORY: the next is owed.
   Status ready();
@@ -43,7 +49,12 @@ class Committer {
   void publish(uint64_t step, const StepRecord& record, Commit& commit);
   Pacing::Measured measured() const;
 
-  ControlState& state_;
+  ControlMutex& mu_;
+  Phase& phase_;
+  StepRecords& records_;
+  Ranks& ranks_;
+  Pacing& pacing_;
+  Tables& tables_;
   Declarations& declarations_;
   Flusher& flusher_;
   Workers& workers_;

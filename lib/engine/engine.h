@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "base/buffer.h"
 #include "base/condition.h"
@@ -32,7 +33,6 @@
 #include "cache/row_cache.h"
 #include "engine/abort.h"
 #include "engine/commit.h"
-#include "engine/control_state.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
@@ -42,13 +42,13 @@
 #include "engine/memory.h"
 #include "engine/op_check.h"
 #include "engine/pacing.h"
-#include "engine/pending.h"
 #include "engine/phase.h"
 #include "engine/pinned_tables.h"
 #include "engine/ranks.h"
 #include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/step_gate.h"
+#include "engine/step_records.h"
 #include "engine/table.h"
 #include "engine/tables.h"
 #include "engine/workers.h"
@@ -107,8 +107,8 @@ class Engine final : public Session, private DataPath {
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
-    ControlLock lock(state_.mu);
-    return state_.tables.find(name);
+    ControlLock lock(mu_);
+    return tables_.find(name);
   }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
@@ -175,11 +175,13 @@ class Engine final : public Session, private DataPath {
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
-  void on_silent(std::function<void(const TrainerRef&)> silent);
+  void on_silent(std::function<void(const TrainerRef&)> silent) {
+    ranks_.on_silent(std::move(silent));
+  }
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
-  const std::shared_ptr<Ledger>& ledger() const { return state_.tables.ledger; }
-  bool closed() const { return state_.closed.load(); }
+  const std::shared_ptr<Ledger>& ledger() const { return tables_.ledger; }
+  bool closed() const { return phase_.closed(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const { return memory_.place(p); }
   Arena& arena() { return memory_.arena; }
@@ -215,12 +217,10 @@ class Engine final : public Session, private DataPath {
   static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
   // --- work.cpp: what flush threads do, and who waits helps with
   void list_work();
-  bool calls_first() const;
   bool resolve_one(uint64_t up_to, bool gate = false);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
-  bool foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update)
-      REQUIRES(control);
+  bool foretell(StepRecord* record, TableRef* table, UpdateRef* update) REQUIRES(control);
   bool prepare_one();
   Workers::Did warm_one();
   void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
@@ -231,9 +231,6 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
-  // Each trainer that is there: without the lock held, and without any memory.
-  template <class Visit>
-  void each_trainer(Visit visit);
 
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
@@ -286,7 +283,7 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   bool find_silent();  // was there one?
-  bool need_links() const { return state_.pacing.deferred() || state_.ranks.caches_exist(); }
+  bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
   Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(control);
@@ -295,7 +292,6 @@ class Engine final : public Session, private DataPath {
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  bool outside_allowed(String* why) REQUIRES(control);
   // --- far.cpp: rows that may be far
   bool load_one();
   bool free_places(Table& table, uint64_t step);
@@ -324,7 +320,6 @@ class Engine final : public Session, private DataPath {
   void tell_used(const Trainer& by);
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
-  Status inside(const Trainer& t);
   // While a row is written by others, until the deadline, which begins with the first look.
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.
@@ -342,9 +337,9 @@ class Engine final : public Session, private DataPath {
     Vector<uint32_t> at;
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
-  struct Reading;
-  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading)
-      REQUIRES(t.call_mu);
+  // `reading`: what keeps the rows as they are.
+  Status await_readable(Trainer& t, Deadline deadline, uint64_t* step,
+                        std::optional<Phase::During>* reading) REQUIRES(t.call_mu);
   // gpu: where the rows go to, if that is memory of a device.
   Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
                  uint64_t step, Deadline deadline);
@@ -362,19 +357,26 @@ class Engine final : public Session, private DataPath {
   Workers workers_;
 
   const Silence silence_ = Silence::of(config_.timeout_ms);
-  ControlState state_;
+  // What it guards: who is there, what is known of steps, which tables there are, and what runs
+  // beside what.
+  ControlMutex mu_;
+  Pacing pacing_;  // updates end before it
+  Ranks ranks_;
+  Tables tables_;
+  Phase phase_;
+  StepRecords records_;
   Flusher flusher_;
   TimedMutex outside_mu_;
   Declarations declarations_;
   StepGate gate_{
-      {config_, state_, workers_, declarations_, flusher_},
+      {config_, phase_, ranks_, workers_, declarations_, pacing_, tables_, flusher_},
       {[this](uint64_t step) {
          return resolve_one(step, true) || (need_links() && link_one(step));
        },
        [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
        [this] { return load_one(); }}};
   PinnedTables pins_;
-  bool in_flight() const { return state_.records.flying() || declarations_.arriving(); }
+  bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   bool stale() const { return config_.staleness != 0; }
   Committer committer_;
@@ -385,14 +387,12 @@ class Engine final : public Session, private DataPath {
 class OutsideScope {
  public:
   OutsideScope(Engine& engine, Deadline deadline);
-  ~OutsideScope();
   Status status() const { return status_; }
 
  private:
-  Engine& engine_;
   std::unique_lock<TimedMutex> order_;
+  std::optional<Phase::During> outside_;
   Status status_ = FRUGAL_OK;
-  bool entered_ = false;
 };
 
 }  // namespace frugal

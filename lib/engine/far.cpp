@@ -17,8 +17,8 @@ bool Engine::load_one() {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   Vector<TableRef> tables;
   {
-    ControlLock lock(state_.mu);
-    for (const TableRef& t : state_.tables)
+    ControlLock lock(mu_);
+    for (const TableRef& t : tables_)
       if (t->rows.far() && t->rows.far()->loading()) tables.push_back(t);
   }
   for (const TableRef& t : tables) {
@@ -35,7 +35,7 @@ bool Engine::load_one() {
 // Is a row loading that is declared for a step up to `step`?
 bool Engine::loading_until(uint64_t step) {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
-  return std::any_of(state_.tables.begin(), state_.tables.end(), [&](const TableRef& t) {
+  return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
     return t->rows.far() && t->arriving.until(*t->rows.far(), step);
   });
 }
@@ -54,16 +54,16 @@ bool Engine::free_places(Table& table, uint64_t step) {
 bool Engine::revoke_later(Table& table, uint64_t step) {
   bool any;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // Who plans a boundary has parts in hand.
-    if (!state_.phase.may(Phase::kRevoke)) return false;
+    if (!phase_.may(Phase::kRevoke)) return false;
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
     // looked may have got them since, and have begun its step.
     if (!table.arriving.lacking_until(step, *table.rows.far())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
-      state_.mu.assert_held();
-      const TrainerRef& t = state_.ranks[b.rank];
+      mu_.assert_held();
+      const TrainerRef& t = ranks_[b.rank];
       return t && (t->next_step == kNoStep || b.step >= t->next_step);
     });
   }
@@ -80,8 +80,8 @@ bool Engine::give_up_cache(Choose choose) {
   TrainerRef t;
   TableCache* of;
   {
-    ControlLock lock(state_.mu);
-    if (!state_.phase.may(Phase::kPlan) || state_.closed.load()) return false;
+    ControlLock lock(mu_);
+    if (!phase_.may(Phase::kPlan)) return false;
     of = choose(&t);
     if (!of) return false;
     begin_plan(*t);
@@ -93,9 +93,9 @@ bool Engine::give_up_cache(Choose choose) {
 
 // That of a trainer which is not in the middle of a boundary.
 bool Engine::give_up_lines_of(Table& table) {
-  if (!state_.ranks.caches_exist()) return false;
+  if (!ranks_.caches_exist()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
-    for (const TrainerRef& r : state_.ranks) {
+    for (const TrainerRef& r : ranks_) {
       if (!r || r->turn.planning || r->turn.turning || r->closing.load()) continue;
       TableCache* of = cache_in(*r, table);
       if (!of || !of->any()) continue;
@@ -110,8 +110,8 @@ bool Engine::give_up_lines_of(Table& table) {
 bool Engine::give_up_own_lines(const Trainer& own) {
   if (far_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
-    if (state_.ranks[own.rank].get() != &own) return nullptr;
-    *t = state_.ranks[own.rank];
+    if (ranks_[own.rank].get() != &own) return nullptr;
+    *t = ranks_[own.rank];
     for (auto& [raw, of] : (*t)->caches)
       if (raw->rows.far() && raw->rows.far()->lacking() && of.any()) return &of;
     return nullptr;

@@ -54,13 +54,8 @@ bool Engine::land() {
     if (!committer_.owed()) return true;
   }
   if (!in_flight()) return false;
-  Vector<FlightRef> flights;
-  Vector<std::shared_ptr<Arrival>> arrivals;
-  {
-    ControlLock lock(state_.mu);
-    state_.records.each_flight([&](const FlightRef& f) { flights.push_back(f); });
-  }
-  arrivals = declarations_.arrivals();
+  Vector<FlightRef> flights = records_.flights();
+  Vector<std::shared_ptr<Arrival>> arrivals = declarations_.arrivals();
   bool any = false;
   for (const FlightRef& f : flights) {
     if (!f->ask()) continue;
@@ -74,23 +69,19 @@ bool Engine::land() {
     if (a->failed.load()) device_failed(a->parts.front()->rank, *a->gpu);
   }
   if (!any) return false;
-  uint32_t landed;
-  {
-    ControlLock lock(state_.mu);
-    landed = state_.records.forget_landed();
-  }
+  const uint32_t landed = records_.forget_landed();
   declarations_.arrived();
   flights.clear();  // without the lock: their memory goes back
   arrivals.clear();
   (void)committer_.ready();  // what it cannot do is owed
-  state_.records.done(landed);
+  records_.done(landed);
   workers_.wake();
   workers_.progress();
   return true;
 }
 
 Status Engine::land_all(Deadline deadline) {
-  auto landed = [&] { return !state_.records.flying() && !committer_.owed(); };
+  auto landed = [&] { return !records_.flying() && !committer_.owed(); };
   if (landed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
   Status s = wait(deadline, nullptr, landed, [&] {
@@ -128,8 +119,8 @@ Status Engine::end_flight(Trainer& t, Flight::Found* found) {
 Status Engine::end_flights(Trainer& t) {
   auto next = [&] {
     FlightRef its;
-    ControlLock lock(state_.mu);
-    state_.records.each_flight([&](const FlightRef& f) {
+    ControlLock lock(mu_);
+    records_.each_flight([&](const FlightRef& f) {
       if (!its && f->gpu == t.gpu && (!f->landed.load() || f->failed.load())) its = f;
     });
     return its;
@@ -155,9 +146,9 @@ Status Engine::end_flights(Trainer& t) {
 void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   TrainerRef t;
   try {
-    ControlLock lock(state_.mu);
-    if (state_.closed.load()) return;
-    t = state_.ranks[rank];
+    ControlLock lock(mu_);
+    if (closed()) return;
+    t = ranks_[rank];
     if (!t || t->gpu.get() != &gpu) return;
     if (t->reaped.exchange(true)) return;
     pins_.leave(*t);
@@ -165,7 +156,7 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     reapers_.push_back(quiet_thread([this, t] {
       // Until the engine is closed: that waits for what is in flight, which this makes an end of.
       (void)insist([&] { return aborter_.undo(*t, Aborter::Why::kFailed); },
-                   [this](int) { return state_.closed.load(); });
+                   [this](int) { return closed(); });
     }));
   } catch (...) {
     t->reaped.store(false);  // no memory for a thread: who looks next tries again

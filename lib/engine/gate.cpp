@@ -12,7 +12,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Gate::Pass pass;
   pass.step = step;
   auto open = [&] {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     return gate_.open(&pass);
   };
   if (open()) return FRUGAL_OK;
@@ -20,7 +20,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Timed timed(meters_.counters.gate_wait_ns);
   std::optional<Timed> its;
   if (t) its.emplace(t->counts.gate_wait_ns);
-  if (state_.pending.over_budget())
+  if (pacing_.over_budget())
     meters_.counters.back_pressure.fetch_add(1, std::memory_order_relaxed);
   Status s = wait_for_ranks(deadline, t, open, [&] {
     return gate_.help(pass) || (t && give_up_own_lines(*t));
@@ -28,11 +28,11 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   span.waited(pass.waited);
   if (pass.in_flight) meters_.counters.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     gate_.open(&pass);
     // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on
     // waiting. (An abort, which is for that, may be what the gate has met first.)
-    if (const uint32_t lost = state_.ranks.lost(); lost != kNoRank)
+    if (const uint32_t lost = ranks_.lost(); lost != kNoRank)
       return fail(s,
                   "step %llu waited for somebody to join in place of rank %u, whose process is "
                   "gone or does not answer; call again",

@@ -60,7 +60,7 @@ class Engine::LocalStep final : public StepView {
   Status end(bool on_device) override;
   BufferPool& sums(bool on_device) override { return on_device ? engine_.memory_.pinned : engine_.memory_.sums(); }
   bool keeps_gradients() const override;
-  bool streams_sums() const override { return engine_.state_.pacing.deferred(); }
+  bool streams_sums() const override { return engine_.pacing_.deferred(); }
   void count(Use use, const Counts& counts) override;
 
  private:

@@ -98,9 +98,9 @@ Status Engine::metrics(String* text_out) {
   uint64_t last = kNoStep;
   (void)committed(&last);
   {
-    ControlLock lock(state_.mu);
-    tables = state_.tables.all();
-    for (const TrainerRef& t : state_.ranks)
+    ControlLock lock(mu_);
+    tables = tables_.all();
+    for (const TrainerRef& t : ranks_)
       if (t) trainers.push_back({t->rank, t->step, t->in_step, t});
   }
 
@@ -158,8 +158,8 @@ Status Engine::metrics(String* text_out) {
 
 Status Engine::start_trace(size_t events, uint64_t* id) {
   FRUGAL_TRY(meters_.trace.start(events, id));
-  ControlLock lock(state_.mu);
-  for (const TableRef& t : state_.tables) meters_.trace.name_table(t->number, t->name);
+  ControlLock lock(mu_);
+  for (const TableRef& t : tables_) meters_.trace.name_table(t->number, t->name);
   return FRUGAL_OK;
 }
 

@@ -21,18 +21,18 @@ Status busy(const String& why) {
 // Holds off the beginning of steps. Allowed when no rank is inside a step and all have ended the
 // same one.
 OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
-    : engine_(engine), order_(engine.outside_mu_, std::try_to_lock) {
+    : order_(engine.outside_mu_, std::try_to_lock) {
   // One after the other. In slices, for the engine may be closed meanwhile.
   while (!order_.owns_lock()) {
-    if (engine.state_.closed.load()) {
+    if (engine.closed()) {
       status_ = engine_closed();
       return;
     }
     if (deadline.passed()) {
       // The other one may only be on its way to be told the same.
       String why;
-      ControlLock lock(engine.state_.mu);
-      status_ = engine.state_.ranks.inside(&why)
+      ControlLock lock(engine.mu_);
+      status_ = engine.ranks_.inside(&why)
                     ? busy(why)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
@@ -40,48 +40,26 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
       order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
-  ControlLock lock(engine.state_.mu);
-  auto settled = [&]() REQUIRES(control) {
-    return engine.state_.phase.may(Phase::kOutside) || engine.state_.closed.load();
-  };
-  engine.workers_.settle(lock, settled);
+  ControlLock lock(engine.mu_);
+  Phase& phase = engine.phase_;
   String why;
-  if ((engine.state_.records.flying() || engine.committer_.owed()) && !engine.closed() &&
-      !engine.state_.ranks.inside(&why)) {
+  if (phase.await(lock, Phase::kOutside) &&
+      (engine.records_.flying() || engine.committer_.owed()) && !engine.ranks_.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
     if (status_ != FRUGAL_OK) return;
     lock.lock();
-    engine.workers_.settle(lock, settled);
+    phase.await(lock, Phase::kOutside);
   }
-  if (engine.state_.closed.load()) {
+  if (engine.closed()) {
     status_ = engine_closed();
-  } else if (!engine.outside_allowed(&why)) {
+  } else if (!engine.records_.between(&why)) {
     status_ = busy(why);
   } else {
-    engine.state_.phase.begin(Phase::kOutside);  // no more of them begin
-    entered_ = true;
-    engine.workers_.settle(
-        lock, [&]() REQUIRES(control) { return engine.state_.phase.may(Phase::kAlone); });
+    outside_.emplace(phase, Phase::kOutside);
+    phase.await(lock, Phase::kAlone);  // no more of what is not beside it begins
   }
-}
-
-OutsideScope::~OutsideScope() {
-  if (!entered_) return;
-  {
-    ControlLock lock(engine_.state_.mu);
-    engine_.state_.phase.end(Phase::kOutside);
-  }
-  engine_.workers_.progress();
-}
-
-bool Engine::outside_allowed(String* why) {
-  // What a rank has ended counts after it has left, too.
-  const uint64_t ended = state_.records.ended();
-  if (ended == kNoStep) return state_.ranks.between(why);
-  *why = state_.ranks.some_ended(ended);
-  return false;
 }
 
 Status Engine::flush(Deadline deadline) {
@@ -89,17 +67,15 @@ Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
-    ControlLock lock(state_.mu);
-    return state_.phase.may(Phase::kWhole) && !state_.tables.any_pending();
+    ControlLock lock(mu_);
+    return phase_.may(Phase::kWhole) && !tables_.any_pending();
   };
   Status s = wait(deadline, nullptr, written, [&] {
     return workers_.help(true) || flusher_.write(UINT64_MAX);
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
-  uint64_t rows = 0;
-  ControlLock lock(state_.mu);
-  state_.tables.each_window([&](Window& w) { rows += w.pending_rows(); });
-  return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
+  return fail(s, "flush waited for updates to be written, of %llu rows now; call again",
+              static_cast<unsigned long long>(tables_.pending_rows()));
 }
 
 Status Engine::count(AnyTable& table, uint64_t* out) {
@@ -274,27 +250,14 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   return FRUGAL_OK;
 }
 
-// Between steps nothing else keeps operations outside steps from changing the rows that are read.
-struct Engine::Reading {
-  Engine& engine;
-  bool counted = false;
-  ~Reading() {
-    if (!counted) return;
-    {
-      ControlLock lock(engine.state_.mu);
-      engine.state_.phase.end(Phase::kRead);
-    }
-    engine.workers_.progress();
-  }
-};
-
 // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
 // before it must be committed, and nothing commits while this rank has not begun the next.
-Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Reading* reading) {
+Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
+                              std::optional<Phase::During>* reading) {
   uint64_t next;
   bool inside;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     inside = t.in_step;
     next = inside ? t.step : t.next_step;
     if (next != kNoStep) *step = next;
@@ -302,17 +265,15 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step, Rea
   bool busy = false;
   auto ended = [&] {
     if (workers_.applying()) return false;
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // This rank may have been told of an abort that is still taking rows of others back.
-    busy = !state_.phase.may(Phase::kRead);
+    busy = !phase_.may(Phase::kRead);
     const bool others = next != kNoStep && config_.staleness < next &&
-                        state_.ranks.to_commit() < next - config_.staleness;
-    if (others) state_.ranks.note_awaited(state_.ranks.to_commit());
+                        ranks_.to_commit() < next - config_.staleness;
+    if (others) ranks_.note_awaited(ranks_.to_commit());
     if (busy || others) return false;
-    if (!inside) {
-      state_.phase.begin(Phase::kRead);
-      reading->counted = true;
-    }
+    // Between steps nothing else keeps operations outside steps from changing the rows.
+    if (!inside) reading->emplace(phase_, Phase::kRead);
     return true;
   };
   const Status s = wait_for_ranks(deadline, &t, ended, [&] { return workers_.help(true); });
@@ -350,7 +311,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   std::optional<UniqueLock> call;
   std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;
-  Reading reading{*this};
+  std::optional<Phase::During> reading;
   if (trainer) {
     tell_used(*trainer);
     call.emplace(trainer->call_mu);

@@ -8,13 +8,15 @@ namespace frugal {
 
 std::atomic<uint64_t> g_small_step{kParallelBytes};
 
-Pacing::Pacing(const frugal_config& config, uint32_t cpus)
+Pacing::Pacing(const frugal_config& config, uint32_t cpus, std::atomic<uint64_t>* peak)
     : mode_(config.flush_mode),
       always_(config.staleness != 0),
       flush_threads_(config.flush_threads),
       world_size_(config.world_size),
       cpus_(cpus),
-      deferred_(always_ || mode_ == FRUGAL_FLUSH_DEFERRED || mode_ == FRUGAL_FLUSH_TREE_HEAP) {}
+      deferred_(always_ || mode_ == FRUGAL_FLUSH_DEFERRED || mode_ == FRUGAL_FLUSH_TREE_HEAP),
+      budget_(config.pending_bytes),
+      peak_(peak) {}
 
 // Idle time does not say what deferring costs the calls themselves: a lookup waits for a row that
 // is queued, and queueing is work. So it is tried, and goes on while a byte costs trainers less

@@ -1,11 +1,13 @@
-// How an engine works: whether updates are deferred, and whether flush threads rest. In mode AUTO
-// that is decided by measurement (docs/architecture.md, section 10).
+// How an engine works: whether updates are deferred, how far behind the rows may be, and whether
+// flush threads rest. In mode AUTO measurement decides that (docs/architecture.md, section 10).
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include "frugal.h"
+#include "window/step_update.h"
 
 namespace frugal {
 
@@ -22,12 +24,16 @@ class Pacing {
     uint64_t apply = 0;  // spent on writing rows
     uint64_t calls = 0;  // spent by all ranks in calls
   };
-  // A finite staleness, or an endless one, always defers.
-  Pacing(const frugal_config& config, uint32_t cpus);
+  // A finite staleness, or an endless one, always defers. `peak`: of what has been pending.
+  Pacing(const frugal_config& config, uint32_t cpus, std::atomic<uint64_t>* peak);
 
   bool deferred() const { return deferred_.load(std::memory_order_relaxed); }
   bool resting() const { return resting_.load(); }
-  uint32_t cpus() const { return cpus_; }
+  // Where there is device time to hide behind, what no gate is about to need waits while so many
+  // calls that gather or sum want the processors, and the memory's bandwidth, of this machine.
+  bool calls_first(uint32_t calls) const {
+    return deferred() && pending() <= limit() && calls * 2 >= cpus_;
+  }
   bool small(uint64_t bytes) const {
     return mode_ == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
   }
@@ -37,22 +43,51 @@ class Pacing {
   void trained_elsewhere(uint64_t cpu_ns) {
     elsewhere_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
   }
-  // A step begins to be committed: what its rows have of bytes. One at a time.
-  void step(uint64_t bytes) {
+
+  // --- A step is committed, by one thread at a time
+  struct How {
+    bool deferred;
+    bool small;  // or by the committing thread alone
+  };
+  // It begins: what its rows have of bytes. Updates of a row go in step order: while older ones are
+  // pending, new ones queue behind them.
+  How begin(uint64_t bytes, bool any_pending) {
     most_ = std::max(most_, bytes);
     bytes_ += bytes;
+    if (!deferred() && any_pending) drains_.store(true);
+    return {deferred() || any_pending, small(bytes)};
+  }
+  // The update is one of the step's: its sums are pending until it is written.
+  void add(StepUpdate* update) {
+    committing_ += update->bytes;
+    update->account(&pending_, peak_);
   }
   // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether
-  // these rest no more. One at a time.
+  // these rest no more.
   template <class Measure>
   bool committed(bool may_rest, Measure measure) {
+    last_step_.store(std::exchange(committing_, 0), std::memory_order_relaxed);
     if (mode_ != FRUGAL_FLUSH_AUTO || ++steps_ % kSteps != 0) return false;
     Measured now = measure();
     now.cpu += elsewhere_ns_.load(std::memory_order_relaxed);
     return decide(may_rest, now);
   }
 
+  // --- How far the rows are behind: sums of committed updates that are not written
+  uint64_t pending() const { return pending_.load(); }
+  bool over_budget() const { return pending() > budget_; }
+  // Gates write when more than this is pending: the budget, or less where a backlog of several
+  // steps shows that flushing does not keep up. A longer one would only leave the caches.
+  uint64_t limit() const {
+    return std::min(budget_, std::max(last_step_.load(std::memory_order_relaxed) * 5 / 4, kLeast));
+  }
+  // Gates wait for everything, until nothing is pending: out of deferred mode declarations are no
+  // longer linked.
+  bool drains() const { return drains_.load() || !deferred() || pending() > limit(); }
+  void drained() { drains_.store(false); }
+
  private:
+  static constexpr uint64_t kLeast = uint64_t{4} << 20;  // of a limit
   static constexpr uint64_t kSteps = 16;
   static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
   bool decide(bool may_rest, const Measured& now);
@@ -61,7 +96,12 @@ class Pacing {
   const int32_t mode_;
   const bool always_;  // defers
   const uint32_t flush_threads_, world_size_, cpus_;
-  std::atomic<bool> deferred_, resting_{false};
+  std::atomic<bool> deferred_, resting_{false}, drains_{false};
+  const uint64_t budget_;
+  std::atomic<uint64_t>* const peak_;
+  std::atomic<uint64_t> pending_{0};
+  std::atomic<uint64_t> last_step_{0};  // sums of the one that was committed last
+  uint64_t committing_ = 0;
   std::atomic<uint64_t> warm_ns_{0}, elsewhere_ns_{0};
   uint64_t steps_ = 1, most_ = 0, bytes_ = 0, warm_ = 0;
   Measured last_;

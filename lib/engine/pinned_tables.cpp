@@ -22,12 +22,12 @@ void PinnedTables::leave(Trainer& t) noexcept {
 void PinnedTables::unpin() {
   Lock joins(joins_mu_);
   if (pinner_.any()) return;
-  for (const TableRef& table : state_.tables.now()) table->rows.unpin();
+  for (const TableRef& table : tables_.now()) table->rows.unpin();
 }
 
 Status PinnedTables::next(bool* any) {
   *any = false;
-  const Vector<TableRef> tables = state_.tables.now();
+  const Vector<TableRef> tables = tables_.now();
   for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
   return FRUGAL_OK;
 }
@@ -36,12 +36,8 @@ bool PinnedTables::one(bool* changed) {
   *changed = false;
   if (waiting_.load() == 0) return false;
   // Of these, and not of who joins from here on, it can be told below that all is pinned.
-  Vector<TrainerRef> waiting;
-  {
-    ControlLock lock(state_.mu);
-    for (const TrainerRef& t : state_.ranks)
-      if (t && waits(*t)) waiting.push_back(t);
-  }
+  const Vector<TrainerRef> waiting =
+      ranks_.those([this](const Trainer& t) { return waits(t); });
   if (waiting.empty()) return false;
   bool any;
   const Status status = next(&any);

@@ -9,14 +9,16 @@
 #include <memory>
 #include <mutex>
 
-#include "engine/control_state.h"
 #include "engine/device_memory.h"
+#include "engine/ranks.h"
+#include "engine/tables.h"
 
 namespace frugal {
 
 class PinnedTables {
  public:
-  PinnedTables(ControlState& state, DevicePinner& pinner) : state_(state), pinner_(pinner) {}
+  PinnedTables(const Tables& tables, const Ranks& ranks, DevicePinner& pinner)
+      : tables_(tables), ranks_(ranks), pinner_(pinner) {}
   // From here on new slabs are pinned, and tables that are being created look again when they are
   // there. Throws.
   void join(Trainer& t, std::shared_ptr<device::Runtime> runtime);
@@ -36,7 +38,8 @@ class PinnedTables {
  private:
   Status next(bool* any);
 
-  ControlState& state_;
+  const Tables& tables_;
+  const Ranks& ranks_;
   DevicePinner& pinner_;
   std::atomic<uint32_t> waiting_{0};  // trainers for which memory is being pinned
   Mutex joins_mu_;               // joins against taking all pins back

@@ -29,6 +29,7 @@ void Ranks::join(const TrainerRef& t, uint64_t recorded) {
 }
 
 void Ranks::leave(Trainer& t) {
+  ControlLock lock(mu_);
   if (trainers_[t.rank].get() != &t) return;  // who closes the engine was first
   // Not as if it had left: nobody goes on without it.
   if (lost_[t.rank]) {
@@ -50,6 +51,8 @@ void Ranks::note_awaited(uint64_t step) {
 
 // Threads of this process are never taken for dead.
 bool Ranks::find_silent(const Silence& silence) {
+  if (silence.limit == UINT64_MAX) return false;
+  ControlLock lock(mu_);
   const uint64_t step = to_commit(), now = now_ns();
   if (now - std::exchange(looked_, now) > silence.gap) went_on_ = now;
   if (!silent_ || step == kNoStep || awaited_step_ != step) return false;
@@ -92,6 +95,7 @@ void Ranks::begin(Trainer& t, uint64_t step) {
 }
 
 void Ranks::undo(Trainer& t) {
+  ControlLock lock(mu_);
   t.turn.passed = kNoStep;
   go(t, false, t.next_step == kNoStep ? kNoStep : to_commit());
 }
@@ -128,7 +132,9 @@ String Ranks::step_again() const {
                          : text("step %llu again", static_cast<unsigned long long>(next));
 }
 
-Status Ranks::not_inside(const Trainer& t) const {
+Status Ranks::check_inside(const Trainer& t) const {
+  if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
+  ControlLock lock(mu_);
   if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
                 "the process of rank %u is gone and the step undone: begin %s",
@@ -185,6 +191,8 @@ void Ranks::expect_backlog(size_t n) {
 }
 
 void Ranks::add_backlog(const UpdateRef& update, const TableRef& table) {
+  if (!caches_exist()) return;
+  ControlLock lock(mu_);
   for (const TrainerRef& t : trainers_)
     // (Who has joined since there was room made has no lines.)
     if (t && t->has_cache.load() && t->backlog.size() < t->backlog.capacity())

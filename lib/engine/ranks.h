@@ -1,7 +1,7 @@
 // The ranks of an engine: who is there, which step each is inside of, and which one all have ended.
 //
 // What is atomic may be looked at without the engine's mutex, while a commit, or a step that begins,
-// may be about to move it on.
+// may be about to move it on. Some functions take the mutex: they say so.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -37,8 +37,9 @@ struct Silence {
 
 class Ranks {
  public:
-  explicit Ranks(uint32_t world_size)
-      : size_(world_size), trainers_(world_size), joined_(world_size, 0), lost_(world_size, 0) {
+  Ranks(uint32_t world_size, ControlMutex& mu)
+      : mu_(mu), size_(world_size), trainers_(world_size), joined_(world_size, 0),
+        lost_(world_size, 0) {
     counts_.awaited = world_size;
   }
 
@@ -48,11 +49,31 @@ class Ranks {
   const TrainerRef& operator[](uint32_t rank) const REQUIRES(control) { return trainers_[rank]; }
   auto begin() const REQUIRES(control) { return trainers_.begin(); }
   auto end() const REQUIRES(control) { return trainers_.end(); }
+  // The next three take the mutex.
+  TrainerRef at(uint32_t rank) const {
+    ControlLock lock(mu_);
+    return trainers_[rank];
+  }
+  // One after the other, without the mutex and without any memory: visit(trainer).
+  template <class Visit>
+  void each(Visit visit) const {
+    for (uint32_t r = 0; r < size_; ++r)
+      if (const TrainerRef t = at(r)) visit(*t);
+  }
+  // Those of whom it holds.
+  template <class Holds>
+  Vector<TrainerRef> those(Holds holds) const {
+    Vector<TrainerRef> all;
+    ControlLock lock(mu_);
+    for (const TrainerRef& t : trainers_)
+      if (t && holds(*t)) all.push_back(t);
+    return all;
+  }
   // Somebody has been there, and steps go on without them.
   bool joined(uint32_t rank) const REQUIRES(control) { return joined_[rank] != 0; }
   // `recorded`: before this step ranks may have ended some.
   void join(const TrainerRef& t, uint64_t recorded) REQUIRES(control);
-  void leave(Trainer& t) REQUIRES(control);
+  void leave(Trainer& t);  // takes the mutex
 
   // --- Who is gone
   // The rank's process is gone, or does not answer: no step begins before it is replaced.
@@ -62,13 +83,14 @@ class Ranks {
   }
   // The first such rank; kNoRank: there is none.
   uint32_t lost() const REQUIRES(control) { return first_lost_; }
-  // `silent` is told of trainers in other processes that are as good as dead. Null: nobody is told
-  // any more.
-  void on_silent(std::function<void(const TrainerRef&)> silent) REQUIRES(control) {
+  // `silent` is told, with the mutex held, of trainers in other processes that are as good as dead.
+  // Null: nobody is told any more. This, and who looks for them, take the mutex.
+  void on_silent(std::function<void(const TrainerRef&)> silent) {
+    ControlLock lock(mu_);
     silent_ = std::move(silent);
   }
+  bool find_silent(const Silence& silence);  // was there one?
   void note_awaited(uint64_t step) REQUIRES(control);  // somebody waits for all ranks to end it
-  bool find_silent(const Silence& silence) REQUIRES(control);  // was there one?
 
   // --- Steps of all
   // kNoStep: no step has begun, or none is committed.
@@ -101,8 +123,8 @@ class Ranks {
   void begin_again(Trainer& t) REQUIRES(control) {  // the step that it is inside of
     go(t, false, t.step);
   }
-  void undo(Trainer& t) REQUIRES(control);
-  Status not_inside(const Trainer& t) const;
+  void undo(Trainer& t);                        // takes the mutex
+  Status check_inside(const Trainer& t) const;  // likewise, where it is not
   // What is to be begun after an undo; no number while no step has ever been begun.
   String step_again() const;
 
@@ -126,13 +148,16 @@ class Ranks {
 
   // --- Caches
   bool caches_exist() const { return caches_.load(std::memory_order_relaxed) != 0; }
-  bool has_cache(uint32_t rank) const REQUIRES(control) {
+  // Takes the mutex, where there are any.
+  bool has_cache(uint32_t rank) const {
+    if (!caches_exist()) return false;
+    ControlLock lock(mu_);
     return trainers_[rank] && trainers_[rank]->has_cache.load(std::memory_order_relaxed);
   }
   // Committed updates that caches have not applied: room for `n` more, and then, without any
-  // memory, one of them.
+  // memory, one of them, which takes the mutex where there are caches.
   void expect_backlog(size_t n) REQUIRES(control);
-  void add_backlog(const UpdateRef& update, const TableRef& table) REQUIRES(control);
+  void add_backlog(const UpdateRef& update, const TableRef& table);
 
  private:
   // Some rank is inside a step, or is to begin another than `next`; kNoStep: than others.
@@ -174,6 +199,7 @@ class Ranks {
     if (counts_.to_end.ranks == 0 || counts_.to_begin.ranks == 0) counts_ = counted();
   }
 
+  ControlMutex& mu_;
   const uint32_t size_;
   Vector<TrainerRef> trainers_ GUARDED_BY(control);
   Vector<uint8_t> joined_ GUARDED_BY(control);

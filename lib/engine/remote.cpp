@@ -9,24 +9,24 @@
 namespace frugal {
 
 Status Engine::keep_ledger() {
-  if (state_.tables.ledger) return FRUGAL_OK;
+  if (tables_.ledger) return FRUGAL_OK;
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   std::shared_ptr<Ledger> ledger;
-  ControlLock lock(state_.mu);
-  if (state_.tables.ledger) return FRUGAL_OK;
-  FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, state_.ranks.committed(), &ledger));
-  Vector<std::shared_ptr<TableLedger>> of(state_.tables.size());
+  ControlLock lock(mu_);
+  if (tables_.ledger) return FRUGAL_OK;
+  FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, ranks_.committed(), &ledger));
+  Vector<std::shared_ptr<TableLedger>> of(tables_.size());
   for (size_t i = 0; i < of.size(); ++i) {
-    const Rows& rows = state_.tables[i]->rows;
-    FRUGAL_TRY(ledger->add_table(state_.tables[i]->handle, rows.layout(), rows.init(), &of[i]));
+    const Rows& rows = tables_[i]->rows;
+    FRUGAL_TRY(ledger->add_table(tables_[i]->handle, rows.layout(), rows.init(), &of[i]));
   }
   for (size_t i = 0; i < of.size(); ++i) {
-    state_.tables[i]->ledger = std::move(of[i]);
-    state_.tables[i]->ledger->watch(state_.tables[i]->rows);
+    tables_[i]->ledger = std::move(of[i]);
+    tables_[i]->ledger->watch(tables_[i]->rows);
   }
-  state_.tables.ledger = std::move(ledger);
+  tables_.ledger = std::move(ledger);
   return FRUGAL_OK;
 }
 
@@ -111,11 +111,11 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   if (number == there.boundaries) return FRUGAL_OK;
   if (table && !there.has_refused(table) && there.refused.size() < t.caches.size())
     there.refused.push_back(table);
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
   // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
   // begins it anew.
-  state_.ranks.begin_again(t);
+  ranks_.begin_again(t);
   return FRUGAL_OK;
 }
 
@@ -131,8 +131,8 @@ Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches)
     if (t.remote_lines.has_refused(of.table()->handle)) of.close();
   t.remote_lines.done = t.remote_lines.boundaries;
-  ControlLock lock(state_.mu);
-  state_.ranks.begin_again(t);
+  ControlLock lock(mu_);
+  ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
   t.backlog.clear();
   return health();
@@ -178,7 +178,7 @@ Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   FRUGAL_TRY(check());
   // What has undone the step is told by a call of the trainer's own.
   if (t.closing.load() || t.abort_notice.load()) return FRUGAL_ERR_NOT_IN_STEP;
-  FRUGAL_TRY(inside(t));
+  FRUGAL_TRY(ranks_.check_inside(t));
   create_used(t, used);
   return FRUGAL_OK;
 }
@@ -196,18 +196,14 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
 // The same on behalf of somebody else, who wants to know which rows exist. What the trainer is to
 // be told of stays for itself.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
-  auto inside = [&] {
-    ControlLock lock(state_.mu);
-    return t.in_step.load();
-  };
-  if (!inside()) return;
+  if (!t.in_step.load()) return;
   // A call of its that waits for other ranks is not waited for: it has ended its step by then.
   while (!t.call_mu.try_lock()) {
-    if (!inside()) return;
+    if (!t.in_step.load()) return;
     sleep_ns(20'000);
   }
   const UniqueLock call(t.call_mu, std::adopt_lock);
-  if (inside() && !t.closing.load() && !t.abort_notice.load() && !state_.closed.load() &&
+  if (t.in_step.load() && !t.closing.load() && !t.abort_notice.load() && !closed() &&
       health() == FRUGAL_OK)
     create_used(t, used);
 }
@@ -215,13 +211,8 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
 // Rows that the other ranks have made before this rank's call: those of processes may not be told
 // of yet.
 void Engine::tell_used(const Trainer& by) {
-  Vector<TrainerRef> others;
-  {
-    ControlLock lock(state_.mu);
-    for (const TrainerRef& t : state_.ranks)
-      if (t && t.get() != &by && t->process.heard.load()) others.push_back(t);
-  }
-  for (const TrainerRef& t : others) {
+  const auto elsewhere = [&](const Trainer& t) { return &t != &by && t.process.heard.load(); };
+  for (const TrainerRef& t : ranks_.those(elsewhere)) {
     Lock lock(t->process.mu);
     if (t->process.used) t->process.used->tell();
   }
@@ -231,10 +222,10 @@ void Engine::tell_used(const Trainer& by) {
 Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  FRUGAL_TRY(inside(t));
+  FRUGAL_TRY(ranks_.check_inside(t));
   Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
-  const bool for_kernels = memory_.pinner->any() && state_.ranks.caches_exist();
+  const bool for_kernels = memory_.pinner->any() && ranks_.caches_exist();
   for (RemotePush& p : *pushes) {
     if (for_kernels && p.sums) {
       Buffer seen;
@@ -256,7 +247,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
     s.first.sums = std::move(p.sums);
   }
   t.pushes.swap(states);
-  state_.ranks.note_push(t.step);
+  ranks_.note_push(t.step);
   return FRUGAL_OK;
 }
 
@@ -264,12 +255,12 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
 Status Engine::inside_step(Trainer& t) {
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  return inside(t);
+  return ranks_.check_inside(t);
 }
 
 // Has it begun the step, and nobody undone it?
 bool Engine::is_inside(const Trainer& t, uint64_t step) {
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   return t.in_step && t.step == step && !t.abort_notice.load();
 }
 
@@ -301,7 +292,7 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   add(meters_.counters.prefetch_ns, c.prefetch_ns);
   add(meters_.counters.step_begin_ns, c.step_begin_ns);
   add(meters_.counters.step_end_ns, c.step_end_ns);
-  state_.pacing.trained_elsewhere(c.cpu_ns);
+  pacing_.trained_elsewhere(c.cpu_ns);
 }
 
 // The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before
@@ -312,28 +303,18 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   workers_.progress();
   {
     Lock call(t->call_mu);  // a call of its that waits ends
-    ControlLock lock(state_.mu);
-    if (state_.closed.load() || state_.ranks[t->rank] != t) return FRUGAL_OK;
-    state_.ranks.lose(t->rank);
+    ControlLock lock(mu_);
+    if (closed() || ranks_[t->rank] != t) return FRUGAL_OK;
+    ranks_.lose(t->rank);
   }
   FRUGAL_TRY(aborter_.undo(*t, Aborter::Why::kLost));
   return close_trainer(t);
 }
 
-void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
-  ControlLock lock(state_.mu);
-  state_.ranks.on_silent(std::move(silent));
-}
-
 bool Engine::find_silent() {
-  if (silence_.limit == UINT64_MAX) return false;
-  bool found;
-  {
-    ControlLock lock(state_.mu);
-    found = state_.ranks.find_silent(silence_);
-  }
-  if (found) workers_.progress();
-  return found;
+  if (!ranks_.find_silent(silence_)) return false;
+  workers_.progress();
+  return true;
 }
 
 }  // namespace frugal

@@ -7,29 +7,29 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
   add({waited_for(WaitedFor::kOutside),
        [this](Pass& p) REQUIRES(control) {
          p.everything = false;
-         return !of_.state.phase.is(Phase::kOutside);
+         return !of_.phase.is(Phase::kOutside);
        },
        [](const Pass&) { return String("an operation outside steps"); }, nullptr});
   add({waited_for(WaitedFor::kAborting),
-       [this](Pass&) REQUIRES(control) { return of_.state.phase.may(Phase::kStep); },
+       [this](Pass&) REQUIRES(control) { return !of_.phase.is(Phase::kAbort); },
        [](const Pass&) { return String("an abort"); }, nullptr});
-  add({0, [this](Pass&) REQUIRES(control) { return of_.state.ranks.lost() == kNoRank; },
+  add({0, [this](Pass&) REQUIRES(control) { return of_.ranks.lost() == kNoRank; },
        [this](const Pass&) REQUIRES(control) {
          return text(
              "somebody to join in place of rank %u, whose process is gone or does not answer",
-             of_.state.ranks.lost());
+             of_.ranks.lost());
        },
        nullptr});
   add({waited_for(WaitedFor::kRanks),
        [this](Pass& p) REQUIRES(control) {
          const bool is_near = near(p.step);
-         if (!is_near) of_.state.ranks.note_awaited(of_.state.ranks.to_commit());
+         if (!is_near) of_.ranks.note_awaited(of_.ranks.to_commit());
          return is_near;
        },
        [this](const Pass&) REQUIRES(control) {
-         return text("rank %s to end step %llu",
-                     of_.state.ranks.late_ranks(of_.state.ranks.to_commit()).c_str(),
-                     static_cast<unsigned long long>(of_.state.ranks.to_commit()));
+         const uint64_t step = of_.ranks.to_commit();
+         return text("rank %s to end step %llu", of_.ranks.late_ranks(step).c_str(),
+                     static_cast<unsigned long long>(step));
        },
        nullptr});
   add({waited_for(WaitedFor::kJobs), [this](Pass&) { return !of_.workers.applying(); },
@@ -38,11 +38,9 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
   add({waited_for(WaitedFor::kDeclared),
        [this](Pass& p) REQUIRES(control) {
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
-         const bool links =
-             (of_.state.pacing.deferred() || of_.state.ranks.caches_exist()) &&
-             of_.config.staleness < kRing;
-         p.declared =
-             of_.declarations.unready(p.step, links ? of_.state.ranks.to_commit() : kNoStep);
+         const bool links = (of_.pacing.deferred() || of_.ranks.caches_exist()) &&
+                            of_.config.staleness < kRing;
+         p.declared = of_.declarations.unready(p.step, links ? of_.ranks.to_commit() : kNoStep);
          return p.declared == kNoStep;
        },
        [](const Pass& p) {
@@ -56,29 +54,25 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](const Pass&) { return work_.load(); }});
   add({waited_for(WaitedFor::kAllPending),
        [this](Pass& p) REQUIRES(control) {
-         // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-         PendingBytes& pending = of_.state.pending;
-         const bool any =
-             pending.drains() || !of_.state.pacing.deferred() || pending.now() > pending.limit();
-         p.table = of_.state.tables.first_pending(
+         const bool any = of_.pacing.drains();
+         p.table = of_.tables.first_pending(
              [&](Window& w) { return w.any_pending() && (any || w.crowded()); });
-         p.everything = p.table != of_.state.tables.size();
-         if (any && !p.everything) pending.drained();
+         p.everything = p.table != of_.tables.size();
+         if (any && !p.everything) of_.pacing.drained();
          return !p.everything;
        },
        [](const Pass&) { return String("pending updates to be written"); },
        [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
   add({waited_for(WaitedFor::kPending),
        [this](Pass& p) REQUIRES(control) {
-         p.table = of_.state.tables.first_pending(
-             [&](Window& w) { return w.pending_until(p.step); });
-         const bool none = p.table == of_.state.tables.size();
+         p.table = of_.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
+         const bool none = p.table == of_.tables.size();
          if (!none && !p.in_flight)
-           p.in_flight = of_.state.tables[p.table]->window.in_flight_until(p.step);
+           p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
          return none;
        },
        [this](const Pass& p) REQUIRES(control) {
-         const TableRef& t = of_.state.tables[p.table];
+         const TableRef& t = of_.tables[p.table];
          return text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
                      t->name.c_str(), static_cast<unsigned long long>(p.step),
                      static_cast<unsigned long long>(t->window.pending_rows()));
@@ -88,7 +82,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
 
 // How far is it from the step to be committed?
 bool StepGate::near(uint64_t step) const {
-  const uint64_t needed = of_.state.ranks.to_commit(), staleness = of_.config.staleness;
+  const uint64_t needed = of_.ranks.to_commit(), staleness = of_.config.staleness;
   const bool is_near = staleness >= step || step - staleness <= needed;
   return is_near && (step <= needed || step - needed <= most_ahead(of_.config));
 }

@@ -5,10 +5,13 @@
 // Conditions are looked at with the engine's mutex held, all at each look: between two looks an
 // operation outside steps may have dropped a table, or cached rows.
 #pragma once
-#include "engine/control_state.h"
 #include "engine/declarations.h"
 #include "engine/flusher.h"
 #include "engine/gate.h"
+#include "engine/pacing.h"
+#include "engine/phase.h"
+#include "engine/ranks.h"
+#include "engine/tables.h"
 #include "engine/workers.h"
 
 namespace frugal {
@@ -24,9 +27,12 @@ class StepGate : public Gate {
  public:
   struct Parts {
     const frugal_config& config;
-    ControlState& state;
+    Phase& phase;
+    Ranks& ranks;
     Workers& workers;
     Declarations& declarations;
+    Pacing& pacing;
+    Tables& tables;
     Flusher& flusher;
   };
   // What the engine itself does for a step that waits.

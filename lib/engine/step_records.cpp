@@ -43,10 +43,34 @@ void StepRecord::await_flights() const {
     }
 }
 
-uint64_t StepRecords::ended() const {
-  for (const auto& [step, record] : records_)
-    if (!record.handovers.empty() || !record.created.empty() || record.skip) return step;
-  return kNoStep;
+StepRecord* StepRecords::complete() {
+  const uint64_t step = ranks_.to_commit();
+  bool present;
+  if (step == kNoStep || !ranks_.ended(step, &present)) return nullptr;
+  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
+  // may be empty: later ones wait behind it, and rows may be staged for it.
+  StepRecord* const record = present ? &of(step) : find(step);
+  return record && record->flights.empty() ? record : nullptr;
+}
+
+bool StepRecords::between(String* why) const {
+  // What a rank has ended counts after it has left, too.
+  for (const auto& [step, record] : records_) {
+    if (record.handovers.empty() && record.created.empty() && !record.skip) continue;
+    *why = ranks_.some_ended(step);
+    return false;
+  }
+  return ranks_.between(why);
+}
+
+bool StepRecords::schedule(uint64_t step) {
+  if (step != ranks_.to_commit() || !ranks_.all_begun(step)) return false;
+  return of(step).prepare_scheduled = true;
+}
+
+StepRecord* StepRecords::scheduled() {
+  StepRecord* const record = find(ranks_.to_commit());
+  return record && record->prepare_scheduled ? record : nullptr;
 }
 
 bool StepRecords::staged() const {
@@ -60,6 +84,7 @@ Map<uint64_t, StepRecord> StepRecords::take() {
 }
 
 uint32_t StepRecords::forget_landed() {
+  ControlLock lock(mu_);
   const auto landed = [](const FlightRef& f) { return f->landed.load() && !f->failed.load(); };
   size_t n = 0;
   for (auto& [step, record] : records_) n += std::erase_if(record.flights, landed);

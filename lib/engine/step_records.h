@@ -9,6 +9,7 @@
 
 #include "base/assert.h"
 #include "engine/control.h"
+#include "engine/ranks.h"
 #include "engine/trainer.h"
 #include "engine/workers.h"
 
@@ -73,6 +74,8 @@ struct StepRecord {
 
 class StepRecords {
  public:
+  StepRecords(ControlMutex& mu, const Ranks& ranks) : mu_(mu), ranks_(ranks) {}
+
   StepRecord& of(uint64_t step) REQUIRES(control) { return records_[step]; }
   StepRecord* find(uint64_t step) REQUIRES(control) {  // null: there is none
     const auto at = records_.find(step);
@@ -82,9 +85,16 @@ class StepRecords {
   uint64_t end() const REQUIRES(control) {
     return records_.empty() ? 0 : records_.rbegin()->first + 1;
   }
-  // The first step that some rank has ended and told something of; kNoStep: there is none.
-  uint64_t ended() const REQUIRES(control);
+  // Null: not all ranks have ended the step that is to be committed next, or something of it is in
+  // flight.
+  StepRecord* complete() REQUIRES(control);
+  // No rank is inside a step, and what they have ended is committed.
+  bool between(String* why) const REQUIRES(control);
   bool staged() const REQUIRES(control);  // of all steps what is taken in ahead
+  // Of the step that is to be committed next something is to be taken in ahead. False: nothing as
+  // yet, for some rank has not begun it.
+  bool schedule(uint64_t step) REQUIRES(control);
+  StepRecord* scheduled() REQUIRES(control);  // null: there is none
   // All of them; what they have in flight is the caller's to wait for.
   Map<uint64_t, StepRecord> take() REQUIRES(control);
 
@@ -100,14 +110,23 @@ class StepRecords {
     for (const auto& [step, record] : records_)
       for (const FlightRef& f : record.flights) visit(f);
   }
-  // Those that have landed are forgotten. Their number is to be told when what follows is done.
-  uint32_t forget_landed() REQUIRES(control);
+  // These two take the mutex. Those that have landed are forgotten; their number is to be told when
+  // what follows is done.
+  Vector<FlightRef> flights() const {
+    Vector<FlightRef> all;
+    ControlLock lock(mu_);
+    each_flight([&](const FlightRef& f) { all.push_back(f); });
+    return all;
+  }
+  uint32_t forget_landed();
   void done(uint32_t flights) {
     FRUGAL_ASSERT(flights <= flying_.load());
     flying_.fetch_sub(flights);
   }
 
  private:
+  ControlMutex& mu_;
+  const Ranks& ranks_;
   Map<uint64_t, StepRecord> records_ GUARDED_BY(control);
   std::atomic<uint32_t> flying_{0};
 };

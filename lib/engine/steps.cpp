@@ -41,13 +41,13 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     device::look_for_devices();
   FRUGAL_TRY(check_step(step));
   {
-    ControlLock lock(state_.mu);
-    FRUGAL_TRY(state_.ranks.may_begin(t, step));
-    if (state_.ranks.to_commit() == kNoStep) {
-      state_.ranks.start(step);
-      state_.tables.each_window([&](Window& w) { w.set_base(step); });
+    ControlLock lock(mu_);
+    FRUGAL_TRY(ranks_.may_begin(t, step));
+    if (ranks_.to_commit() == kNoStep) {
+      ranks_.start(step);
+      tables_.each_window([&](Window& w) { w.set_base(step); });
     }
-    if (state_.ranks.any_behind(step))
+    if (ranks_.any_behind(step))
       meters_.counters.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
@@ -56,7 +56,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     Trainer* t = nullptr;  // null: allow_planning has told
     ~Turning() {
       if (!t) return;
-      ControlLock lock(engine.state_.mu);
+      ControlLock lock(engine.mu_);
       t->turn.turning = false;
     }
   } turning{*this};
@@ -70,11 +70,11 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
     if (s != FRUGAL_OK) return s;
     {
-      ControlLock lock(state_.mu);
-      if (!t.abort_notice.load() && !t.closing.load() && !closed() && health() == FRUGAL_OK &&
-          state_.phase.may(Phase::kStep) && open_still(step)) {
+      ControlLock lock(mu_);
+      if (!t.abort_notice.load() && !t.closing.load() && health() == FRUGAL_OK &&
+          phase_.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
-        state_.ranks.begin(t, step);
+        ranks_.begin(t, step);
         if (t.remote_lines.done == t.remote_lines.boundaries) break;
         again = true;
       }
@@ -94,7 +94,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     allow_planning(t, step);
     turning.t = nullptr;
   }
-  if (state_.pacing.deferred() && config_.flush_threads) schedule_staging(t, step);
+  if (pacing_.deferred() && config_.flush_threads) schedule_staging(t, step);
   return FRUGAL_OK;
 }
 
@@ -119,14 +119,11 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
 void Engine::schedule_staging(const Trainer& t, uint64_t step) {
   bool schedule = false;
   try {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // After an abort, of which this rank is not told yet, all begin the step again: it may be
     // declared for meanwhile, and what is staged must have passed the gates.
-    if (step == state_.ranks.to_commit() && state_.phase.may(Phase::kStage) &&
-        !t.abort_notice.load()) {
-      schedule = state_.ranks.all_begun(step);
-      if (schedule) state_.records.of(step).prepare_scheduled = true;
-    }
+    schedule = phase_.may(Phase::kStage) && !t.abort_notice.load() &&
+               records_.schedule(step);
   } catch (const std::bad_alloc&) {
     schedule = false;  // staging is a favour
   }
@@ -147,14 +144,10 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
-    {
-      ControlLock lock(state_.mu);
-      if (!t.in_step) return state_.ranks.not_inside(t);
-      if (t.step != step)
-        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
-                    t.rank, static_cast<unsigned long long>(t.step),
-                    static_cast<unsigned long long>(step));
-    }
+    FRUGAL_TRY(ranks_.check_inside(t));
+    if (t.step != step)
+      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
+                  static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
     Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
     if (found != Flight::Found::kNothing) {
@@ -166,11 +159,11 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     FRUGAL_TRY(join_handovers(t, &handovers));
     bool taken = false;
     {
-      ControlLock lock(state_.mu);
+      ControlLock lock(mu_);
       // Who closes the engine has taken the records away already.
-      if (state_.closed.load()) return engine_closed();
+      if (closed()) return engine_closed();
       if (!t.abort_notice.load()) {
-        landed = hand_in(t, state_.records.of(step), handovers, flags);
+        landed = hand_in(t, records_.of(step), handovers, flags);
         taken = true;
       }
     }
@@ -178,7 +171,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     // committed before it.
     if (!taken) return aborter_.tell(t);
   }
-  if (state_.records.flying()) workers_.wake();  // one of them looks when it has landed
+  if (records_.flying()) workers_.wake();  // one of them looks when it has landed
   // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has
   // memory, makes it.
   const Status s = committer_.ready();
@@ -223,9 +216,9 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
     // Sums of runs are of no use any more, but kernels may still be writing them.
     for (auto& [raw, push] : t.pushes)
       if (push.runs) landed->pinned.push_back(std::move(push.runs));
-    state_.records.fly(&record, std::move(landed));
+    records_.fly(&record, std::move(landed));
   }
-  state_.ranks.end(t);
+  ranks_.end(t);
   t.parts.clear();
   t.pushes.clear();
   t.created.clear();
@@ -247,8 +240,7 @@ Status Engine::abort_call(AnyTrainer& any) {
   {
     Lock call(t.call_mu);
     FRUGAL_TRY(enter(t));
-    ControlLock lock(state_.mu);
-    if (!t.in_step) return state_.ranks.not_inside(t);
+    FRUGAL_TRY(ranks_.check_inside(t));
   }
   return aborter_.undo(t, Aborter::Why::kCall);
 }

@@ -19,15 +19,20 @@ Engine::Engine(const frugal_config& config)
       memory_(config.host_bytes),
       meters_(config.world_size),
       workers_(config.flush_threads,
-               {[this] { return state_.pacing.resting() && !state_.ranks.caches_exist(); },
-                [this] { return calls_first(); },
+               {[this] { return pacing_.resting() && !ranks_.caches_exist(); },
+                [this] { return pacing_.calls_first(calls_.load(std::memory_order_relaxed)); },
                 [this] { log(0, "a background thread failed"); }},
                &meters_.trace),
-      state_(config_, cpu_count(), meters_.counters),
-      flusher_(state_.tables, state_.ranks, workers_, meters_),
-      pins_(state_, *memory_.pinner),
-      committer_(state_, declarations_, flusher_, workers_, memory_, meters_),
-      aborter_(state_, committer_, declarations_, workers_, meters_) {
+      pacing_(config_, cpu_count(), &meters_.counters.pending_bytes_peak),
+      ranks_(config_.world_size, mu_),
+      tables_(config_, mu_, ranks_),
+      phase_(mu_, workers_),
+      records_(mu_, ranks_),
+      flusher_(tables_, ranks_, workers_, meters_),
+      pins_(tables_, ranks_, *memory_.pinner),
+      committer_(mu_, phase_, records_, ranks_, pacing_, tables_, declarations_, flusher_, workers_,
+                 memory_, meters_),
+      aborter_(mu_, phase_, records_, ranks_, committer_, declarations_, workers_, meters_) {
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
@@ -54,24 +59,10 @@ Status Engine::start() {
 // end of ranks in other processes undoes.
 void Engine::close_ranks() {
   aborter_.insist_no_more();
-  {
-    ControlLock lock(state_.mu);
-    for (const TrainerRef& t : state_.ranks)
-      if (t && !t->process.notices.load()) t->closing.store(true);
-  }
+  ranks_.each([](Trainer& t) {
+    if (!t.process.notices.load()) t.closing.store(true);
+  });
   workers_.progress();
-}
-
-template <class Visit>
-void Engine::each_trainer(Visit visit) {
-  for (uint32_t r = 0; r < state_.ranks.size(); ++r) {
-    TrainerRef t;
-    {
-      ControlLock lock(state_.mu);
-      t = state_.ranks[r];
-    }
-    if (t) visit(*t);
-  }
 }
 
 // Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each
@@ -83,22 +74,22 @@ void Engine::shutdown() {
          [](int tries) { return tries >= kLandTries; });
   bool again;
   {
-    ControlLock lock(state_.mu);
-    again = state_.closed.exchange(true);
-    if (again && !workers_.running() && state_.tables.size() == 0) return;
+    ControlLock lock(mu_);
+    again = phase_.close();
+    if (again && !workers_.running() && tables_.size() == 0) return;
   }
   if (!again && committer_.owed() && health() == FRUGAL_OK)
     log(0, "there is no memory to commit the last step: the engine is closed without it");
   workers_.stop();
   Vector<Thread> reapers;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     reapers.swap(reapers_);
   }
   for (Thread& r : reapers) r.join();
   // Calls that are under way write rows, too, and put what they have claimed back into queues: they
   // notice it.
-  each_trainer([](Trainer& t) { Lock call(t.call_mu); });
+  ranks_.each([](Trainer& t) { Lock call(t.call_mu); });
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
   memory_.pool.leave();
@@ -107,12 +98,12 @@ void Engine::shutdown() {
     ~End() {
       if (ledger) ledger->end();
     }
-  } end{state_.tables.ledger.get()};
+  } end{tables_.ledger.get()};
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     {
-      ControlLock lock(state_.mu);
-      workers_.settle(lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kWhole); });
+      ControlLock lock(mu_);
+      phase_.await(lock, Phase::kWhole);
     }
     while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
@@ -121,12 +112,12 @@ void Engine::shutdown() {
   Vector<TableRef> tables;
   Map<uint64_t, StepRecord> records;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice it.
-    workers_.settle(lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kEnd); });
-    tables = state_.tables.take();
-    records = state_.records.take();
+    phase_.await(lock, Phase::kEnd);
+    tables = tables_.take();
+    records = records_.take();
   }
   workers_.forget_jobs();
   declarations_.forget_arrivals();
@@ -137,11 +128,8 @@ void Engine::shutdown() {
     t->dropped.store(true);
     handle_remove(HandleKind::kTable, t->handle);
   }
-  each_trainer([this](Trainer& t) {
-    {
-      ControlLock lock(state_.mu);
-      state_.ranks.leave(t);
-    }
+  ranks_.each([this](Trainer& t) {
+    ranks_.leave(t);
     t.closing.store(true);
     handle_remove(HandleKind::kTrainer, t.handle);
     Lock call(t.call_mu);
@@ -155,7 +143,7 @@ void Engine::shutdown() {
 }
 
 Status Engine::check() const {
-  if (state_.closed.load()) return engine_closed();
+  if (closed()) return engine_closed();
   if (Status s = workers_.health())
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",
@@ -169,8 +157,8 @@ Status Engine::committed(uint64_t* step) {
   } catch (const std::bad_alloc&) {
     // What cannot be committed now is not.
   }
-  ControlLock lock(state_.mu);
-  *step = state_.ranks.committed();
+  ControlLock lock(mu_);
+  *step = ranks_.committed();
   return FRUGAL_OK;
 }
 
@@ -180,8 +168,7 @@ Status Engine::find_table(const char* name, AnyTableRef* out) {
 }
 
 Status Engine::next_table(uint64_t* cursor, String* name) {
-  ControlLock lock(state_.mu);
-  const TableRef table = state_.tables.from(*cursor);
+  const TableRef table = tables_.from(*cursor);
   if (!table) return FRUGAL_OK;
   *name = table->name;
   *cursor = uint64_t{table->number} + 1;
@@ -280,23 +267,23 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FRUGAL_TRY(check());
   {
-    ControlLock lock(state_.mu);
-    if (const TableRef t = state_.tables.find(config.name)) return is_there(t, config, out);
-    for (const TrainerRef& t : state_.ranks)
+    ControlLock lock(mu_);
+    if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
+    for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
                     t->rank, static_cast<unsigned long long>(t->step));
   }
   TableRef table;
   FRUGAL_TRY(open_table(config, here, &table));
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
-  if (const TableRef t = state_.tables.find(config.name)) return is_there(t, config, out);
+  if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
-  state_.tables.expect();
+  tables_.expect();
   table->handle = handle_of<AnyTable>(table);
   if (!table->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   struct Unmade {
@@ -306,12 +293,12 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     }
   } unmade{table->handle};
   if (stale()) table->rows.read_beside(memory_.versions(), table->handle);
-  if (state_.tables.ledger) {
+  if (tables_.ledger) {
     const Rows& rows = table->rows;
     FRUGAL_TRY(ledger()->add_table(table->handle, rows.layout(), rows.init(), &table->ledger));
     table->ledger->watch(table->rows);
   }
-  state_.tables.add(table);
+  tables_.add(table);
   unmade.handle = 0;
   if (meters_.trace.on()) meters_.trace.name_table(table->number, table->name);
   *out = table;
@@ -326,21 +313,21 @@ Status Engine::drop_table(const AnyTableRef& any) {
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   // From here on nothing wants memory, so that it is dropped whole, or not at all.
   {
-    ControlLock lock(state_.mu);
-    if (!state_.tables.has(table))
+    ControlLock lock(mu_);
+    if (!tables_.has(table))
       return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already: the handle is closed");
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     declarations_.close_table(*table);
     workers_.settle(lock, [&] { return declarations_.drop_table(*table); });
-    state_.tables.remove(table);
+    tables_.remove(table);
     if (table->ledger) table->ledger->forget();
   }
-  each_trainer([&](Trainer& t) {
+  ranks_.each([&](Trainer& t) {
     // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
     // nobody uses a cache.
     drop_cache(t, *table);
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     std::erase_if(t.backlog, [&](const Trainer::Late& late) { return late.table == table; });
   });
   handle_remove(HandleKind::kTable, table->handle);
@@ -348,13 +335,13 @@ Status Engine::drop_table(const AnyTableRef& any) {
 }
 
 Status Engine::first_step_allowed(uint64_t first_step) const {
-  const uint64_t committed = state_.ranks.committed();
+  const uint64_t committed = ranks_.committed();
   if (committed != kNoStep && first_step <= committed)
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
-  if ((!state_.phase.may(Phase::kWhole) || committer_.owed()) &&
-      first_step <= state_.ranks.to_commit())
+  if ((!phase_.may(Phase::kWhole) || committer_.owed()) &&
+      first_step <= ranks_.to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;
@@ -374,7 +361,7 @@ Status Engine::describe(AnyTable& table, frugal_table_info* out) {
   i.key_space = t.config.key_space;
   i.page_bytes = static_cast<uint32_t>(kHugePage);
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     i.optimizer = t.schedule.begin()->second.kind;
   }
   *out = i;
@@ -389,7 +376,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   o.flags &= ~FRUGAL_OPT_NEW_STATE;
   for (std::optional<OutsideScope> scope;;) {
     {
-      ControlLock lock(state_.mu);
+      ControlLock lock(mu_);
       FRUGAL_TRY(check_step(first_step));
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
@@ -398,8 +385,8 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                         std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
       if (same && !renew) {
         // What held before the last committed step is of no use any more.
-        if (state_.ranks.committed() != kNoStep) {
-          auto now = table.schedule.upper_bound(state_.ranks.to_commit());
+        if (ranks_.committed() != kNoStep) {
+          auto now = table.schedule.upper_bound(ranks_.to_commit());
           if (now != table.schedule.begin())
             table.schedule.erase(table.schedule.begin(), std::prev(now));
         }
@@ -456,20 +443,20 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                   o.kind, memory_.budget.left_text().c_str());
   }
   std::shared_ptr<TableLedger> ledger;
-  if (const auto& all = state_.tables.ledger)
+  if (const auto& all = tables_.ledger)
     FRUGAL_TRY(all->add_table(table.handle, state.layout, state.init, &ledger));
-  each_trainer([&](Trainer& t) { drop_cache(t, table); });
+  ranks_.each([&](Trainer& t) { drop_cache(t, table); });
   Lock told(table.kind_mu);
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   table.schedule.swap(schedule);
   if (!ledger) return FRUGAL_OK;
   ledger->watch(rows, table.ledger.get());
   table.ledger.swap(ledger);
   ledger->forget();
   ++table.kinds;
-  state_.tables.ledger->another_kind();
+  tables_.ledger->another_kind();
   return FRUGAL_OK;
 }
 
@@ -484,7 +471,7 @@ Status Engine::stats(frugal_stats* out) {
 #undef COUNTED
 #undef BY_RANK
 #undef SKIP
-  for (const TableRef& t : state_.tables.now()) {
+  for (const TableRef& t : tables_.now()) {
     if (!t->window.opened()) continue;
     WindowStats w = t->window.stats();
     s.priority_rises += w.rises;
@@ -494,7 +481,7 @@ Status Engine::stats(frugal_stats* out) {
     s.pending_rows += w.pending;
     s.active_rows += w.active;
   }
-  s.pending_bytes = state_.pending.now();
+  s.pending_bytes = pacing_.pending();
   *out = s;
   return FRUGAL_OK;
 }

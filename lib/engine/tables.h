@@ -25,8 +25,9 @@ class Tables {
     const auto at = std::find_if(begin(), end(), named);
     return at == end() ? TableRef() : *at;
   }
-  // The first whose number is not below `number`. Null: there is none.
-  TableRef from(uint64_t number) const REQUIRES(control) {
+  // Takes the mutex: the first whose number is not below `number`. Null: there is none.
+  TableRef from(uint64_t number) const {
+    ControlLock lock(mu_);
     const auto before = [](const TableRef& t, uint64_t n) { return t->number < n; };
     const auto at = std::lower_bound(begin(), end(), number, before);
     return at == end() ? TableRef() : *at;
@@ -80,6 +81,7 @@ class Tables {
     const auto its = [&](const TableRef& t) { return t->window.opened() && holds(t->window); };
     return static_cast<size_t>(std::find_if(begin(), end(), its) - begin());
   }
+  uint64_t pending_rows() const { return pending_rows_.load(std::memory_order_acquire); }
   bool any_pending() const REQUIRES(control) {
     return first_pending([](Window& w) { return w.any_pending(); }) != size();
   }
@@ -102,7 +104,7 @@ class Tables {
   ControlMutex& mu_;
   const Ranks& ranks_;
   // So a look at many tables of which none has any is one look.
-  bool none_pending() const { return pending_rows_.load(std::memory_order_acquire) == 0; }
+  bool none_pending() const { return pending_rows() == 0; }
 
   Vector<TableRef> all_ GUARDED_BY(control);  // by number
   std::atomic<uint64_t> pending_rows_{0};  // of all windows

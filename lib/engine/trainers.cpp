@@ -50,27 +50,26 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
   FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
-  if (state_.ranks.joined(config.rank) && !state_.ranks[config.rank])
-    workers_.settle(
-        lock, [&]() REQUIRES(control) { return state_.phase.may(Phase::kJoin) || closed(); });
-  if (state_.closed.load()) return engine_closed();
-  if (state_.ranks[config.rank])
+  if (ranks_.joined(config.rank) && !ranks_[config.rank])
+    phase_.await(lock, Phase::kJoin);
+  if (closed()) return engine_closed();
+  if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
-  if (state_.ranks.joined(config.rank)) {
+  if (ranks_.joined(config.rank)) {
     String why;
-    if (!outside_allowed(&why))
+    if (!records_.between(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
   }
-  t->next_step = state_.ranks.to_commit();
+  t->next_step = ranks_.to_commit();
   t->has_cache.store(cached);
   t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   declarations_.joined(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
-  state_.ranks.join(t, state_.records.end());
+  ranks_.join(t, records_.end());
   workers_.progress();
   joining.t = nullptr;
   lock.unlock();
@@ -88,11 +87,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // A commit comes before the undoing of the step that the rank is inside of. Nobody could call again
 // when it is being closed.
 Status Engine::may_close(const Trainer& t) {
-  {
-    ControlLock lock(state_.mu);
-    if (!t.in_step) return FRUGAL_OK;
-  }
-  if (!committer_.owed()) return FRUGAL_OK;
+  if (!t.in_step.load() || !committer_.owed()) return FRUGAL_OK;
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }
@@ -106,8 +101,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   UniqueLock call(t->call_mu);
   bool inside;
   {
-    ControlLock lock(state_.mu);
-    if (state_.closed.load() || state_.ranks[t->rank] != t) return FRUGAL_OK;
+    ControlLock lock(mu_);
+    if (closed() || ranks_[t->rank] != t) return FRUGAL_OK;
     inside = t->in_step;
   }
   if (t->undo_pending.load()) {
@@ -126,16 +121,16 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   // What it has read in a step that the others have not ended yet stays declared.
   auto mine = [&] {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     return declarations_.any_of(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
   };
   while (const BatchRef b = mine()) drop_batches(b->step, b->rank, nullptr);
   decltype(t->caches) caches;
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
     workers_.settle(lock, [&]() REQUIRES(control) {
-      return state_.phase.may(Phase::kLeave) && !t->turn.planning;
+      return phase_.may(Phase::kLeave) && !t->turn.planning;
     });
     caches.swap(t->caches);
   }
@@ -146,11 +141,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after
   // the rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
-  {
-    ControlLock lock(state_.mu);
-    state_.ranks.leave(*t);
-    workers_.progress();
-  }
+  ranks_.leave(*t);
+  workers_.progress();
   call.unlock();
   memory_.pool.rest();
   // Others may have waited for this rank alone. (What there is no memory for now is theirs to
@@ -163,7 +155,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
 
 // Does the step lie in the window of those that the rank can declare now?
 Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
-  const uint64_t at = t.next_step != kNoStep ? t.next_step : state_.ranks.to_commit();
+  const uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.to_commit();
   const uint64_t lookahead = config_.lookahead;
   if (at == kNoStep) {
     // The first step is not known yet; what is declared must fit into one window.
@@ -256,9 +248,9 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   bool alone;
   if (!arriving.empty()) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     // Who closes the engine has taken the batches away already.
-    if (state_.closed.load()) return engine_closed();
+    if (closed()) return engine_closed();
     for (const TableRef& table : batch->tables)
       if (table->dropped.load())
         return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it",
@@ -293,7 +285,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
 // their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
 // again. Until the caller takes `tight` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   const Declarations::Which of_table{.table = &table};
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
   // the declarations' lock held, under which it is done, too: who waits for the lock begins to
@@ -307,13 +299,13 @@ void Engine::give_up_reserved(Table& table) {
     return none;
   };
   workers_.settle(lock, [&]() REQUIRES(control) {
-    if (state_.closed.load() || health() != FRUGAL_OK) return true;
+    if (closed() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
     if (!idle()) return false;
     declarations_.each(of_table, [&](Batch& b, size_t i) {
-      state_.mu.assert_held();
+      mu_.assert_held();
       declarations_.mutex().assert_held();
-      const TrainerRef& t = state_.ranks[b.rank];
+      const TrainerRef& t = ranks_[b.rank];
       // Begun: in use. What a rank leaves behind was, too.
       if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
       declarations_.never_resolve(b, i, Part::kStale);
@@ -331,14 +323,14 @@ void Engine::give_up_reserved(Table& table) {
 void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   const Declarations::Share share{step, rank, one};
   if (!declarations_.close(share)) return;
-  ControlLock lock(state_.mu);
+  ControlLock lock(mu_);
   workers_.settle(lock, [&]() REQUIRES(control) {
     // A step that is being taken in ahead uses its declarations.
-    const StepRecord* record = state_.records.find(step);
+    const StepRecord* record = records_.find(step);
     return (!record || record->staged()) && declarations_.take_out(share);
   });
   Lock declared(declarations_.mutex());
-  for (const TableRef& t : one ? one->tables : state_.tables.all()) declarations_.recount(*t);
+  for (const TableRef& t : one ? one->tables : tables_.all()) declarations_.recount(*t);
   workers_.progress();
 }
 
@@ -353,7 +345,7 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
                 "the batch was declared by rank %u, not rank %u: give one of its own",
                 batch->rank, t.rank);
   {
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)
       return fail(FRUGAL_ERR_STEP_RANGE,
                   "step %llu has begun: its declaration stays until that ends; cancel before",

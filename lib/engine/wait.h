@@ -13,9 +13,9 @@ constexpr uint64_t kToldNs = 1'000'000'000;  // for a loss to be told
 template <class Ready, class Help>
 Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
   auto ended = [&]() -> Status {
-    if (state_.closed.load() || (trainer && trainer->closing.load()))
+    if (closed() || (trainer && trainer->closing.load()))
       return fail(FRUGAL_ERR_CLOSED, "the %s was closed while a call waited",
-                  state_.closed.load() ? "engine" : "trainer");
+                  closed() ? "engine" : "trainer");
     FRUGAL_TRY(workers_.healthy());
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
     return trainer && trainer->gpu && trainer->gpu->sticky() ? trainer->gpu->ready() : FRUGAL_OK;

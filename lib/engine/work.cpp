@@ -40,26 +40,18 @@ void Engine::list_work() {
   });
   add(Urgency::kSoon, [this] { return workers_.help(false); });
   add(Urgency::kSoon, [this] { return pin_one(); });
-  add(Urgency::kSoon, [this] { return flusher_.write(state_.ranks.soonest()); });
-  add(Urgency::kSoon, [=, this] { return declared(state_.ranks.soonest() + kSoon); });
+  add(Urgency::kSoon, [this] { return flusher_.write(ranks_.soonest()); });
+  add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
   add(Urgency::kSoon, [this] { return load_one(); });
-  add(Urgency::kSoon, [this] { return prepare_one(); });
+  add(Urgency::kSoon, [this] { return pacing_.deferred() && prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
-  add(Urgency::kIdle, [this] { return flusher_.write(state_.ranks.soonest() + 1); });
+  add(Urgency::kIdle, [this] { return flusher_.write(ranks_.soonest() + 1); });
   add(Urgency::kIdle, [this] {
-    return state_.pending.now() > state_.pending.limit() / 2 && flusher_.write(UINT64_MAX);
+    return pacing_.pending() > pacing_.limit() / 2 && flusher_.write(UINT64_MAX);
   });
   add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
   add(Urgency::kIdle, [this] { return flusher_.write(UINT64_MAX); });
   workers_.add(Urgency::kFavour, [this] { return warm_one(); });
-}
-
-// Where there is device time to hide behind, what no gate is about to need waits while calls that
-// gather or sum want the processors, and the memory's bandwidth, of this machine.
-bool Engine::calls_first() const {
-  return state_.pacing.deferred() &&
-         state_.pending.now() <= state_.pending.limit() &&
-         calls_.load(std::memory_order_relaxed) * 2 >= state_.pacing.cpus();
 }
 
 // --- Declarations --------------------------------------------------------------------------------
@@ -74,10 +66,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   TrainerRef trainer;
-  if (memory_.pinner->any()) {
-    ControlLock lock(state_.mu);
-    trainer = state_.ranks[part->rank];
-  }
+  if (memory_.pinner->any()) trainer = ranks_.at(part->rank);
   TraceSpan span(meters_.trace, SpanKind::kResolve);
   span.step(part->step).rank(part->rank).table(table->number).count(part->n);
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
@@ -117,24 +106,20 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
 }
 
 bool Engine::link_one(uint64_t up_to, bool worker) {
-  const uint64_t base = state_.ranks.to_commit();
+  const uint64_t base = ranks_.to_commit();
   if (base == kNoStep) return false;
   Declarations::Item item;
   const uint64_t end = std::min(base + Window::kHorizon, up_to == UINT64_MAX ? up_to : up_to + 1);
   if (!declarations_.next_to_link(base, end, &item)) return false;
   const PartRef& part = item.part();
   const TableRef& table = item.table();
-  bool owned = false;
-  if (state_.ranks.caches_exist()) {
-    ControlLock lock(state_.mu);
-    owned = state_.ranks.has_cache(part->rank);
-  }
+  const bool owned = ranks_.has_cache(part->rank);
   TraceSpan span(meters_.trace, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
   bool done = false, memory = true;
   // Whatever fails: who cancels or leaves waits until nobody is linking.
   try {
-    memory = state_.tables.open_window(*table) == FRUGAL_OK &&
+    memory = tables_.open_window(*table) == FRUGAL_OK &&
              memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
     // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
     if (memory && config_.staleness < kRing)
@@ -159,13 +144,14 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 
 // The next table of the step whose update can be foretold, and the update, without its sums. Each
 // table is looked at once: all that is declared for the step has passed its gate.
-bool Engine::foretell(uint64_t step, StepRecord* record, TableRef* table, UpdateRef* update) {
+bool Engine::foretell(StepRecord* record, TableRef* table, UpdateRef* update) {
+  const uint64_t step = ranks_.to_commit();
   Lock declared(declarations_.mutex());
-  for (; record->stage_at < state_.tables.size() && !*table; ++record->stage_at) {
-    const TableRef& t = state_.tables[record->stage_at];
+  for (; record->stage_at < tables_.size() && !*table; ++record->stage_at) {
+    const TableRef& t = tables_[record->stage_at];
     if (record->prepared.count(t.get()) || t->dropped.load()) continue;
     if (t->predict_pause) continue;
-    Vector<PartRef> parts(state_.ranks.size());
+    Vector<PartRef> parts(ranks_.size());
     bool any = false, simple = true;
     declarations_.each({step, step, kNoRank, t.get()}, [&](const Batch& b, size_t i) {
       const PartRef& p = b.parts[i];
@@ -193,17 +179,15 @@ bool Engine::foretell(uint64_t step, StepRecord* record, TableRef* table, Update
 // known from the declarations, and when the push is what was declared, the commit has only to
 // publish them.
 bool Engine::prepare_one() {
-  if (!state_.pacing.deferred()) return false;
   StepRecord* record = nullptr;
   TableRef table;
   UpdateRef update;
   {
-    ControlLock lock(state_.mu);
-    const uint64_t step = state_.ranks.to_commit();
-    if (step == kNoStep || !state_.phase.may(Phase::kStage)) return false;
-    record = state_.records.find(step);
-    if (!record || !record->prepare_scheduled) return false;
-    if (!foretell(step, record, &table, &update)) {
+    ControlLock lock(mu_);
+    if (!phase_.may(Phase::kStage)) return false;
+    record = records_.scheduled();
+    if (!record) return false;
+    if (!foretell(record, &table, &update)) {
       record->prepare_scheduled = false;
       return false;
     }
@@ -235,7 +219,7 @@ bool Engine::prepare_one() {
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
-    ControlLock lock(state_.mu);
+    ControlLock lock(mu_);
     if (staged) {
       record->prepared[table.get()].ready = true;
     } else {
@@ -271,8 +255,8 @@ void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t
 // again, for as long as a step usually takes.
 Workers::Did Engine::warm_one() {
   using Did = Workers::Did;
-  const uint64_t next = state_.ranks.begun();
-  if (!state_.pacing.deferred() || state_.ranks.pushed() == next)
+  const uint64_t next = ranks_.begun();
+  if (!pacing_.deferred() || ranks_.pushed() == next)
     return Did::kNothing;
   Declarations::Item item;
   std::shared_ptr<SoonRows> soon;
@@ -286,8 +270,8 @@ Workers::Did Engine::warm_one() {
     table = item.table();
     slots = item.part()->row_slots();
   } else {
-    ControlLock lock(state_.mu);
-    if (const StepRecord* record = state_.records.find(next - 1)) soon = record->soon;
+    ControlLock lock(mu_);
+    if (const StepRecord* record = records_.find(next - 1)) soon = record->soon;
     if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
     if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
       return Did::kLater;
@@ -320,7 +304,7 @@ Workers::Did Engine::warm_one() {
     const char* state = reinterpret_cast<const char*>(rows.state_row(slots[i]));
     for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
-  state_.pacing.warmed(now_ns() - begun);
+  pacing_.warmed(now_ns() - begun);
   return Did::kWork;
 }
 

@@ -160,7 +160,7 @@ TEST_F(AbortTest, TheOthersAreToldWhoseProcessIsGone) {
   EXPECT_EQ(LastMessage(),
             "the process of rank 1 is gone or does not answer: the step is undone on all ranks; "
             "begin step 4 again, which waits until somebody has joined as that rank");
-  EXPECT_EQ(parts.ranks.not_inside(*a), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(parts.ranks.check_inside(*a), FRUGAL_ERR_PEER_LOST);
 }
 
 // All have ended it: it is committed before those behind it are undone. Without memory for that

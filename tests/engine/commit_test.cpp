@@ -45,6 +45,7 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
   EXPECT_EQ(parts.counters.steps_committed.load(), 1u);
   EXPECT_EQ(parts.counters.modes_deferred.load(), deferred() ? 1u : 0u);
   EXPECT_EQ(parts.tables.any_pending(), deferred());
+  EXPECT_EQ(parts.tables.pending_rows(), deferred() ? 3u : 0u);
   // A small step is written by the call that commits it.
   EXPECT_EQ(parts.times(one, 2), GetParam() == FRUGAL_FLUSH_AUTO ? 2 : 0);
   parts.write_all();
@@ -52,7 +53,7 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
   EXPECT_EQ(parts.times(one, 2), 2);
   EXPECT_EQ(parts.times(one, 0), 0);
   EXPECT_EQ(parts.times(other, 2), 0);
-  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_EQ(parts.pacing.pending(), 0u);
   // Steps with few gradients, or none, too.
   for (uint64_t step : {6, 7}) {
     for (const TrainerRef& t : {a, b}) parts.begin(t, step);
@@ -92,17 +93,16 @@ TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
 }
 
 TEST_P(CommitTest, NothingIsCommittedBesideAnAbortOrOnceClosed) {
-  for (const TrainerRef& t : {a, b}) {
-    parts.begin(t, 0);
-    parts.ranks.end(*t);
-  }
+  const TableRef table = parts.add_table(100);
+  all_end(0, table, {1});
   parts.phase.begin(Phase::kAbort);
   ASSERT_OK(parts.committer.ready());
-  parts.phase.end(Phase::kAbort);
-  parts.closed = true;
-  ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), kNoStep);
-  parts.closed = false;
+  parts.phase.end(Phase::kAbort);
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 0u);
+  all_end(1, table, {1});
+  parts.phase.close();
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 0u);
 }
@@ -121,7 +121,7 @@ TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 1u);
   EXPECT_EQ(parts.counters.modes_deferred.load(), 1u);
-  EXPECT_EQ(parts.pending.drains(), !deferred());
+  EXPECT_EQ(parts.pacing.drains(), !deferred());
   EXPECT_EQ(parts.times(table, 2), 0);
   parts.write_all();
   EXPECT_EQ(parts.times(table, 1), 1);
@@ -156,7 +156,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
   EXPECT_EQ(parts.times(table, 2), 4);
   EXPECT_EQ(parts.times(table, 3), 2);
   EXPECT_EQ(parts.times(table, 4), 1);
-  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_EQ(parts.pacing.pending(), 0u);
   EXPECT_FALSE(parts.tables.any_pending());
 }
 
@@ -186,38 +186,7 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   EXPECT_EQ(parts.times(other, 7), 2);
   for (uint32_t slot : {0, 1999}) EXPECT_EQ(parts.times(one, slot), 1);
   cached->backlog.clear();
-  EXPECT_EQ(parts.pending.now(), 0u);
-}
-
-TEST(StepRecords, TellWhatIsNotCommitted) {
-  EngineParts parts(3);
-  StepRecords records;
-  EXPECT_EQ(records.end(), 0u);
-  EXPECT_EQ(records.ended(), kNoStep);
-  EXPECT_TRUE(records.staged());
-  records.of(4).prepare_scheduled = true;
-  EXPECT_EQ(records.end(), 5u);
-  EXPECT_EQ(records.ended(), kNoStep) << "no rank has ended it";
-  const TableRef table = parts.add_table(10);
-  StepRecord& later = records.of(6);
-  StepRecord::TableHandovers& to = later.handovers[table.get()];
-  to.table = table;
-  for (uint32_t rank : {1, 0, 2}) to.add(parts.gradients(table, 6, rank, {rank, 9}));
-  for (uint32_t rank = 0; rank < 3; ++rank) EXPECT_EQ(to.ranks[rank].rank, rank);
-  EXPECT_EQ(later.row_bytes(), 6 * table->rows.layout().bytes());
-  EXPECT_EQ(records.ended(), 6u);
-  records.of(4).skip = true;
-  EXPECT_EQ(records.ended(), 4u);
-  later.prepared[table.get()] = {table, nullptr, false};
-  EXPECT_FALSE(later.staged() || records.staged());
-  later.prepared[table.get()].ready = true;
-  EXPECT_TRUE(later.staged() && records.staged());
-  records.erase(4);
-  EXPECT_EQ(records.find(4), nullptr);
-  EXPECT_EQ(records.find(6), &later);
-  EXPECT_EQ(records.take().size(), 1u);
-  EXPECT_EQ(records.end(), 0u);
-  EXPECT_FALSE(records.flying());
+  EXPECT_EQ(parts.pacing.pending(), 0u);
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ TEST_F(FlusherTest, TheRowsThatAreWantedFirstAreWrittenFirst) {
   const PartRef read = resolved_part(parts.pool, 12, 0, {5});
   EXPECT_TRUE(table->window.link(read, 0, 1, false, Window::Urgency::kUrgent));
   commit(table, parts.update(table, 10, {{1, 5, 9}, {5}}));
-  EXPECT_GT(parts.pending.now(), 0u);
+  EXPECT_GT(parts.pacing.pending(), 0u);
   EXPECT_FALSE(parts.flusher.write(11));
   EXPECT_TRUE(parts.flusher.write(12));
   EXPECT_FALSE(parts.flusher.write(12));
@@ -43,7 +43,7 @@ TEST_F(FlusherTest, TheRowsThatAreWantedFirstAreWrittenFirst) {
   EXPECT_FALSE(parts.flusher.write(UINT64_MAX));
   for (uint32_t slot : {1, 9}) EXPECT_EQ(parts.times(table, slot), 1);
   EXPECT_FALSE(table->window.any_pending());
-  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_EQ(parts.pacing.pending(), 0u);
   EXPECT_EQ(parts.counters.rows_updated.load(), 3u);
 }
 
@@ -107,7 +107,7 @@ TEST_F(FlusherTest, AJobWritesAllOfAnUpdate) {
     const UpdateRef update = parts.update(table, n, std::vector<Slots>(n, range(3000)));
     Vector<uint64_t> bounds;
     update->cut(kChunkRows, &bounds);
-    EXPECT_GT(parts.pending.now(), 0u);
+    EXPECT_GT(parts.pacing.pending(), 0u);
     const JobRef job = parts.flusher.job(table, update, std::move(bounds));
     EXPECT_GT(job->chunks, 1u);
     EXPECT_TRUE(job->apply);
@@ -115,7 +115,7 @@ TEST_F(FlusherTest, AJobWritesAllOfAnUpdate) {
     EXPECT_TRUE(job->finished());
     expected += static_cast<int>(n);
     for (uint32_t slot = 0; slot < 3000; ++slot) ASSERT_EQ(parts.times(table, slot), expected);
-    EXPECT_EQ(parts.pending.now(), 0u) << "it is written, though somebody still has it";
+    EXPECT_EQ(parts.pacing.pending(), 0u) << "it is written, though somebody still has it";
     EXPECT_EQ(parts.counters.rows_updated.load(), n * 3000);
   }
 }

@@ -1,4 +1,5 @@
-// When updates are deferred and flush threads rest, of times that a test makes up.
+// When updates are deferred and flush threads rest, of times that a test makes up; how much is to
+// be written, against its budget, and what that asks of gates and calls.
 #include "engine/pacing.h"
 
 #include "support/inside.h"
@@ -6,17 +7,18 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kMs = 1'000'000, kLarge = uint64_t{64} << 20;
+constexpr uint64_t kMs = 1'000'000, kMiB = uint64_t{1} << 20, kLarge = 64 * kMiB;
 
 struct PacingTest : testing::Test {
   frugal_config config = FRUGAL_CONFIG_INIT;
+  std::atomic<uint64_t> peak{0};
   std::unique_ptr<Pacing> pacing;
   Pacing::Measured now;
   bool may_rest = false;
 
   void open(int32_t mode, uint32_t cpus = 4) {
     config.flush_mode = mode;
-    pacing = std::make_unique<Pacing>(config, cpus);
+    pacing = std::make_unique<Pacing>(config, cpus, &peak);
     now = {};
     now.wall = 7 * kMs;
     steps(0, 0, 0, 15);  // its first look
@@ -30,11 +32,19 @@ struct PacingTest : testing::Test {
     now.apply += apply * kMs;
     bool woken = false;
     for (int i = 0; i < n; ++i) {
-      pacing->step(bytes);
+      pacing->begin(bytes, false);
       woken |= pacing->committed(may_rest, [&] { return now; });
     }
     return woken;
   }
+  // An update of the step that is being committed.
+  UpdateRef add(uint64_t bytes) {
+    UpdateRef u = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+    u->bytes = bytes;
+    pacing->add(u.get());
+    return u;
+  }
+  void commit() { pacing->committed(false, [&] { return now; }); }
 };
 
 TEST_F(PacingTest, OtherModesAreWhatTheySay) {
@@ -168,6 +178,63 @@ TEST_F(PacingTest, FlushThreadsRestWhileTrainersElsewhereHaveAllProcessors) {
   open(FRUGAL_FLUSH_AUTO);
   steps(100, 400, 30);
   EXPECT_FALSE(pacing->resting()) << "one is left";
+}
+
+TEST_F(PacingTest, UpdatesArePendingUntilTheyAreWritten) {
+  config.pending_bytes = 3 * kMiB;
+  open(FRUGAL_FLUSH_DEFERRED);
+  UpdateRef a = add(kMiB), b = add(2 * kMiB);
+  EXPECT_EQ(pacing->pending(), 3 * kMiB);
+  EXPECT_FALSE(pacing->over_budget());
+  const UpdateRef c = add(1);
+  EXPECT_TRUE(pacing->over_budget());
+  a->written();
+  EXPECT_EQ(pacing->pending(), 2 * kMiB + 1);
+  b.reset();
+  EXPECT_EQ(pacing->pending(), 1u);
+  EXPECT_EQ(peak.load(), 3 * kMiB + 1);
+}
+
+// A backlog of more than a step and a quarter only leaves the caches; a small one is let be.
+TEST_F(PacingTest, TheLimitFollowsTheLastStep) {
+  config.pending_bytes = 100 * kMiB;
+  open(FRUGAL_FLUSH_DEFERRED);
+  EXPECT_EQ(pacing->limit(), 4 * kMiB);
+  const UpdateRef a = add(10 * kMiB);
+  EXPECT_EQ(pacing->limit(), 4 * kMiB) << "it is not committed";
+  EXPECT_TRUE(pacing->drains()) << "more is pending";
+  EXPECT_FALSE(pacing->calls_first(4)) << "it is written beside any calls";
+  const UpdateRef b = add(30 * kMiB);
+  commit();
+  EXPECT_EQ(pacing->limit(), 50 * kMiB);
+  EXPECT_FALSE(pacing->drains());
+  EXPECT_TRUE(pacing->calls_first(2)) << "of 4 processors a call has two";
+  EXPECT_FALSE(pacing->calls_first(1));
+  const UpdateRef c = add(kMiB);
+  commit();
+  EXPECT_EQ(pacing->limit(), 4 * kMiB);
+  const UpdateRef d = add(90 * kMiB);
+  commit();
+  EXPECT_EQ(pacing->limit(), 100 * kMiB) << "never more than the budget";
+  config.pending_bytes = 0;
+  open(FRUGAL_FLUSH_DEFERRED);
+  EXPECT_EQ(pacing->limit(), 0u);
+}
+
+// Where nothing is deferred, nor once it is again before all is written.
+TEST_F(PacingTest, GatesWaitForEverythingUntilAllIsWritten) {
+  open(FRUGAL_FLUSH_AUTO);
+  EXPECT_TRUE(pacing->drains());
+  EXPECT_FALSE(pacing->calls_first(4));
+  EXPECT_FALSE(pacing->begin(kLarge, false).deferred);
+  EXPECT_TRUE(pacing->begin(kLarge, true).deferred) << "behind updates that are pending";
+  for (int i = 0; i < 2; ++i) steps(20, 100, 30);
+  ASSERT_TRUE(pacing->deferred());
+  EXPECT_TRUE(pacing->drains());
+  pacing->drained();
+  EXPECT_FALSE(pacing->drains());
+  EXPECT_TRUE(pacing->begin(kLarge, true).deferred);
+  EXPECT_FALSE(pacing->drains());
 }
 
 }  // namespace

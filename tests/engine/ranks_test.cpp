@@ -12,7 +12,8 @@ namespace frugal {
 namespace {
 
 struct RanksTest : testing::Test {
-  Ranks ranks{3};
+  ControlMutex mu;
+  Ranks ranks{3, mu};
   TrainerRef join(uint32_t rank, bool cached = false, uint64_t recorded = 0) {
     TrainerRef t = trainer_of(rank);
     t->has_cache.store(cached);
@@ -52,6 +53,26 @@ TEST_F(RanksTest, TheFirstStepIsAnyAndTheSameForAll) {
   end(b);
   EXPECT_EQ(ranks.may_begin(*b, 40), FRUGAL_ERR_STEP_ORDER);
   ASSERT_OK(ranks.may_begin(*b, 41));
+}
+
+// Without the mutex held: whoever is visited may leave.
+TEST_F(RanksTest, ThoseWhoAreThere) {
+  const TrainerRef a = join(0), c = join(2);
+  EXPECT_EQ(ranks.at(2), c);
+  EXPECT_EQ(ranks.at(1), nullptr);
+  EXPECT_EQ(ranks.those([](const Trainer&) { return true; }), (Vector<TrainerRef>{a, c}));
+  EXPECT_EQ(ranks.those([](const Trainer& t) { return t.rank != 0; }), Vector<TrainerRef>{c});
+  std::vector<uint32_t> met;
+  met.reserve(3);
+  HeapCount count;
+  ranks.each([&](Trainer& t) {
+    met.push_back(t.rank);
+    ranks.leave(t);
+  });
+  EXPECT_EQ(count.so_far(), 0);
+  EXPECT_EQ(met, (std::vector<uint32_t>{0, 2}));
+  EXPECT_EQ(ranks.at(0), nullptr);
+  ranks.each([](Trainer&) { FAIL() << "nobody is there"; });
 }
 
 TEST_F(RanksTest, AStepIsEndedWhenAllHaveJoinedAndNobodyIsLate) {
@@ -172,11 +193,12 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
     EXPECT_EQ(t->next_step, 4u);
     EXPECT_EQ(t->turn.passed, kNoStep);
   }
-  EXPECT_EQ(ranks.not_inside(*a), FRUGAL_ERR_NOT_IN_STEP);
+  EXPECT_EQ(ranks.check_inside(*a), FRUGAL_ERR_NOT_IN_STEP);
   a->lost_peer.store(1);
-  EXPECT_EQ(ranks.not_inside(*a), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(ranks.check_inside(*a), FRUGAL_ERR_PEER_LOST);
   EXPECT_EQ(LastMessage(), "the process of rank 1 is gone and the step undone: begin step 4 again");
   begin(a, 4);
+  ASSERT_OK(ranks.check_inside(*a));
   EXPECT_EQ(a->lost_peer.load(), kNoRank);
   ranks.begin_again(*a);
   EXPECT_FALSE(a->in_step.load());
@@ -186,7 +208,8 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
 // Beside a look at all ranks: what is counted where ranks begin, end, undo, come and go.
 TEST(RanksModel, CountsAsByLookingAtAllRanks) {
   constexpr uint32_t kRanks = 5;
-  Ranks ranks(kRanks);
+  ControlMutex mu;
+  Ranks ranks(kRanks, mu);
   std::mt19937 random(23);
   std::vector<TrainerRef> here(kRanks);
   std::vector<bool> joined(kRanks), lost(kRanks);

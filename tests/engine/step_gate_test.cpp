@@ -14,8 +14,8 @@ struct StepGateTest : testing::Test {
     a = parts->join(0);
     b = parts->join(1);
     gate = std::make_unique<StepGate>(
-        StepGate::Parts{parts->config, parts->state, parts->workers, parts->declarations,
-                        parts->flusher},
+        StepGate::Parts{parts->config, parts->phase, parts->ranks, parts->workers,
+                        parts->declarations, parts->pacing, parts->tables, parts->flusher},
         StepGate::Work{[this](uint64_t step) { return declare && declare(step); },
                        [this](uint64_t step) { return loads != 0 && step >= 3; },
                        [this] { return loads != 0 && loads-- != 0; }});

@@ -1,5 +1,5 @@
-// What is known of steps that are not committed: hand-overs by rank, whether all that is taken in
-// ahead is, flights that have landed, and what an abort takes.
+// What is known of steps that are not committed: hand-overs by rank, whether all ranks have ended
+// them, whether all that is taken in ahead is, flights that have landed, and what an abort takes.
 #include "engine/step_records.h"
 
 #include "support/engine_parts.h"
@@ -28,31 +28,85 @@ TEST(StepRecords, HandoversAreByRank) {
   EXPECT_EQ(record.row_bytes(), 6 * table->rows.layout().bytes());
 }
 
-TEST(StepRecords, TheFirstStepThatIsEnded) {
-  EngineParts parts;
+TEST(StepRecords, AStepIsCompleteWhenAllRanksHaveEndedItAndNothingIsInFlight) {
+  CommitParts parts(2, FRUGAL_FLUSH_DEFERRED);
   const TableRef table = parts.add_table(8);
-  StepRecords records;
-  Lock lock(parts.mu);
-  EXPECT_EQ(records.ended(), kNoStep);
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  StepRecords& records = parts.records;
+  EXPECT_EQ(records.complete(), nullptr) << "no step has begun";
+  for (const TrainerRef& t : {a, b}) parts.begin(t, 4);
+  parts.end(a, table, {1});
+  EXPECT_EQ(records.complete(), nullptr);
+  parts.ranks.end(*b);
+  EXPECT_EQ(records.complete(), &records.of(4));
+  records.fly(&records.of(4), flight(1, false));
+  EXPECT_EQ(records.complete(), nullptr);
+  records.of(4).flights[0]->landed = true;
+  records.done(records.forget_landed());
+  // Whoever has ended it and left, too, if it has left something.
+  for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
+  EXPECT_EQ(records.complete(), records.find(4));
+  records.erase(4);
+  EXPECT_EQ(records.complete(), nullptr);
+  EXPECT_EQ(records.find(4), nullptr);
+}
+
+TEST(StepRecords, ItIsBetweenStepsWhenAllThatIsEndedIsCommitted) {
+  CommitParts parts(2, FRUGAL_FLUSH_DEFERRED);
+  const TableRef table = parts.add_table(8);
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  StepRecords& records = parts.records;
+  String why;
+  EXPECT_TRUE(records.between(&why));
   EXPECT_EQ(records.end(), 0u);
-  records.of(4);  // nobody has told anything of it
-  EXPECT_EQ(records.ended(), kNoStep);
-  records.of(9).skip = true;
-  EXPECT_EQ(records.ended(), 9u);
-  records.of(7).created.emplace_back();
-  EXPECT_EQ(records.ended(), 7u);
-  records.of(6).handovers[table.get()].table = table;
-  EXPECT_EQ(records.ended(), 6u);
-  EXPECT_EQ(records.end(), 10u);
-  records.erase(9);
-  EXPECT_EQ(records.find(9), nullptr);
-  EXPECT_EQ(records.end(), 8u);
+  parts.begin(a, 4);
+  EXPECT_FALSE(records.between(&why));
+  EXPECT_EQ(why, "rank 0 is inside step 4");
+  parts.end(a, table, {1});
+  EXPECT_FALSE(records.between(&why));
+  EXPECT_EQ(why, "step 4 is ended by some ranks, and not by rank 1");
+  EXPECT_EQ(records.end(), 5u);
+  // Of the first step that somebody has told something of, who has left since.
+  for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
+  records.of(2);
+  for (int what = 0; what < 3; ++what) {
+    if (what == 0) records.of(3).skip = true;
+    else if (what == 1) records.of(3).created.emplace_back();
+    else records.of(3).handovers[table.get()].table = table;
+    EXPECT_FALSE(records.between(&why));
+    EXPECT_EQ(why, "step 3 is not committed yet");
+    records.erase(3);
+  }
+  records.erase(4);
+  EXPECT_TRUE(records.between(&why)) << "nobody has told anything of step 2";
+  EXPECT_EQ(records.end(), 3u);
+}
+
+// Once all ranks have begun the step that is to be committed next.
+TEST(StepRecords, WhenStagingIsScheduled) {
+  CommitParts parts(2, FRUGAL_FLUSH_DEFERRED);
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  StepRecords& records = parts.records;
+  EXPECT_EQ(records.scheduled(), nullptr);
+  parts.begin(a, 0);
+  EXPECT_FALSE(records.schedule(0));
+  parts.begin(b, 0);
+  EXPECT_FALSE(records.schedule(1));
+  EXPECT_EQ(records.end(), 0u);
+  EXPECT_EQ(records.scheduled(), nullptr);
+  EXPECT_TRUE(records.schedule(0));
+  EXPECT_EQ(records.scheduled(), &records.of(0));
+  parts.ranks.end(*a);
+  parts.begin(a, 1);
+  EXPECT_FALSE(records.schedule(1)) << "another is committed before";
+  records.of(0).prepare_scheduled = false;
+  EXPECT_EQ(records.scheduled(), nullptr) << "all of it is taken in";
 }
 
 TEST(StepRecords, WhatIsTakenInAhead) {
   EngineParts parts;
   const TableRef table = parts.add_table(8), other = parts.add_table(8);
-  StepRecords records;
+  StepRecords& records = parts.records;
   Lock lock(parts.mu);
   EXPECT_TRUE(records.staged());
   records.of(1).prepared[table.get()] = {table, nullptr, true};
@@ -68,8 +122,7 @@ TEST(StepRecords, WhatIsTakenInAhead) {
 // is to be told.
 TEST(StepRecords, Flights) {
   EngineParts parts;
-  StepRecords records;
-  Lock lock(parts.mu);
+  StepRecords& records = parts.records;
   EXPECT_FALSE(records.flying());
   records.fly(&records.of(1), flight(0, true));
   records.fly(&records.of(1), flight(1, false));
@@ -77,6 +130,8 @@ TEST(StepRecords, Flights) {
   std::vector<uint32_t> ranks;
   records.each_flight([&](const FlightRef& f) { ranks.push_back(f->rank); });
   EXPECT_EQ(ranks, (std::vector<uint32_t>{0, 1, 0}));
+  EXPECT_EQ(records.flights().size(), 3u);
+  EXPECT_EQ(records.flights()[1], records.find(1)->flights[1]);
   EXPECT_EQ(records.forget_landed(), 1u);
   EXPECT_EQ(records.find(1)->flights.size(), 1u);
   EXPECT_EQ(records.find(2)->flights.size(), 1u) << "it has failed";

@@ -143,7 +143,8 @@ struct World {
 
   Schedule& schedule;
   CommitParts parts;
-  StepGate gate{{parts.config, parts.state, parts.workers, parts.declarations, parts.flusher},
+  StepGate gate{{parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations,
+                 parts.pacing, parts.tables, parts.flusher},
                 {[](uint64_t) { return false; }, [](uint64_t) { return false; },
                  [] { return false; }}};
   const TableRef table;
@@ -162,7 +163,7 @@ TEST(StepsSchedules, StepsBeginWithWhatIsCommitted) {
     world.expect_rows(kSteps);
     HOLDS(s, world.parts.records.end() == 0);
     for (Phase::Act act : {Phase::kCommit, Phase::kAbort}) HOLDS(s, !world.parts.phase.is(act));
-    HOLDS(s, world.parts.pending.now() == 0);
+    HOLDS(s, world.parts.pacing.pending() == 0);
   });
 }
 

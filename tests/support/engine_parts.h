@@ -15,9 +15,14 @@ namespace frugal {
 
 struct EngineParts {
   explicit EngineParts(uint32_t world_size = 1, int32_t flush_mode = FRUGAL_FLUSH_AUTO)
-      : state((config.world_size = world_size, config.flush_mode = flush_mode, config), 2,
-              counters) {
+      : config(config_of(world_size, flush_mode)) {
     optimizer.lr = 1;
+  }
+  static frugal_config config_of(uint32_t world_size, int32_t flush_mode) {
+    frugal_config c = FRUGAL_CONFIG_INIT;
+    c.world_size = world_size;
+    c.flush_mode = flush_mode;
+    return c;
   }
   // Rows begin as zeros.
   TableRef add_table(uint64_t rows, uint32_t dim = 4, bool hashed = false) {
@@ -67,7 +72,7 @@ struct EngineParts {
     for (const Handover& h : u->ranks) u->bytes += h.bytes();
     u->scalars = arith::step_scalars(table->optimizer_at(step), step, ranks.size(),
                                      FRUGAL_NAN_REJECT, table->rows.layout().dim);
-    pending.add(u.get());
+    pacing.add(u.get());
     return u;
   }
   // How often gradients have come to the row.
@@ -79,18 +84,17 @@ struct EngineParts {
   }
 
   BufferPool pool;
-  frugal_config config = FRUGAL_CONFIG_INIT;
+  frugal_config config;
   frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
   Meters meters{1};  // nothing here counts by rank
   Counters& counters = meters.counters;
   Workers workers{0, {[] { return false; }, [] { return false; }, [] {}}, &meters.trace};
-  ControlState state;
-  ControlMutex& mu = state.mu;
-  Ranks& ranks = state.ranks;
-  Tables& tables = state.tables;
-  StepRecords& records = state.records;
-  Phase& phase = state.phase;
-  PendingBytes& pending = state.pending;
+  ControlMutex mu;
+  Pacing pacing{config, 2, &counters.pending_bytes_peak};
+  Ranks ranks{config.world_size, mu};
+  Tables tables{config, mu, ranks};
+  Phase phase{mu, workers};
+  StepRecords records{mu, ranks};
   Flusher flusher{tables, ranks, workers, meters};
 };
 
@@ -134,9 +138,9 @@ struct CommitParts : EngineParts {
 
   EngineMemory memory{UINT64_MAX};
   Declarations declarations;
-  std::atomic<bool>& closed = state.closed;
-  Committer committer{state, declarations, flusher, workers, memory, meters};
-  Aborter aborter{state, committer, declarations, workers, meters};
+  Committer committer{mu, phase, records, ranks, pacing, tables, declarations, flusher, workers,
+                      memory, meters};
+  Aborter aborter{mu, phase, records, ranks, committer, declarations, workers, meters};
 };
 
 }  // namespace frugal
