@@ -231,6 +231,17 @@ def test_what_is_put_among_a_module_s_parameters_is_saved_and_loaded(trainer: fr
         assert torch.equal(mine, expected)
 
 
+def test_what_is_no_parameter_or_of_another_dtype_is_not_assigned(trainer: frugal.Trainer) -> None:
+    for module in (embedding(trainer), torch.nn.Embedding(ROWS, DIM)):
+        before = module.weight.detach().clone()
+        for value in (torch.zeros(ROWS, DIM), module.weight * 0.5, module.weight.data):
+            with pytest.raises(TypeError, match=r"cannot assign 'torch.*Tensor' as parameter 'weight' \(torch.nn.Parameter"):
+                module.weight = value
+        with pytest.raises(RuntimeError, match="data of a different type|grad_dtype"):  # which newer ones name
+            parameter_of(module).grad = torch.ones(ROWS, DIM, dtype=torch.float64)
+        assert torch.equal(module.weight, before) and parameter_of(module).grad is None
+
+
 @pytest.mark.parametrize("how", ["weight", "register_parameter"])
 def test_a_parameter_that_is_assigned_is_shared(trainer: frugal.Trainer, how: str) -> None:
     for one, other in two_of_each(trainer):

@@ -506,13 +506,17 @@ class _Single(_Module):
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
-        anchor, requires_grad = self._anchors[0], self._anchors[0].requires_grad
+        anchor = self._anchors[0]
         if isinstance(value, Anchor):
             if value is not anchor:  # as it is by weight *= 2
                 self._share(value.table)
             return
-        if isinstance(value, torch.nn.Parameter):
-            requires_grad = value.requires_grad
+        if not isinstance(value, torch.nn.Parameter):
+            raise TypeError(
+                f"cannot assign '{value.type()}' as parameter 'weight' (torch.nn.Parameter expected): write rows by"
+                " weight.data.copy_(tensor)"
+            )
+        requires_grad = value.requires_grad
         dtype = anchor.dtype
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
@@ -522,8 +526,7 @@ class _Single(_Module):
             anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
         anchor.requires_grad_(requires_grad)
         self._table.tied_to(value)
-        if isinstance(value, torch.nn.Parameter):
-            anchor.grad = value.grad  # that of before went with the parameter of before
+        anchor.grad = value.grad  # that of before went with the parameter of before
 
     def _instead(self) -> Optional[torch.Tensor]:
         """What stands in the place of the rows, as in a torch.func.functional_call, and is no table's."""
