@@ -25,6 +25,7 @@ Status host_memory(const frugal_op* ops, size_t n) {
     FRUGAL_TRY(host_memory(op.weights, "frugal_op.weights"));
     return host_memory(op.weight_grads_out, "frugal_op.weight_grads_out");
   };
+  if (!device::any_only_on_device()) return FRUGAL_OK;
   for (size_t i = 0; i < n; ++i)
     FRUGAL_TRY(in_op(look(ops[i]), i, n, static_cast<const char*>(nullptr)));
   return FRUGAL_OK;
