@@ -49,8 +49,10 @@ class Engine::CallHold {
 
 class Engine::LocalStep final : public StepView {
  public:
-  // `timed`: a lookup's time. `numbers`: the ops are these of another process's call. Null: they are all of one here.
-  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedLookup* timed, const OpNumbers* numbers);
+  // `timed`: a lookup's time. `numbers`: the ops are these of another process's call. Null: they
+  // are all of one here.
+  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedLookup* timed,
+            const OpNumbers* numbers);
   Status begin(Use use) override;
   Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override;
   Status create() override;

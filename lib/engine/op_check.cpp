@@ -48,7 +48,7 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
   // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a
   // mistake.)
   constexpr size_t kAddresses = size_t{1} << 57;
-  if (rows && stride > kAddresses / rows)
+  if (rows && stride && stride > kAddresses / rows)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "row_stride %s: %zu rows so far apart exceed the address space: give less",
                 number_text(uint64_t{stride}).c_str(), rows);
