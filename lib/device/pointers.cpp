@@ -60,6 +60,10 @@ void look_for_devices() {
   g_attribute.store(reinterpret_cast<PointerGetAttribute>(dlsym(driver, "cuPointerGetAttribute")));
 }
 
+bool any_only_on_device() {
+  return sim::any_on_devices() || g_attribute.load(std::memory_order_relaxed);
+}
+
 bool only_on_device(const void* p) {
   if (!p) return false;
   if (sim::on_a_device(reinterpret_cast<uint64_t>(p))) return true;

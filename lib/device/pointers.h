@@ -12,7 +12,9 @@ namespace frugal::device {
 // Finds out whether the process uses GPUs by now: about 100 ns where nothing has been loaded since.
 void look_for_devices();
 
-// Is this memory that the host cannot touch? No, if devices came after the last look.
+// May there be memory that the host cannot touch? No, if devices came after the last look.
+bool any_only_on_device();
+// Is this some? Likewise.
 bool only_on_device(const void* p);
 
 }  // namespace frugal::device

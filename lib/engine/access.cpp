@@ -190,23 +190,43 @@ void Engine::host_rows(const Table& table, RowSource* from) const {
 
 // --- A step's calls ------------------------------------------------------------------------------
 
-Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const OpNumbers* numbers)
+Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedLookup* timed,
+                             const OpNumbers* numbers)
     : StepView(engine, t, engine, engine.memory_.pool, engine.memory_.pinned, true),
-      engine_(engine), t_(t), span_(span), numbers_(numbers) {}
+      engine_(engine), t_(t), span_(span), timed_(timed), numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
   t_.call_mu.assert_held();
   FRUGAL_TRY(engine_.enter(t_));
   FRUGAL_TRY(engine_.ranks_.check_inside(t_));
   if (span_) span_->step(t_.step);
-  if (use == Use::kPush) engine_.ranks_.note_push(t_.step);
-  if (use == Use::kLookup || use == Use::kPush) busy_.emplace(engine_.calls_);
+  if (use == Use::kPush) {
+    engine_.ranks_.note_push(t_.step);
+    busy_.emplace(engine_.calls_);
+  }
   return FRUGAL_OK;
+}
+
+// A lookup that does not wait and is done before anybody else has made way for it.
+bool Engine::LocalStep::is_small() const {
+  if (stale() || t_.gpu || t_.has_cache.load()) return false;
+  size_t bytes = 0;
+  for (const Access& a : accesses) {
+    if (!a.whole) return false;
+    bytes += a.part->n * a.table->dim * sizeof(float);
+  }
+  return bytes <= kSmallBytes;
 }
 
 Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use use) {
   t_.call_mu.assert_held();
   const size_t n = accesses.size();
+  if (use == Use::kLookup) {
+    const bool small = is_small();
+    timed_->is(small);
+    if (small) return FRUGAL_OK;
+    busy_.emplace(engine_.calls_);
+  }
   if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
   const auto find = [&]() -> Status {
     hold_.emplace(engine_, accesses);
@@ -278,11 +298,12 @@ void Engine::LocalStep::count(Use use, const Counts& c) {
 }
 
 Status Engine::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
+  Trainer& t = own(any);
   TraceSpan span(meters_.trace, SpanKind::kLookup);
-  span.rank(any.rank);
-  Lock call(any.call_mu);
-  TimedOwn timed(meters_.of_ranks[any.rank].lookup_ns);
-  LocalStep step(*this, own(any), &span);
+  span.rank(t.rank);
+  Lock call(t.call_mu);
+  TimedLookup timed(t.lookups, meters_.of_ranks[t.rank].lookup_ns);
+  LocalStep step(*this, t, &span, &timed, nullptr);
   return RowPath(step).lookup(ops, n);
 }
 
@@ -291,13 +312,13 @@ Status Engine::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
   span.rank(any.rank);
   Lock call(any.call_mu);
   TimedOwn timed(meters_.of_ranks[any.rank].push_ns);
-  LocalStep step(*this, own(any), &span);
+  LocalStep step(*this, own(any), &span, nullptr, nullptr);
   return RowPath(step).push(ops, n);
 }
 
 Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
   Lock call(any.call_mu);
-  LocalStep step(*this, own(any), nullptr);
+  LocalStep step(*this, own(any), nullptr, nullptr, nullptr);
   return RowPath(step).borrow(bytes, out);
 }
 

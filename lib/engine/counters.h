@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "base/heap.h"
 #include "base/stopwatch.h"
@@ -59,6 +60,10 @@ struct Meters {
 class Stopwatch {
  public:
   explicit Stopwatch(bool runs = true) : start_(runs ? stopwatch_ns() : 0) {}
+  void start() {
+    if (!start_) start_ = stopwatch_ns();
+  }
+  bool runs() const { return start_ != 0; }
   uint64_t passed() const {
     if (!start_) return 0;
     const uint64_t now = stopwatch_ns();  // of another processor it may be a little behind
@@ -66,7 +71,7 @@ class Stopwatch {
   }
 
  private:
-  const uint64_t start_;
+  uint64_t start_;
 };
 
 // Wall time of a scope, added to a counter.
@@ -92,6 +97,42 @@ class TimedOwn {
  private:
   std::atomic<uint64_t>& counter_;
   const Stopwatch watch_;
+};
+
+// Of a trainer's lookups: the last one was large; small ones that were not timed as yet.
+struct LookupTimes {
+  static constexpr uint32_t kUntimed = 16;
+  bool large = true;
+  uint32_t untimed = 0;
+};
+
+// The same of a lookup. Beside a small one two looks at the clock are long: one in 17 is timed, and
+// counts for the 16 before it, too. Those behind a large one are timed for themselves.
+class TimedLookup {
+ public:
+  TimedLookup(LookupTimes& of, std::atomic<uint64_t>& counter)
+      : of_(of), counter_(counter), watch_(of.large || of.untimed >= LookupTimes::kUntimed) {}
+  ~TimedLookup() {
+    of_.large = !small_;
+    if (!watch_.runs()) {
+      ++of_.untimed;
+      return;
+    }
+    uint64_t calls = 1;
+    if (small_ && of_.untimed >= LookupTimes::kUntimed) calls += std::exchange(of_.untimed, 0);
+    add_own(counter_, calls * watch_.passed());
+  }
+  // Once that is known.
+  void is(bool small) {
+    small_ = small;
+    if (!small) watch_.start();
+  }
+
+ private:
+  LookupTimes& of_;
+  std::atomic<uint64_t>& counter_;
+  Stopwatch watch_;
+  bool small_ = false;
 };
 
 }  // namespace frugal

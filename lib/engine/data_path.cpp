@@ -194,13 +194,13 @@ Status DataPath::gather(const device::RowsView& rows, const device::Element* con
   c.streaming = n * row_bytes >= kStreamBytes;
   const bool pooled = op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, n);
   size_t items = pooled ? op.bags : n;
-  // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
-  c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
-  if (pooled && n) c.chunk = std::max<size_t>(1, c.chunk * std::max<size_t>(1, op.bags) / n);
-  size_t chunks = (items + c.chunk - 1) / c.chunk;
-  if (n * row_bytes < kParallelBytes) {
-    c.chunk = std::max<size_t>(items, 1);
-    chunks = items ? 1 : 0;
+  c.chunk = items;
+  size_t chunks = items ? 1 : 0;
+  if (n * row_bytes >= kParallelBytes) {
+    // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
+    c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
+    if (pooled) c.chunk = std::max<size_t>(1, c.chunk * std::max<size_t>(1, op.bags) / n);
+    chunks = (items + c.chunk - 1) / c.chunk;
   }
   return parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
 }

@@ -1,21 +1,30 @@
 #include "engine/declarations.h"
 
-#include "base/assert.h"
+#include <utility>
+
 #include "base/handles.h"
 
 namespace frugal {
 
-void Declarations::count(Step& s, const Part& p, uint32_t by) {
+// Cursors go back to what is added.
+void Declarations::count(Step& s, Batch& b, size_t i, uint32_t by) {
+  const Part& p = *b.parts[i];
   const uint32_t state = p.state.load();
+  auto missing = [&](uint32_t* parts, size_t* of_step, uint32_t* of_batch) {
+    *parts += by;
+    if (by != 1) return;
+    *of_step = std::min<size_t>(*of_step, b.at);
+    *of_batch = std::min(*of_batch, static_cast<uint32_t>(i));
+  };
   if (state == Part::kDeclared) {
-    s.declared += by;
+    missing(&s.declared, &s.resolve_at, &b.to_resolve);
     declared_ += by;
   }
   if (state < Part::kResolved) s.unresolved += by;
   if (p.linking) s.linking += by;
   if (state != Part::kResolved || p.linked.load()) return;
   s.unlinked += by;
-  if (!p.linking) s.linkable += by;
+  if (!p.linking) missing(&s.linkable, &s.link_at, &b.to_link);
 }
 
 template <class Change>
@@ -23,9 +32,9 @@ void Declarations::change(Batch& b, size_t i, Change change) {
   Part& p = *b.parts[i];
   if (!b.entered) return change(p);
   Step& s = steps_.find(b.step)->second;
-  count(s, p, -1u);
+  count(s, b, i, -1u);
   change(p);
-  count(s, p, 1);
+  count(s, b, i, 1);
 }
 
 void Declarations::set_state(Batch& b, size_t i, Part::State state) {
@@ -33,6 +42,31 @@ void Declarations::set_state(Batch& b, size_t i, Part::State state) {
 }
 
 // --- Coming and going ----------------------------------------------------------------------------
+
+void Declarations::Step::add(const BatchRef& b) {
+  OfRank& rank = of_rank[b->rank];
+  b->at = static_cast<uint32_t>(batches.size());
+  b->before = rank.last;
+  (rank.last ? rank.last->after : rank.first) = b.get();
+  rank.last = b.get();
+  ++rank.own;
+  b->entered = b->own = true;
+  batches.push_back(b);
+}
+
+// Others move up once as many are gone: of a step with many, each pays for a few.
+void Declarations::Step::remove(Batch& b) {
+  OfRank& rank = of_rank[b.rank];
+  (b.before ? b.before->after : rank.first) = b.after;
+  (b.after ? b.after->before : rank.last) = b.before;
+  --(b.own ? rank.own : rank.former);
+  b.entered = false;
+  batches[b.at] = nullptr;
+  if (2 * ++gone < batches.size()) return;
+  std::erase(batches, nullptr);
+  for (uint32_t k = 0; k < batches.size(); ++k) batches[k]->at = k;
+  gone = resolve_at = link_at = warm_at = warm_part = warm_bytes = 0;
+}
 
 Status Declarations::enter(const BatchRef& batch, bool want_handle,
                            std::shared_ptr<Arrival> arrival, bool* alone) {
@@ -46,14 +80,14 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
     }
   } empty{steps_, batch->step};
   if (s.of_rank.size() <= batch->rank) s.of_rank.resize(batch->rank + 1);
-  auto& [of_rank, former] = s.of_rank[batch->rank];
-  const bool own = of_rank >= kMostBatches;
-  if (own || of_rank + former >= 2 * kMostBatches)
+  const Step::OfRank& of = s.of_rank[batch->rank];
+  const bool own = of.own >= kMostBatches;
+  if (own || of.own + of.former >= 2 * kMostBatches)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "rank %u%s has declared %u batches for step %llu: at most %u; declare more keys in "
                 "a call",
                 batch->rank, own ? "" : ", its former trainers included,",
-                own ? of_rank : of_rank + former, static_cast<unsigned long long>(batch->step),
+                own ? of.own : of.own + of.former, static_cast<unsigned long long>(batch->step),
                 own ? kMostBatches : 2 * kMostBatches);
   if (s.batches.size() == s.batches.capacity()) s.batches.reserve(2 * s.batches.size() + 1);
   if (arrival && coming_.size() == coming_.capacity()) coming_.reserve(2 * coming_.size() + 1);
@@ -63,10 +97,8 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
     batch->id = batch->handle;
   }
   *alone = declared_ == 0;
-  s.batches.push_back(batch);
-  ++of_rank;
-  batch->entered = batch->own = true;
-  for (const PartRef& p : batch->parts) count(s, *p, 1);
+  s.add(batch);
+  for (size_t i = 0; i < batch->parts.size(); ++i) count(s, *batch, i, 1);
   if (arrival) {
     coming_.push_back({std::move(arrival), batch});
     arriving_.fetch_add(1);
@@ -78,10 +110,8 @@ void Declarations::joined(uint32_t rank, uint64_t from) {
   Lock lock(mu_);
   for (auto at = steps_.lower_bound(from); at != steps_.end(); ++at) {
     Step& s = at->second;
-    if (rank < s.of_rank.size())
-      s.of_rank[rank] = {0, s.of_rank[rank].own + s.of_rank[rank].former};
-    for (const BatchRef& b : s.batches)
-      if (b->rank == rank) b->own = false;
+    if (rank < s.of_rank.size()) s.of_rank[rank].former += std::exchange(s.of_rank[rank].own, 0);
+    s.each(rank, [](Batch& b) { b.own = false; });
   }
 }
 
@@ -96,8 +126,7 @@ bool Declarations::range(uint64_t* first, uint64_t* last) {
 BatchRef Declarations::any_of(uint32_t rank, uint64_t from) {
   Lock lock(mu_);
   for (auto at = steps_.lower_bound(from); at != steps_.end(); ++at)
-    for (const BatchRef& b : at->second.batches)
-      if (b->rank == rank) return b;
+    if (const Batch* b = at->second.first(rank)) return at->second.batches[b->at];
   return nullptr;
 }
 
@@ -106,11 +135,11 @@ bool Declarations::close(const Share& share) {
   const auto at = steps_.find(share.step);
   if (at == steps_.end()) return false;
   bool any = false;
-  for (const BatchRef& b : at->second.batches) {
-    if (!share.has(*b)) continue;
+  at->second.each(share, [&](Batch& b) {
+    mu_.assert_held();
     any = true;
-    for (size_t i = 0; i < b->parts.size(); ++i) never_resolve(*b, i, Part::kDropped);
-  }
+    for (size_t i = 0; i < b.parts.size(); ++i) never_resolve(b, i, Part::kDropped);
+  });
   return any;
 }
 
@@ -120,25 +149,24 @@ bool Declarations::take_out(const Share& share) {
   if (at == steps_.end()) return true;
   Step& s = at->second;
   if (s.linking) return false;
-  for (const BatchRef& b : s.batches)
-    for (size_t i = 0; share.has(*b) && i < b->parts.size(); ++i)
-      if (b->parts[i]->state.load() == Part::kResolving) return false;
-  for (const BatchRef& b : s.batches) {
-    if (!share.has(*b)) continue;
-    for (size_t i = 0; i < b->parts.size(); ++i) {
-      Part& p = *b->parts[i];
-      unlink(*b, i);
+  bool busy = false;
+  s.each(share, [&](const Batch& b) {
+    for (const PartRef& p : b.parts) busy = busy || p->state.load() == Part::kResolving;
+  });
+  if (busy) return false;
+  s.each(share, [&](Batch& b) {
+    mu_.assert_held();
+    for (size_t i = 0; i < b.parts.size(); ++i) {
+      Part& p = *b.parts[i];
+      count(s, b, i, -1u);
+      unlink(b, i);
       // In this section: who counts holders finds them among the parts, or has them let go.
-      if (p.resolved()) p.let_go(b->tables[i]->rows);
-      count(s, p, -1u);
+      if (p.resolved()) p.let_go(b.tables[i]->rows);
       if (!p.resolved()) p.state.store(Part::kDropped);
     }
-    b->entered = false;
-    --(b->own ? s.of_rank[b->rank].own : s.of_rank[b->rank].former);
-    if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
-  }
-  std::erase_if(s.batches, [&](const BatchRef& b) { return share.has(*b); });
-  s.resolve_at = s.link_at = s.warm_at = s.warm_part = s.warm_bytes = 0;
+    if (b.handle) handle_remove(HandleKind::kBatch, b.handle);
+    s.remove(b);
+  });
   if (s.batches.empty()) steps_.erase(at);
   return true;
 }
@@ -164,10 +192,11 @@ bool Declarations::retire_one(uint64_t step, Vector<BatchRef>* out) {
   Lock lock(mu_);
   if (steps_.empty() || steps_.begin()->first > step) return false;
   Step& s = steps_.begin()->second;
+  if (s.gone) std::erase(s.batches, nullptr);
   for (const BatchRef& b : s.batches) {
     for (size_t i = 0; i < b->parts.size(); ++i) {
       never_resolve(*b, i, Part::kDropped);
-      count(s, *b->parts[i], -1u);
+      count(s, *b, i, -1u);
     }
     b->entered = false;
   }
@@ -213,9 +242,11 @@ void Declarations::never_resolve(Batch& b, size_t i, Part::State instead) {
 }
 
 void Declarations::give_up(Batch& b, size_t i) {
-  unlink(b, i);
-  b.parts[i]->let_go(b.tables[i]->rows);
-  set_state(b, i, Part::kStale);
+  change(b, i, [&](Part& p) {
+    unlink(b, i);
+    p.let_go(b.tables[i]->rows);
+    p.state.store(Part::kStale);
+  });
 }
 
 // A part with the same keys, which nobody has resolved.
@@ -224,15 +255,13 @@ bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
   part->step = old->step;
   part->rank = old->rank;
   if (part->take_keys(pool, *old) != FRUGAL_OK) return false;
+  count(s, b, i, -1u);
   unlink(b, i);
   old->let_go(b.tables[i]->rows);
-  count(s, *old, -1u);
   old->state.store(Part::kDropped);
   b.parts[i] = part;
-  count(s, *part, 1);
-  b.to_resolve = std::min(b.to_resolve, static_cast<uint32_t>(i));
-  b.to_link = std::min(b.to_link, static_cast<uint32_t>(i));
-  s.resolve_at = s.link_at = s.warm_at = s.warm_part = s.warm_bytes = 0;
+  count(s, b, i, 1);
+  s.warm_at = s.warm_part = s.warm_bytes = 0;
   return true;
 }
 
@@ -258,7 +287,7 @@ void Declarations::recount(Table& table) try {
 void Declarations::unlink(Batch& b, size_t i) {
   const PartRef& p = b.parts[i];
   if (p->linked.load() && !b.tables[i]->dropped.load()) b.tables[i]->window.unlink(p);
-  change(b, i, [](Part& part) { part.linked.store(false); });
+  p->linked.store(false);
 }
 
 // --- Work ----------------------------------------------------------------------------------------
@@ -272,7 +301,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
     for (; s.declared != 0; ++s.resolve_at) {
       FRUGAL_ASSERT(s.resolve_at < s.batches.size());
       const BatchRef& b = s.batches[s.resolve_at];
-      while (b->to_resolve < b->parts.size()) {
+      while (b && b->to_resolve < b->parts.size()) {
         const uint32_t i = b->to_resolve++;
         if (b->parts[i]->state.load() != Part::kDeclared) continue;
         Table& table = *b->tables[i];
@@ -317,25 +346,18 @@ void Declarations::put_back(const Item& item) {
   Batch& b = *item.batch;
   if (served(b)) return set_state(b, item.index, Part::kDropped);
   set_state(b, item.index, Part::kDeclared);
-  b.to_resolve = std::min(b.to_resolve, item.index);
-  steps_.find(b.step)->second.resolve_at = 0;
 }
 
 bool Declarations::next_to_link(uint64_t base, uint64_t end, Item* out) {
   Lock lock(mu_);
   for (auto at = steps_.lower_bound(base); at != steps_.end() && at->first < end; ++at) {
     Step& s = at->second;
-    if (s.linkable == 0) continue;
-    // Nothing is left to be done for what is before the cursors.
-    auto passed = [](const Part& p) { return p.linked.load() || p.state.load() > Part::kResolved; };
-    bool all = true;
-    for (size_t k = s.link_at; k < s.batches.size(); ++k) {
-      const BatchRef& b = s.batches[k];
-      while (b->to_link < b->parts.size() && passed(*b->parts[b->to_link])) ++b->to_link;
-      all = all && b->to_link == b->parts.size();
-      if (all) s.link_at = k + 1;
-      for (uint32_t i = b->to_link; i < b->parts.size(); ++i) {
-        Part& p = *b->parts[i];
+    for (; s.linkable != 0; ++s.link_at) {
+      FRUGAL_ASSERT(s.link_at < s.batches.size());
+      const BatchRef& b = s.batches[s.link_at];
+      while (b && b->to_link < b->parts.size()) {
+        const uint32_t i = b->to_link++;
+        const Part& p = *b->parts[i];
         if (p.state.load() != Part::kResolved || p.linked.load() || p.linking) continue;
         change(*b, i, [](Part& part) { part.linking = true; });
         ++linking_;
@@ -364,7 +386,7 @@ bool Declarations::next_to_warm(uint64_t step, size_t most, size_t rows, bool ta
   Step& s = at->second;
   for (; s.warm_at < s.batches.size(); ++s.warm_at, s.warm_part = 0) {
     const BatchRef& b = s.batches[s.warm_at];
-    for (; s.warm_part < b->parts.size(); ++s.warm_part) {
+    for (; b && s.warm_part < b->parts.size(); ++s.warm_part) {
       Part& p = *b->parts[s.warm_part];
       const uint32_t state = p.state.load();
       if (state < Part::kResolved) return false;
@@ -402,24 +424,18 @@ Vector<std::shared_ptr<Arrival>> Declarations::arrivals() {
   return out;
 }
 
+// Who has asked an arrival holds it as yet: its memory goes back without the lock.
 void Declarations::arrived() {
-  for (Coming ended;;) {
-    ended = {};  // its memory goes back without the lock
-    Lock lock(mu_);
-    const auto at = std::find_if(coming_.begin(), coming_.end(), [](const Coming& c) {
-      return c.arrival->arrived.load();
-    });
-    if (at == coming_.end()) return;
-    Batch& b = *at->batch;
-    const Part::State state = at->arrival->failed.load() ? Part::kStale : Part::kDeclared;
-    for (size_t i = 0; i < b.parts.size(); ++i)
-      if (b.parts[i]->state.load() == Part::kArriving) set_state(b, i, state);
-    b.to_resolve = 0;
-    if (b.entered) steps_.find(b.step)->second.resolve_at = 0;
+  Lock lock(mu_);
+  std::erase_if(coming_, [&](const Coming& c) {
+    mu_.assert_held();
+    if (!c.arrival->arrived.load()) return false;
+    const Part::State state = c.arrival->failed.load() ? Part::kStale : Part::kDeclared;
+    for (size_t i = 0; i < c.batch->parts.size(); ++i)
+      if (c.batch->parts[i]->state.load() == Part::kArriving) set_state(*c.batch, i, state);
     arriving_.fetch_sub(1);
-    ended = std::move(*at);
-    coming_.erase(at);
-  }
+    return true;
+  });
 }
 
 void Declarations::forget_arrivals() {

@@ -3,11 +3,13 @@
 //
 // Each step counts its parts by what is missing, so a gate looks at steps, and not at parts.
 // Cursors stand before the first part of which something may be missing: the next one is at hand.
+// The batches of a rank for a step are a chain: a call for one rank looks at no others.
 //
 // The lock is taken below the engine's mutex, and above those of windows and rows. Who resolves or
 // links a part has taken it by next_to_..., and tells when it is done: nobody takes a batch out
 // meanwhile.
 #pragma once
+#include "base/assert.h"
 #include "base/sync.h"
 #include "engine/gpu.h"
 #include "engine/table.h"
@@ -37,7 +39,6 @@ class Declarations {
     uint64_t step = 0;
     uint32_t rank = 0;
     const Batch* one = nullptr;
-    bool has(const Batch& b) const { return one ? &b == one : b.rank == rank; }
   };
 
   Mutex& mutex() RETURN_CAPABILITY(mu_) { return mu_; }
@@ -46,8 +47,7 @@ class Declarations {
   void each(const Which& which, Visit visit) REQUIRES(mu_) {
     const auto end = steps_.upper_bound(which.last);
     for (auto at = steps_.lower_bound(which.first); at != end; ++at)
-      for (const BatchRef& b : at->second.batches)
-        if (which.rank == kNoRank || b->rank == which.rank) b->each(which.table, visit);
+      at->second.each(which.rank, [&](Batch& b) { b.each(which.table, visit); });
   }
 
   // --- Coming and going
@@ -136,24 +136,54 @@ class Declarations {
 
  private:
   struct Step {
+    // In the order of declarations. Null: taken out, which is the case of less than half.
     Vector<BatchRef> batches;
-    struct Count {
+    size_t gone = 0;  // of these null
+    struct OfRank {
       uint32_t own = 0, former = 0;  // of its trainer; of those that had the rank before
+      Batch *first = nullptr, *last = nullptr;
     };
-    Vector<Count> of_rank;
+    Vector<OfRank> of_rank;
     // Parts: declared; not resolved; resolved, but not linked; of these, those that nobody links;
     // and those that somebody does.
     uint32_t declared = 0, unresolved = 0, unlinked = 0, linkable = 0, linking = 0;
     // Batches before these have nothing to be resolved, or linked; rows before these are warm.
     size_t resolve_at = 0, link_at = 0;
     size_t warm_at = 0, warm_part = 0, warm_bytes = 0;
+
+    Batch* from(size_t at) const {
+      while (at < batches.size() && !batches[at]) ++at;
+      return at < batches.size() ? batches[at].get() : nullptr;
+    }
+    // Of a rank, or of all.
+    Batch* first(uint32_t rank) const {
+      if (rank == kNoRank) return from(0);
+      return rank < of_rank.size() ? of_rank[rank].first : nullptr;
+    }
+    // visit(batch): of a rank, or of all. A rank's that is visited may be removed.
+    template <class Visit>
+    void each(uint32_t rank, Visit visit) const {
+      for (Batch *b = first(rank), *next; b; b = next) {
+        next = rank == kNoRank ? from(b->at + 1) : b->after;
+        FRUGAL_ASSERT(batches[b->at].get() == b && (rank == kNoRank || rank == b->rank));
+        FRUGAL_ASSERT((b->after ? b->after->before : of_rank[b->rank].last) == b);
+        visit(*b);
+      }
+    }
+    template <class Visit>
+    void each(const Share& share, Visit visit) const {
+      if (!share.one) return each(share.rank, visit);
+      if (share.one->entered) visit(*batches[share.one->at]);
+    }
+    void add(const BatchRef& batch);
+    void remove(Batch& batch);
   };
   using Steps = Map<uint64_t, Step>;
-  void count(Step& step, const Part& part, uint32_t by) REQUIRES(mu_);
+  void count(Step& step, Batch& batch, size_t index, uint32_t by) REQUIRES(mu_);
   template <class Change>
   void change(Batch& batch, size_t index, Change change) REQUIRES(mu_);
   void set_state(Batch& batch, size_t index, Part::State state) REQUIRES(mu_);
-  void unlink(Batch& batch, size_t index) REQUIRES(mu_);
+  static void unlink(Batch& batch, size_t index);
   // Nobody lets go of what a part of this batch holds from now on.
   bool served(const Batch& b) const REQUIRES(mu_) {
     return !b.entered || (retiring_ && b.step <= retiring_to_);
@@ -183,12 +213,13 @@ bool Declarations::revoke(const Table& table, uint64_t step, BufferPool& pool, M
     if ((--at)->first <= step) break;
     Step& s = at->second;
     if (s.linking || (retiring_ && at->first <= retiring_to_)) continue;
-    for (const BatchRef& b : s.batches)
-      if (may(*b))
-        b->each(&table, [&](Batch& of, size_t i) {
-          mu_.assert_held();
-          if (of.parts[i]->resolved() && make_anew(s, of, i, pool)) any = true;
-        });
+    s.each(kNoRank, [&](Batch& b) {
+      if (!may(b)) return;
+      b.each(&table, [&](Batch& of, size_t i) {
+        mu_.assert_held();
+        if (of.parts[i]->resolved() && make_anew(s, of, i, pool)) any = true;
+      });
+    });
   }
   return any;
 }

@@ -49,8 +49,10 @@ class Engine::CallHold {
 
 class Engine::LocalStep final : public StepView {
  public:
-  // `numbers`: the ops are these of another process's call. Null: they are all of one here.
-  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const OpNumbers* numbers = nullptr);
+  // `timed`: a lookup's time. `numbers`: the ops are these of another process's call. Null: they
+  // are all of one here.
+  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedLookup* timed,
+            const OpNumbers* numbers);
   Status begin(Use use) override;
   Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override;
   Status create() override;
@@ -64,9 +66,12 @@ class Engine::LocalStep final : public StepView {
   void count(Use use, const Counts& counts) override;
 
  private:
+  static constexpr size_t kSmallBytes = 32 << 10;  // of rows
+  bool is_small() const;
   Engine& engine_;
   Trainer& t_;
-  TraceSpan* const span_;  // or null
+  TraceSpan* const span_;  // or null, as the next two
+  TimedLookup* const timed_;
   const OpNumbers* const numbers_;
   Deadline until_;         // of waiting for rows that are being written
   std::optional<Counted> busy_;

@@ -25,6 +25,7 @@ Status host_memory(const frugal_op* ops, size_t n) {
     FRUGAL_TRY(host_memory(op.weights, "frugal_op.weights"));
     return host_memory(op.weight_grads_out, "frugal_op.weight_grads_out");
   };
+  if (!device::any_only_on_device()) return FRUGAL_OK;
   for (size_t i = 0; i < n; ++i)
     FRUGAL_TRY(in_op(look(ops[i]), i, n, static_cast<const char*>(nullptr)));
   return FRUGAL_OK;
@@ -47,7 +48,7 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
   // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a
   // mistake.)
   constexpr size_t kAddresses = size_t{1} << 57;
-  if (rows && stride > kAddresses / rows)
+  if (rows && stride && stride > kAddresses / rows)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "row_stride %s: %zu rows so far apart exceed the address space: give less",
                 number_text(uint64_t{stride}).c_str(), rows);

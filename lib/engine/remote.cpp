@@ -145,7 +145,7 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& nu
                            Vector<RemotePart>* out) {
   const size_t n = numbers.at.size();
   Lock call(t.call_mu);
-  LocalStep step(*this, t, nullptr, &numbers);
+  LocalStep step(*this, t, nullptr, nullptr, &numbers);
   FRUGAL_TRY(step.begin(Use::kDeclare));
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));
   step.accesses.resize(n);

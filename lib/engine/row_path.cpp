@@ -101,7 +101,7 @@ Status RowPath::part_of_batch(const frugal_op& op, const AnyTable& table,
   return FRUGAL_OK;
 }
 
-Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
+Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out, bool lends) {
   t_.call_mu.assert_held();
   FRUGAL_TRY(table_of(op, &out->table));
   const AnyTable& table = *out->table;
@@ -125,7 +125,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
   if (found) {
     out->number = static_cast<size_t>(found - t_.parts.data());
     if (found->whole && found->fresh) {
-      out->part = found->part;
+      out->part = lends ? PartRef(PartRef(), found->part.get()) : found->part;
       out->whole = true;
       return FRUGAL_OK;
     }
@@ -136,11 +136,13 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
 }
 
 Status RowPath::accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp* gpu) {
+  // Nobody keeps a part of a lookup on the host.
+  const bool lends = use == Use::kLookup && !t_.gpu;
   step_.accesses.clear();
   step_.accesses.resize(n);
   for (size_t i = 0; i < n; ++i) {
     Access& a = step_.accesses[i];
-    FRUGAL_TRY(in_op(find(ops[i], use, gpu ? &gpu[i] : nullptr, &a), i, n, a.table));
+    FRUGAL_TRY(in_op(find(ops[i], use, gpu ? &gpu[i] : nullptr, &a, lends), i, n, a.table));
   }
   return step_.resolve(ops, gpu, use);
 }

@@ -115,7 +115,8 @@ class RowPath {
   Status borrow(size_t bytes, void** out);
   // Finds the declaration that an op names by its batch, or by its keys. `gpu`: of a trainer on a GPU, what take_ops
   // made of the op; or null.
-  Status find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
+  // `lends`: a declared part stays the step's, for the length of the call.
+  Status find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out, bool lends = false);
 
  private:
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.

@@ -192,6 +192,16 @@ Status Engine::join_handovers(Trainer& t, Vector<Handed>* handovers) {
   return FRUGAL_OK;
 }
 
+namespace {
+
+// Rank by rank: reserve() alone would move all that others have handed in each time.
+template <class T>
+void make_room(Vector<T>& v, size_t more) {
+  if (v.capacity() - v.size() < more) v.reserve(std::max(2 * v.size(), v.size() + more));
+}
+
+}  // namespace
+
 // First all that may want memory; then the hand-over, which cannot fail. Returns a flight that has
 // landed, for the caller to let go of once no lock is held.
 FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers,
@@ -200,11 +210,11 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
     const TableRef table = std::static_pointer_cast<Table>(r.push->table);
     r.to = &record.handovers[table.get()];
     r.to->table = table;
-    r.to->ranks.reserve(r.to->ranks.size() + 1);
+    make_room(r.to->ranks, 1);
   }
-  record.created.reserve(record.created.size() + t.created.size());
+  make_room(record.created, t.created.size());
   if (t.gpu) {
-    record.flights.reserve(record.flights.size() + 1);
+    make_room(record.flights, 1);
     if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
   }
   for (Handed& r : handovers) r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));

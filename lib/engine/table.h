@@ -68,6 +68,8 @@ struct Batch final : AnyBatch {
   // declared it; and before which part none is to be resolved, or linked, any more.
   bool entered = false, own = false;
   uint32_t to_resolve = 0, to_link = 0;
+  uint32_t at = 0;                             // where it stands among those of its step
+  Batch *before = nullptr, *after = nullptr;  // those of its rank next to it
 };
 using BatchRef = std::shared_ptr<Batch>;
 

@@ -9,6 +9,7 @@
 #include "base/heap.h"
 #include "base/sync.h"
 #include "engine/control.h"
+#include "engine/counters.h"
 #include "engine/gpu.h"
 #include "engine/session.h"
 #include "engine/table_cache.h"
@@ -134,6 +135,7 @@ struct Trainer : AnyTrainer {
   RemoteLines remote_lines;
   TrainerProcess process;
   TrainerCounts counts;
+  LookupTimes lookups GUARDED_BY(call_mu);
   std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed; that is seen to
   std::atomic<bool> pinning{false};  // counts among the pinner's
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.

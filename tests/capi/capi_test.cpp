@@ -3296,6 +3296,25 @@ TEST(Stats, CountWhatRanksThatHaveLeftDid) {
   EXPECT_EQ(engine.Stats().keys_looked_up, 4u);
 }
 
+TEST(Stats, OneInSeventeenSmallLookupsIsTimed) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp declared(table, {3, 4}, 1), other(table, {5}, 1);
+  ASSERT_OK(frugal_prefetch(trainer, 0, &declared.op, 1, nullptr));
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  auto timed = [&](const RowOp& row) {
+    const uint64_t before = engine.Stats().lookup_ns;
+    EXPECT_OK(frugal_lookup(trainer, &row.op, 1));
+    return engine.Stats().lookup_ns > before;
+  };
+  for (int i = 0; i <= 2 * 17; ++i) EXPECT_EQ(timed(declared), i % 17 == 0) << i;
+  // Others are, each, and what follows them.
+  for (int i = 0; i < 20; ++i) EXPECT_TRUE(timed(other));
+  EXPECT_TRUE(timed(declared));
+  for (int i = 1; i <= 17; ++i) EXPECT_EQ(timed(declared), i == 17) << i;
+}
+
 // --- Another trainer is not hung by this one's mistakes ---
 
 TEST(Mistakes, DoNotHangOthers) {

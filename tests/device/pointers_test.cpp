@@ -43,6 +43,7 @@ TEST(Pointers, ForksBesideLooks) {
 }
 
 TEST(Pointers, OfADriverThatComesLate) {
+  using frugal::device::any_only_on_device;
   using frugal::device::look_for_devices;
   using frugal::device::only_on_device;
   constexpr uint64_t kDevice = uint64_t{1} << 40, kManaged = uint64_t{2} << 40,
@@ -51,7 +52,9 @@ TEST(Pointers, OfADriverThatComesLate) {
   EXPECT_FALSE(only_on_device(at(kDevice)));
   ASSERT_NE(dlopen(FAKE_LIBCUDA, RTLD_NOW), nullptr) << dlerror();
   EXPECT_FALSE(only_on_device(at(kDevice)));  // nobody has looked
+  EXPECT_FALSE(any_only_on_device());
   look_for_devices();
+  EXPECT_TRUE(any_only_on_device());
   int host = 0;
   EXPECT_TRUE(only_on_device(at(kDevice)));
   EXPECT_FALSE(only_on_device(at(kManaged)));

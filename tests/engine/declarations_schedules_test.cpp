@@ -178,7 +178,9 @@ class World {
   void take_out(const Declarations::Share& share) {
     const bool any = all_.close(share);
     std::erase_if(of_[share.rank].declared,
-                  [&](const BatchRef& b) { return b->step == share.step && share.has(*b); });
+                  [&](const BatchRef& b) {
+                    return b->step == share.step && (!share.one || b.get() == share.one);
+                  });
     if (!any) return;
     s_.note("takes out what rank %llu has declared for %llu", share.rank, share.step);
     for (;; s_.pause()) {

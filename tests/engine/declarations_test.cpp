@@ -209,6 +209,53 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   EXPECT_FALSE(full());
 }
 
+// What a rank has, and in which order, while others come and go before and behind it.
+TEST_F(DeclarationsTest, ARankFindsItsOwnAmongManyRanks) {
+  constexpr uint32_t kMany = 200;
+  Random r(test_seed());
+  std::vector<BatchRef> of[kMany];
+  size_t left = 0;
+  auto check = [&](uint32_t rank) {
+    Found expected;
+    for (const BatchRef& b : of[rank]) expected.emplace_back(b.get(), 0);
+    ASSERT_EQ(each({1, 1, rank}), expected);
+    const BatchRef first = all.any_of(rank, 0);
+    ASSERT_EQ(first, of[rank].empty() ? nullptr : of[rank].front());
+  };
+  for (size_t i = 0; i < 6000; ++i) {
+    const uint32_t rank = static_cast<uint32_t>(r.below(kMany));
+    std::vector<BatchRef>& mine = of[rank];
+    if (r.below(6000) > i) {  // ever fewer
+      mine.push_back(enter(1, rank, {static_cast<uint32_t>(r.below(4))}));
+      ++left;
+    } else if (r.one_in(8)) {
+      ASSERT_TRUE(all.take_out({1, rank}));
+      left -= mine.size();
+      mine.clear();
+    } else if (!mine.empty()) {
+      const size_t at = r.below(mine.size());
+      ASSERT_TRUE(all.take_out(only(mine[at])));
+      mine.erase(mine.begin() + static_cast<long>(at));
+      --left;
+    }
+    check(rank);
+    check(static_cast<uint32_t>(r.below(kMany)));
+    if (HasFatalFailure()) return;
+    // Some are worked on: whatever is left is found in the end.
+    Declarations::Item item;
+    if (r.one_in(4) && next(1, &item)) r.one_in(2) ? all.put_back(item) : all.resolved(item, true);
+    if (r.one_in(4) && all.next_to_link(1, 2, &item)) all.linked(item, false);
+    ASSERT_EQ(each({}).size(), left);
+  }
+  ASSERT_GT(left, 0u);
+  Declarations::Item item;
+  while (next(1, &item)) all.resolved(item, true);
+  size_t linked = 0;
+  for (; all.next_to_link(1, 2, &item); ++linked) all.linked(item, true);
+  EXPECT_EQ(linked, left);
+  EXPECT_EQ(all.unready(1, 0), kNoStep);
+}
+
 TEST_F(DeclarationsTest, TablesThatAreTightAreNotResolvedAhead) {
   enter(1, 0, {0, 1});
   ++tables[0]->tight;
@@ -454,8 +501,8 @@ class Model : public DeclarationsTest {
       held.push_back({item, true});
     }
   }
-  void end(const Held& h, bool done) {
-    if (!h.linking) return all.resolved(h.item, done);
+  void end(const Held& h, bool done, bool back = false) {
+    if (!h.linking) return back ? all.put_back(h.item) : all.resolved(h.item, done);
     done && h.item.batch->step >= base ? link(h.item) : all.linked(h.item, false);
   }
   bool busy(const Batch& b) {
@@ -492,7 +539,7 @@ class Model : public DeclarationsTest {
           const size_t at = r.below(held.size());
           const Held h = held[at];
           held.erase(held.begin() + static_cast<long>(at));
-          end(h, !r.one_in(4));
+          end(h, !r.one_in(4), r.one_in(4));
         }
         break;
       case 6:
@@ -500,7 +547,9 @@ class Model : public DeclarationsTest {
           const BatchRef b = entered[r.below(entered.size())];
           Declarations::Share share = only(b);
           if (r.one_in(4)) share.one = nullptr;
-          auto mine = [&](const BatchRef& o) { return o->step == share.step && share.has(*o); };
+          auto mine = [&](const BatchRef& o) {
+            return share.one ? o == b : o->step == share.step && o->rank == share.rank;
+          };
           ASSERT_TRUE(all.close(share));
           bool waits = false;
           for (const BatchRef& o : entered) waits |= mine(o) && busy(*o);
@@ -550,6 +599,7 @@ class Model : public DeclarationsTest {
         const bool any = std::any_of(entered.begin(), entered.end(), [&](const BatchRef& b) {
           return b->rank == rank && b->step >= from;
         });
+        if (r.one_in(4)) all.joined(rank, from);
         const BatchRef found = all.any_of(rank, from);
         ASSERT_EQ(found != nullptr, any);
         if (found) {

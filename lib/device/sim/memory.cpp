@@ -377,10 +377,11 @@ bool range_of(uint64_t address, Range* out) {
   return range != nullptr;
 }
 
+bool any_on_devices() { return any_device_memory().load(std::memory_order_acquire); }
+
 bool on_a_device(uint64_t address) {
   Range range;
-  return any_device_memory().load(std::memory_order_acquire) && range_of(address, &range) &&
-         range.device != kHostMemory;
+  return any_on_devices() && range_of(address, &range) && range.device != kHostMemory;
 }
 
 std::string why_not(int32_t device, uint64_t address, size_t bytes, Access access) {

@@ -91,6 +91,8 @@ Pinned pinned_memory();
 
 // What lies at an address: the range, copied, if any.
 bool range_of(uint64_t address, Range* out);
+// Has there been memory of any device?
+bool any_on_devices();
 // Is this memory of any device? Cheap as long as there was none.
 bool on_a_device(uint64_t address);
 // Why `device` may not access the address: an English sentence's end.
