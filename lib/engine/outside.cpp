@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "arith/nan.h"
+#include "base/assert.h"
 #include "device/pointers.h"
 #include "engine/wait.h"
 
@@ -272,6 +273,7 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
                         ranks_.to_commit() < next - config_.staleness;
     if (others) ranks_.note_awaited(ranks_.to_commit());
     if (busy || others) return false;
+    FRUGAL_ASSERT(!*reading);
     // Between steps nothing else keeps operations outside steps from changing the rows.
     if (!inside) reading->emplace(phase_, Phase::kRead);
     return true;

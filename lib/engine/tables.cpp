@@ -59,9 +59,11 @@ Status Engine::start() {
 // end of ranks in other processes undoes.
 void Engine::close_ranks() {
   aborter_.insist_no_more();
-  ranks_.each([](Trainer& t) {
-    if (!t.process.notices.load()) t.closing.store(true);
-  });
+  {
+    ControlLock lock(mu_);  // of all of them at once: who is told leaves, which undoes others' steps
+    for (const TrainerRef& t : ranks_)
+      if (t && !t->process.notices.load()) t->closing.store(true);
+  }
   workers_.progress();
 }
 
