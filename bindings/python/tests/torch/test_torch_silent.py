@@ -10,11 +10,13 @@ import copy
 import gc
 import pickle
 import warnings
-from typing import Any, Callable, Dict, List, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
@@ -145,6 +147,91 @@ def test_the_parameter_has_no_memory_for_what_asks_no_subclass(trainer: frugal.T
     optimizer.step()
     rows[1] -= 1
     assert torch.equal(table.weight, rows)
+
+
+class Squares(torch.autograd.Function):
+    """Which computes the gradient of its input by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight.clone())
+        return weight.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (weight,) = ctx.saved_tensors
+        return torch.mul(weight, grad).mul_(2.0)
+
+
+@pytest.fixture(params=[False, True])
+def alone(request: Any, tmp_path: Path) -> Iterator[None]:
+    """Without torch.distributed, and as its only rank, where a reducer may ask for the gradient, too."""
+    if request.param:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    if request.param:
+        dist.destroy_process_group()
+
+
+def into_others(module: Any) -> List[torch.Tensor]:
+    grad = module.weight.grad
+    copies = [torch.ones(ROWS, DIM).copy_(each) for each in (grad, grad.clone(), grad * 2, grad.data)]
+    grad.copy_(torch.full((ROWS, DIM), 0.5))
+    return [*copies, torch.ones(ROWS, DIM, dtype=torch.float64).copy_(grad), module.weight.grad.to_dense()]
+
+
+def of_itself(module: Any) -> List[torch.Tensor]:
+    found: List[torch.Tensor] = []
+    for call in (module.weight.backward, lambda: torch.autograd.grad(module.weight, module.weight)):
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            call()
+    module.zero_grad()
+    ones = torch.ones(ROWS, DIM)
+    found += torch.autograd.grad([module.weight], [module.weight], [ones])
+    module.weight.backward(ones)
+    torch.autograd.backward([module.weight, module.weight.sum()], [2 * ones, None])
+    return [*found, module.weight.grad.to_dense()]
+
+
+@pytest.mark.parametrize("use", [into_others, of_itself])
+def test_gradients_of_a_rank_that_is_alone(alone: None, trainer: frugal.Trainer, use: Callable[[Any], Any]) -> None:
+    modules: List[Any] = [ft.Embedding(ROWS, DIM, trainer=trainer), torch.nn.Embedding(ROWS, DIM)]
+    modules[1].weight.data.copy_(modules[0].weight)
+    found = []
+    for module in modules:
+        module(KEYS).square().sum().backward()
+        found.append(use(module))
+    for mine, expected in zip(*found):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_a_function_that_has_got_the_parameter_trains_or_is_an_error(alone: None, trainer: frugal.Trainer) -> None:
+    table = embedding(trainer)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    rows = snapshot(table)
+    Squares.apply(table.weight).backward()
+    with pytest.raises(NotImplementedError, match="give it rows, module.weight.clone"):
+        optimizer.step()
+    optimizer.zero_grad()
+    Squares.apply(table.weight.clone()).backward()
+    optimizer.step()
+    torch.testing.assert_close(snapshot(table), -rows)
+
+
+def test_the_gradient_has_no_memory(trainer: frugal.Trainer) -> None:
+    table: Any = embedding(trainer)
+    other = torch.zeros(1)
+    table(KEYS).sum().backward()
+    other.data = table.weight.grad
+    with pytest.raises(RuntimeError, match="weight.grad.to_dense()"):
+        other.sum()
+
+
+def test_a_number_of_rows_is_written_in_a_form(trainer: frugal.Trainer) -> None:
+    table: Any = embedding(trainer)
+    table(KEYS).sum().backward()
+    for number in (table.weight[0, 0], table.weight.data[1, 1], table.weight.detach()[2, 0], table.weight.grad[1, 0]):
+        assert f"{number.detach():.3f}" == f"{number.item():.3f}" == f"{number:.3f}"
 
 
 # --- parameters as scripts use them ---

@@ -130,6 +130,11 @@ class Anchor(Copied, torch.nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
+        if func in _BACKWARDS:
+            tensors = kwargs.pop("tensors") if "tensors" in kwargs else args[0]
+            args = _computed_of(tensors), *args[1:]
+            with as_itself():
+                return func(*args, **kwargs)
         if func in _OF_THE_ELEMENT or is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
@@ -437,12 +442,11 @@ class Anchor(Copied, torch.nn.Parameter):
         if grad is None:
             return None
         if not isinstance(grad, Gradient):
-            found = _replaced(self, grad)
-            if found is None:
-                if self.last is None and not is_distributed():
-                    raise self.penalty()
-                return None
-            grad = found
+            last, alone = self.last, self.table.steps.world_size == 1
+            if alone and (last is None or not last.parts) and (float(grad) != 0.0 or not is_distributed()):
+                set_grad(self, None)  # there is nothing that a reducer can have reduced
+                raise self.penalty()
+            return _replaced(self, grad)
         return grad
 
 
@@ -478,9 +482,9 @@ _OF_THE_ELEMENT = {
     *[getattr(_tensor, name) for name in (
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "is_floating_point",
         "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device", "data_ptr", "is_shared", "is_pinned",
-        "__hash__", "_is_view", "backward",
+        "__hash__", "_is_view",
     )],
-    torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.autograd.backward,
+    torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
 
 
@@ -488,6 +492,16 @@ def _parameter_of(out: Any) -> Any:
     """What a function has returned that got rows in the place of a parameter, which it may have written and returned."""
     parameter = getattr(out, "parameter", None)
     return out if parameter is None else parameter()
+
+
+_BACKWARDS = {torch.autograd.backward, torch.Tensor.backward}
+
+
+def _computed_of(outputs: Any) -> Any:
+    """Outputs of a backward; in the place of a parameter what is computed of its rows, which has their shape."""
+    if isinstance(outputs, Anchor):
+        return outputs.clone()
+    return type(outputs)(map(_computed_of, outputs)) if isinstance(outputs, (list, tuple)) else outputs
 
 
 def _grads(
@@ -503,6 +517,7 @@ def _grads(
     inputs = tuple(flat([inputs]))
     if materialize_grads and allow_unused is None:
         allow_unused = True
+    outputs = _computed_of(outputs)
     with as_itself():
         found = list(torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=allow_unused, **options))
     for i, value in enumerate(inputs):

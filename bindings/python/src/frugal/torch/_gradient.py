@@ -16,6 +16,7 @@ import torch
 from ._computed import (
     HASHED, REDUCED, SHAPE, TORCH, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_number, is_of_torch,
     no_number,
+    refuse_values,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -99,8 +100,12 @@ def is_shared(table: "Table") -> bool:
     return table.steps.world_size > 1 or is_distributed()
 
 
-# The element of all gradients.
-_element = functools.lru_cache(maxsize=None)(no_number)
+@functools.lru_cache(maxsize=None)
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """That of all gradients."""
+    element = no_number(dtype, device)
+    refuse_values(element, "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()")
+    return element
 
 
 class Part:
@@ -715,10 +720,10 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
     return torch.full(table.shape, not finite, dtype=torch.bool, device=grad.device)
 
 
-def _for_a_reducer(grad: Gradient) -> float:
-    """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
-    1, or an infinity, which all ranks see then."""
-    if not is_shared(grad.table):
+def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:
+    """What DistributedDataParallel sums over ranks, in a place of one element. The engine sums the rows' gradients by itself,
+    so that each rank gives 1, or an infinity, which all ranks see then."""
+    if not is_shared(grad.table) or to.shape != SHAPE:
         raise NoAnswer(f"table {grad.table.name!r}: a copy of its gradient's values")
     if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
         raise RuntimeError(
@@ -752,7 +757,7 @@ def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None)
         return scaled
     if not isinstance(grad, Gradient):
         raise NoAnswer("a tensor cannot be scaled by the gradient of a table")
-    return out.fill_(_for_a_reducer(grad) * float(by))
+    return out.fill_(_for_a_reducer(grad, out) * float(by))
 
 
 def _negative(func: Any, grad: Gradient) -> Gradient:
@@ -770,7 +775,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
             if source.origin() is not to:
                 to.become(source)
             return to
-        if not is_shared(to.table):
+        if not is_shared(to.table) or (to.table.steps.world_size == 1 and source.shape != SHAPE):
             if get_grad(to.table.anchor) is not to:
                 raise _no_answer(func, to)
             from ._dense import copy
@@ -779,7 +784,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
             return to
         to.rescale(of_a_reducer(to.table, float(source)))
         return to
-    return to.fill_(_for_a_reducer(cast(Gradient, source)))
+    return to.fill_(_for_a_reducer(cast(Gradient, source), to))
 
 
 def _scaled(func: Any, grad: Any, by: Any, **kwargs: Any) -> torch.Tensor:

@@ -636,6 +636,9 @@ class View(torch.Tensor):
         self.show()
         return self.as_subclass(torch.Tensor)
 
+    def __format__(self, form: str) -> str:
+        return format(self.plain(), form)
+
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.plain().detach().clone()
 
