@@ -218,15 +218,6 @@ def test_a_function_that_has_got_the_parameter_trains_or_is_an_error(alone: None
     torch.testing.assert_close(snapshot(table), -rows)
 
 
-def test_the_gradient_has_no_memory(trainer: frugal.Trainer) -> None:
-    table: Any = embedding(trainer)
-    other = torch.zeros(1)
-    table(KEYS).sum().backward()
-    other.data = table.weight.grad
-    with pytest.raises(RuntimeError, match="weight.grad.to_dense()"):
-        other.sum()
-
-
 def test_a_number_of_rows_is_written_in_a_form(trainer: frugal.Trainer) -> None:
     table: Any = embedding(trainer)
     table(KEYS).sum().backward()

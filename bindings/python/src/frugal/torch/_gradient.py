@@ -101,10 +101,11 @@ def is_shared(table: "Table") -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """That of all gradients."""
+def _element(dtype: torch.dtype, device: torch.device, is_seen: bool) -> torch.Tensor:
+    """That of all gradients. `is_seen`: a reducer looks whether it has the memory."""
     element = no_number(dtype, device)
-    refuse_values(element, "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()")
+    if not is_seen:
+        refuse_values(element, "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()")
     return element
 
 
@@ -133,7 +134,7 @@ class Gradient(OfGradient):
 
     @staticmethod
     def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
-        return torch.Tensor._make_subclass(cls, _element(dtype or anchor.dtype, anchor.device))
+        return torch.Tensor._make_subclass(cls, _element(dtype or anchor.dtype, anchor.device, is_distributed()))
 
     def __init__(self, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> None:
         self.table = anchor.table
@@ -723,7 +724,7 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
 def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:
     """What DistributedDataParallel sums over ranks, in a place of one element. The engine sums the rows' gradients by itself,
     so that each rank gives 1, or an infinity, which all ranks see then."""
-    if not is_shared(grad.table) or to.shape != SHAPE:
+    if not is_shared(grad.table) or to.numel() != 1:
         raise NoAnswer(f"table {grad.table.name!r}: a copy of its gradient's values")
     if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
         raise RuntimeError(
@@ -775,7 +776,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
             if source.origin() is not to:
                 to.become(source)
             return to
-        if not is_shared(to.table) or (to.table.steps.world_size == 1 and source.shape != SHAPE):
+        if not is_shared(to.table) or (to.table.steps.world_size == 1 and source.numel() != 1):
             if get_grad(to.table.anchor) is not to:
                 raise _no_answer(func, to)
             from ._dense import copy
