@@ -216,6 +216,9 @@ TEST_F(PacingTest, TheLimitFollowsTheLastStep) {
   const UpdateRef d = add(90 * kMiB);
   commit();
   EXPECT_EQ(pacing->limit(), 100 * kMiB) << "never more than the budget";
+}
+
+TEST_F(PacingTest, ABudgetOfNothingIsTheLimit) {
   config.pending_bytes = 0;
   open(FRUGAL_FLUSH_DEFERRED);
   EXPECT_EQ(pacing->limit(), 0u);

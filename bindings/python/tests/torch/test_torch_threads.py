@@ -228,3 +228,30 @@ def test_a_step_that_fails_in_pytorch_leaves_gradients(trainer: frugal.Trainer, 
     moved = torch.zeros(ROWS, DIM)
     moved[1], moved[2] = 1.0, 0.5
     torch.testing.assert_close(before - snapshot(module), moved)
+
+
+def test_first_forwards_in_several_threads(trainer: frugal.Trainer) -> None:
+    """Each makes what outputs are computed of. (A module of half numbers has its forward in Python.)"""
+    keys, errors = torch.tensor([[1, 2], [2, 3]]), []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            module, all_there = ft.EmbeddingBag(8, 4, mode="sum", trainer=trainer).half(), threading.Barrier(4)
+
+            def run() -> None:
+                try:
+                    all_there.wait()
+                    module(keys).sum().backward()
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=run) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors
+            assert module.weight.grad is not None and float(module.weight.grad.sum()) == 4 * 4 * 4
+    finally:
+        sys.setswitchinterval(before)
