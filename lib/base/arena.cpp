@@ -74,7 +74,7 @@ Status Arena::add_segment(size_t bytes) {
                 "%zu bytes more than there is room for in the %zu bytes of shared memory for "
                 "buffers: declare less at a time",
                 bytes, mapping_.bytes);
-  if (segments_.capacity() == segments_.size()) segments_.reserve(2 * segments_.size() + 4);
+  make_room(segments_, 1);
   Mapping made;
   Status made_so;
   // A forked child that kept it would keep the memory.

@@ -6,6 +6,7 @@
 // linked, its malloc and operator new could become those of the program. Under sanitizers, and
 // where it is not installed, this is plain malloc.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -41,6 +42,11 @@ struct HeapAllocator {
 
 template <class T>
 using Vector = std::vector<T, HeapAllocator<T>>;
+// For one after the other: reserve() alone would move all that there is each time.
+template <class T>
+void make_room(Vector<T>& v, size_t more) {
+  if (v.capacity() - v.size() < more) v.reserve(std::max(2 * v.size(), v.size() + more));
+}
 template <class K, class V>
 using Map = std::map<K, V, std::less<K>, HeapAllocator<std::pair<const K, V>>>;
 template <class T>

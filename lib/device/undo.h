@@ -1,8 +1,8 @@
 // What the writers of rows tell of each row before and behind its write, for who finds the memory
 // after this process was killed between any two instructions (engine/ledger.h).
 //
-// In the order of the program: the row as it was is copied, `slot` tells whose copy that is, the row
-// is written, and then it is told to be. The compiler may move no store across any of that. The
+// In the order of the program: the row as it was is copied, `slot` tells whose copy that is, the
+// row is written, and then it is told to be. The compiler may move no store across any of that. The
 // machine's own order is no matter: a killed thread has done what its program says up to some
 // instruction.
 // Callers: the kernels, and RowWrite::store for rows that none of them writes. All is inline, for

@@ -89,8 +89,8 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
                 batch->rank, own ? "" : ", its former trainers included,",
                 own ? of.own : of.own + of.former, static_cast<unsigned long long>(batch->step),
                 own ? kMostBatches : 2 * kMostBatches);
-  if (s.batches.size() == s.batches.capacity()) s.batches.reserve(2 * s.batches.size() + 1);
-  if (arrival && coming_.size() == coming_.capacity()) coming_.reserve(2 * coming_.size() + 1);
+  make_room(s.batches, 1);
+  if (arrival) make_room(coming_, 1);
   if (want_handle) {
     batch->handle = handle_of<AnyBatch>(batch);
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;

@@ -70,7 +70,7 @@ struct RemotePart {
   bool cached = false;  // the trainer caches rows of the table
   uint64_t stale = 0;   // keys of rows that have updates pending
   bool in_lines = false;  // rows of the part are cached:
-  const device::Element* line_values = nullptr;  // of line 0; null: they are on the trainer's device
+  const device::Element* line_values = nullptr;  // of line 0; null: on the trainer's device
 };
 
 // The sums of a trainer in another process for one table in a step.

@@ -192,16 +192,6 @@ Status Engine::join_handovers(Trainer& t, Vector<Handed>* handovers) {
   return FRUGAL_OK;
 }
 
-namespace {
-
-// Rank by rank: reserve() alone would move all that others have handed in each time.
-template <class T>
-void make_room(Vector<T>& v, size_t more) {
-  if (v.capacity() - v.size() < more) v.reserve(std::max(2 * v.size(), v.size() + more));
-}
-
-}  // namespace
-
 // First all that may want memory; then the hand-over, which cannot fail. Returns a flight that has
 // landed, for the caller to let go of once no lock is held.
 FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers,

@@ -60,7 +60,7 @@ Status Engine::start() {
 void Engine::close_ranks() {
   aborter_.insist_no_more();
   {
-    ControlLock lock(mu_);  // of all of them at once: who is told leaves, which undoes others' steps
+    ControlLock lock(mu_);  // of all at once: who is told leaves, which undoes others' steps
     for (const TrainerRef& t : ranks_)
       if (t && !t->process.notices.load()) t->closing.store(true);
   }

@@ -74,7 +74,6 @@ class Copied(torch.Tensor):
         self._is_buffer = value
 
 
-_making = threading.Lock()  # of sources, in several threads: meanwhile an element can be read
 _OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 
@@ -183,17 +182,6 @@ class Anchor(Copied, torch.nn.Parameter):
     def value(self) -> torch.Tensor:
         """An element with memory, for who changes its dtype, or sends it from rank to rank."""
         return no_number(self._dtype, self.table.device)
-
-    def source(self) -> torch.Tensor:
-        """A number that is computed of the element, in fp32, of which outputs can be: its node leads to the anchor. It keeps
-        the anchor, so the anchor must not keep it."""
-        with _making:
-            with torch.inference_mode(False), torch.enable_grad(), as_itself():
-                _tensor.data.__set__(self, self.value)
-                source = self.to(torch.float32, copy=True)
-            self.seen = self._version
-            refuse_values(self, no_memory(self.table.name))
-        return source
 
     def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
         """Of this dtype, where the table's outputs are, and with this gradient."""

@@ -15,8 +15,7 @@ import torch
 
 from ._computed import (
     HASHED, REDUCED, SHAPE, TORCH, Computed, NoAnswer, OfGradient, check_whole, flat, has_more, is_number, is_of_torch,
-    no_number,
-    refuse_values,
+    no_number, refuse_values,
 )  # fmt: skip
 
 if TYPE_CHECKING:

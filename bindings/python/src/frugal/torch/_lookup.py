@@ -16,7 +16,7 @@ import torch
 from . import _inputs, _native
 from ._anchor import ACCUMULATED, NOT_ASKED, Anchor, use_of
 from ._computed import SHAPE
-from ._gradient import Held
+from ._gradient import Held, as_itself
 from ._steps import Moment, Steps, Table
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -410,9 +410,10 @@ _NOTHING = (None,)  # is what autograd goes on with
 
 
 def source_of(anchors: Sequence[Anchor]) -> torch.Tensor:
-    """What outputs are computed of in PyTorch's graph, which so knows the anchors. It serves as long as they are as now."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return torch.cat([anchor.source() for anchor in anchors]).sum(0, keepdim=True)
+    """What outputs are computed of in PyTorch's graph, which so knows the anchors: a sum of none of their elements, for nobody
+    may read these. It serves as long as they are as now, and keeps them, so they must not keep it."""
+    with torch.inference_mode(False), torch.enable_grad(), as_itself():
+        return torch.cat([anchor.narrow(0, 0, 0) for anchor in anchors]).sum(0, keepdim=True, dtype=_float32)
 
 
 def _leaves(source: Any, count: int) -> List[Any]:

@@ -746,7 +746,6 @@ _ELEMENTWISE = {
     "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
 
-
 # These give memory away, to which others write without a word.
 _MEMORY = {"__dlpack__", "untyped_storage", "storage", "typed_storage", "_typed_storage"}
 
