@@ -343,3 +343,20 @@ def test_a_function_of_a_caller_s_gets_rows(trainer: frugal.Trainer) -> None:
         product(torch.ones(2, 3), made.weight.clone()).sum().backward()
     assert module.weight.grad is not None and torch.equal(module.weight.grad, theirs.weight.grad)  # type: ignore[arg-type]
 
+
+
+def test_buckets_of_gradients() -> None:
+    """As who sums gradients over ranks by hand makes them."""
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+    model = torch.nn.ModuleList([ft.Embedding(5, 3), torch.nn.Linear(3, 2)])
+    model[1](model[0](torch.tensor([1, 2, 1]))).sum().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    before = [grad.clone() for grad in grads]
+    bucket = _flatten_dense_tensors(grads)
+    assert bucket.shape == (5 * 3 + 3 * 2 + 2,)
+    for grad, part in zip(grads, _unflatten_dense_tensors(bucket * 2, grads)):
+        assert part.shape == grad.shape
+        grad.copy_(part)
+    assert all(torch.equal(grad, 2 * old) for grad, old in zip(grads, before))
+    assert torch.zeros(15).view_as(grads[0]).shape == torch.zeros(15).reshape_as(grads[0]).shape == (5, 3)

@@ -979,3 +979,79 @@ def test_a_transform_of_a_function_of_a_weight_gets_rows(pair: Pair) -> None:
         product(pair[0].weight)
     assert torch.equal(product(pair[0].weight.clone()), product(pair[1].weight))
     assert torch.equal(product(pair[0].weight.detach()[...]), product(pair[1].weight))
+
+
+def test_another_parameter_leaves_the_one_of_before_its_rows() -> None:
+    """As a moving average that is looked at for a while."""
+    torch.manual_seed(2)
+    ids = torch.arange(4)
+    module = ft.Embedding(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def step() -> None:
+        module(ids[1:3]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    trained, average = module.weight, torch.nn.Parameter(torch.ones(4, 2))
+    rows = trained.clone()
+    module.weight = average
+    assert module.weight is not trained and torch.equal(trained, rows)
+    assert torch.equal(module(ids), torch.ones(4, 2)) and torch.equal(module.weight, torch.ones(4, 2))
+    module.weight = trained
+    assert module.weight is trained and torch.equal(module(ids), rows)
+    step()
+    rows[1:3] -= 1.0
+    assert torch.equal(module.weight, rows)
+    # Between a backward and its step: the gradient is of the parameter of before.
+    module(ids[:1]).sum().backward()
+    module.weight = torch.nn.Parameter(torch.zeros(4, 2))
+    optimizer.step()
+    rows[0] -= 1.0
+    assert torch.equal(trained, rows) and torch.equal(module.weight, torch.zeros(4, 2))
+    optimizer.add_param_group({"params": [module.weight]})
+    optimizer.zero_grad()
+    step()
+    assert torch.equal(trained, rows) and module.weight[1:3].sum() == -4.0
+
+
+def test_another_parameter_parts_modules_that_shared_one() -> None:
+    ids = torch.arange(4)
+    first, second = ft.Embedding(4, 2), ft.EmbeddingBag(4, 2, mode="sum")
+    second.weight = first.weight
+    rows = first.weight.clone()
+    second.weight = torch.nn.Parameter(torch.zeros(4, 2))
+    assert torch.equal(first(ids), rows) and not second(ids[:, None]).any()
+    (first(ids).sum() + 2 * second(ids[:, None]).sum()).backward()
+    torch.optim.SGD([first.weight, second.weight], lr=1.0).step()
+    assert torch.equal(first(ids), rows - 1.0) and torch.equal(second.weight, torch.full((4, 2), -2.0))
+
+
+def test_a_parameter_of_two_modules_is_one() -> None:
+    ids = torch.arange(4)
+    parameter = torch.nn.Parameter(torch.ones(4, 2))
+    first, second = ft.Embedding(4, 2), ft.Embedding(4, 2)
+    first.weight = parameter
+    second.weight = parameter
+    assert second.weight is first.weight
+    first(ids).sum().backward()
+    torch.optim.SGD([first.weight], lr=1.0).step()
+    assert not second(ids).any()
+    first.weight = parameter  # as it is
+    assert not first(ids).any()
+    with torch.no_grad():
+        parameter.fill_(3.0)  # the copy of before is another one
+    other = ft.Embedding(4, 2)
+    other.weight = parameter
+    assert other.weight is not first.weight and torch.equal(other.weight, parameter) and not first(ids).any()
+
+
+def test_another_parameter_of_a_table_with_a_name_is_refused_once_it_is_trained() -> None:
+    module = ft.Embedding(4, 2, name="of its own")
+    module.weight = torch.nn.Parameter(torch.ones(4, 2))
+    module(torch.arange(4)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    with pytest.raises(NotImplementedError, match="data.copy_"):
+        module.weight = torch.nn.Parameter(torch.ones(4, 2))
+    assert not module.weight.any()

@@ -206,7 +206,8 @@ class OfGradient(torch.Tensor):
         if is_foreach(func) and not all(issubclass(other, OfGradient) for other in types):
             return NotImplemented  # weights among them are written in their own way
         try:
-            if (func in _BY_SIZE or "sparse" in name) and not is_of_torch(3):  # who calls a subclass's
+            by_size = func in _BY_SIZE or "sparse" in name
+            if func in _BUCKETS or (by_size and not is_of_torch(3)):  # who calls a subclass's
                 raise NoAnswer(f"{name} of the gradient of a table")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -228,9 +229,14 @@ _BY_SIZE = {
         "coalesce", "is_coalesced", "indices", "values", "_indices", "_values", "_nnz", "sparse_dim", "dense_dim", "to_dense",
         "sparse_mask", "__dlpack__",
     )],
+    *[getattr(_tensor, name) for name in ("view_as", "reshape_as", "unflatten")],
     *[getattr(_tensor, name).__get__ for name in ("nbytes", "T", "mT")],
     torch.narrow, torch.reshape, torch.flatten, torch.numel, torch.Tensor.size, torch.Tensor.numel,
 }  # fmt: skip
+
+
+# PyTorch's own ask for the size, too, in buckets of gradients.
+_BUCKETS = {torch._C._nn.flatten_dense_tensors, torch._C._nn.unflatten_dense_tensors}
 
 
 class Computed(OfGradient):

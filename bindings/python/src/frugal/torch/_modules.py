@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+import weakref
 from typing import (
     Any,
     Callable,
@@ -25,6 +26,7 @@ from typing import (
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import frugal
 
@@ -45,6 +47,10 @@ _DDP = "torch.nn.parallel.distributed"
 _in_fake_mode = _default.in_fake_mode
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+
+# The parameters of the tables that have the rows of a Parameter that was assigned to weight, and its version then: what is
+# assigned to several modules is one parameter of theirs.
+_assigned: Any = WeakTensorKeyDictionary()
 
 NanPolicy = Literal["reject", "skip", "accept"]
 
@@ -283,6 +289,8 @@ class _Module(torch.nn.Module):
     def _as_leaf(self, traced: Any, *inputs: Any) -> torch.Tensor:
         """What torch.fx writes down of torch.nn's modules: a call of the module."""
         tracer = traced.tracer
+        if tracer.root is self:  # which torch.nn's is written down as a function of its weight
+            self._refuse_tracing()
         call: torch.Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
         return call
 
@@ -516,11 +524,20 @@ class _Single(_Module):
                 f"cannot assign '{value.type()}' as parameter 'weight' (torch.nn.Parameter expected): write rows by"
                 " weight.data.copy_(tensor)"
             )
+        before = _assigned.get(value)
+        same = None if before is None or before[1] != value._version else before[0]()
+        if same is not None and same.table.steps is self._steps and same.table.shape == self._table.shape:
+            self.weight = same  # one parameter of several modules
+            return
         requires_grad = value.requires_grad
         dtype = anchor.dtype
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
+        if len(self._table.modules) > 1 or self._steps.trained(self._table):
+            self._leave_table(value)
+            anchor = self._anchors[0]
         write(self._table, value)
+        _assigned[value] = weakref.ref(anchor), value._version
         if dtype != anchor.dtype:
             anchor.requires_grad_(False)  # which integers cannot
             anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
@@ -556,12 +573,29 @@ class _Single(_Module):
                 f"the weight of table {mine.name!r} cannot be that of table {table.name!r}, which has another shape, kind of"
                 " keys or trainer: copy rows with weight.data.copy_()"
             )
+        mine.modules.discard(self)
         self._table = table
         old = self._anchors[0]
         self._anchors = (table.make_anchor(old.dtype, old.requires_grad, old.device),)
         self._parameters[self._first] = self._anchors[0]
         cast(_Parameters, self._parameters).table = table.name
         self._make_lookup(self._pooling())
+
+    def _leave_table(self, value: torch.Tensor) -> None:
+        """The rows will be those of another parameter. Who has the parameter of before keeps it, with its rows."""
+        mine = self._table
+        if mine.hashed or not mine.goes or value.shape != mine.shape:
+            raise NotImplementedError(
+                f"table {mine.name!r} is trained, or another module's, too: another parameter would change its rows for all who"
+                " have them. Write them by module.weight.data.copy_(tensor), and keep those of now by module.weight.clone()"
+            )
+        said = mine.made_with
+        table = self._open(
+            self._steps.name(self._kind), mine.capacity, mine.dim, mine.said, said["init"], False, mine.said.mean_ranks,
+            said["nan_policy"], said["lazy"],
+        )  # fmt: skip
+        table.goes = True
+        self._share(table)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered
@@ -593,6 +627,7 @@ class _Single(_Module):
 
     def _make_lookup(self, pooling: int) -> None:
         padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
+        self._table.modules.add(self)
         kind = EmptyLookup if self._table.empty else Lookup
         self._lookup = kind(self._steps, [Feature(self._table, pooling, padding, 0)], self.embedding_dim)
         self._by_frequency = self._lookup.by_frequency()

@@ -92,6 +92,7 @@ class Table:
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
         self._warned = False
         self._tie: Any = None  # the hook of a Parameter that was assigned to weight
+        self.modules: Any = weakref.WeakSet()  # of one table each
         self.goes = False  # with its anchor: the last of its modules, of what has their weight, and of optimizers
         self._without = 0  # steps of optimizers that had no part in this table
         self._backwards = 0  # before the first step
