@@ -515,8 +515,7 @@ typedef struct frugal_trainer_config {
   size_t struct_size;
   uint32_t rank;          /* 0..world_size-1 */
   uint32_t flags;         /* FRUGAL_TRAINER_* */
-  const char *device;     /* "cpu" (default, NULL too); "cuda:N" in a build with CUDA; "sim:N": a slow
-                             imitation of a GPU on the host, for tests */
+  const char *device;     /* "cpu" (default, NULL too); "cuda:N" in a build with CUDA */
   uint64_t cache_bytes;   /* private cache for rows, state and their index, over all tables, on the
                              device (the index on the host); default 0 */
   double cache_ratio;     /* the same as a share of each table's rows, 0..1; the larger counts */

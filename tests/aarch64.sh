@@ -28,5 +28,5 @@ fetch_root() {
 [ -e "$root/usr/bin/capnpc-capnp" ] || fetch_root
 cmake -G Ninja -S . -B "$build" --toolchain "$PWD/cmake/aarch64.cmake" -DCMAKE_SYSROOT="$root" \
   -DFRUGAL_CUDA=OFF -DFRUGAL_PROCESSES=ON -DFRUGAL_EXAMPLES=OFF -DFRUGAL_BENCH=OFF
-cmake --build "$build" --target oracle opscript_c opscript_maker record_demo frugal-controller
+cmake --build "$build" --target frugal_with_sim oracle opscript_c opscript_maker record_demo frugal-controller
 python3 tests/record/record.py "$build" --qemu "$root" "$@"

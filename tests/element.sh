@@ -9,7 +9,7 @@ seen=$(mktemp -d) || exit 2
 trap 'rm -rf "$seen"' EXIT
 check() {
   "$compiler" -std=c++20 -fsyntax-only -w -DFRUGAL_ELEMENT_PROBE=_Float16 \
-    -I"$root/lib" -I"$root/include" "$@"
+    -I"$root/lib" -I"$root/include" -I"$root/tests" "$@"
 }
 
 # It finds what it is to find.
@@ -39,7 +39,7 @@ for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name control_none.
   echo "#include \"$source\"" >> "$seen/$file.cpp"
 done
 status=0
-for file in "$seen/first.cpp" "$seen/second.cpp" "$root/lib/device/sim/kernels.cpp" \
+for file in "$seen/first.cpp" "$seen/second.cpp" "$root/tests/sim/kernels.cpp" \
   "$root"/lib/device/cpu/kernels_baseline_*.cpp; do
   check "$@" "$file" || status=1
 done

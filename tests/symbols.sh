@@ -1,10 +1,11 @@
 #!/bin/sh
-# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It has no thread-local
+# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It has nothing of tests/sim,
+# which is linked with tests. It has no thread-local
 # objects: where a program, as Python with PyTorch, loads it late, little is left of static storage for them, and
 # the loader ends the program where there is no memory for others, or to register a destructor. The CUDA run-time
 # library brings one of its own, which its first call in a thread uses. And what is kept of threads needs the library until they
 # end, so it is not unloaded.
-#   tests/symbols.sh LIBRARY          compares all three
+#   tests/symbols.sh LIBRARY          compares them
 #   tests/symbols.sh --update         writes tests/symbols.txt from frugal.h
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -30,6 +31,10 @@ fi
 if [ "$exported" != "$(cat "$here/symbols.txt")" ]; then
   echo "the library's exports (>) are not those of tests/symbols.txt (<)" >&2
   echo "$exported" | diff "$here/symbols.txt" - >&2 || true
+  exit 1
+fi
+if nm -C "$1" | grep -q 'frugal::device::sim::'; then
+  echo "the library has a part of tests/sim, the imitation of a GPU" >&2
   exit 1
 fi
 objects=$(readelf -sW "$1" | awk '$4 == "TLS" { print $8 }')

@@ -20,7 +20,7 @@ constexpr size_t kObjects = 32, kList = 4096;
 // In the place of a ThisThread for which there was no memory.
 char g_none;
 
-// Atomic for ThreadSanitizer: threads of simulated devices know of nothing that was done before.
+// Atomic, since it may be made by several threads' first calls at once.
 constexpr pthread_key_t kNoKey = ~pthread_key_t{0};
 constinit std::atomic<pthread_key_t> g_key{kNoKey};
 pthread_key_t key() { return g_key.load(std::memory_order_relaxed); }

@@ -26,7 +26,6 @@ struct ThisThread {
   uint32_t trace_number = 0;
   uint16_t trace_worker = 0;
   uint32_t ledger_image = 0;  // that it had last
-  void* simulated = nullptr;  // the thread of a block that runs on it
 };
 
 // Of the calling thread; it is made by the first call, and goes with the thread. Null: there is no

@@ -424,6 +424,7 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
     FRUGAL_TRY(check_trainer(*config, e->config().world_size));
+    FRUGAL_TRY(check_device(config->device));
     AnyTrainerRef trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "base/os.h"
-#include "device/sim/memory.h"
+#include "device/runtime.h"
 
 namespace frugal::device {
 namespace {
@@ -61,12 +61,14 @@ void look_for_devices() {
 }
 
 bool any_only_on_device() {
-  return sim::any_on_devices() || g_attribute.load(std::memory_order_relaxed);
+  const DeviceKind* const other = registered_devices();
+  return (other && other->any_memory()) || g_attribute.load(std::memory_order_relaxed);
 }
 
 bool only_on_device(const void* p) {
   if (!p) return false;
-  if (sim::on_a_device(reinterpret_cast<uint64_t>(p))) return true;
+  const DeviceKind* const other = registered_devices();
+  if (other && other->is_memory(reinterpret_cast<uint64_t>(p))) return true;
   const PointerGetAttribute attribute = g_attribute.load(std::memory_order_relaxed);
   if (!attribute) return false;
   const auto address = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(p));

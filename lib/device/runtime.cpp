@@ -2,17 +2,21 @@
 
 #include <string.h>
 
+#include <atomic>
 #include <new>
 
 #include "base/heap.h"
 #include "base/sync.h"
-#include "device/sim/sim.h"
 #if FRUGAL_WITH_CUDA
 #include "device/cuda/cuda.h"
 #endif
 
 namespace frugal::device {
 namespace {
+
+constexpr char kCuda[] = "cuda";
+
+constinit std::atomic<const DeviceKind*> g_registered{nullptr};
 
 struct OpenRuntimes : HeapObject {
   Mutex mutex;  // held while a device is opened, so that it is opened once
@@ -25,12 +29,16 @@ OpenRuntimes& open_runtimes() {
   return all;
 }
 
+bool has_kind(const char* name, const char* kind) {
+  const size_t length = strlen(kind);
+  return strncmp(name, kind, length) == 0 && name[length] == ':';
+}
+
 // Reads "cuda:17": true if `name` is `kind`, a colon and a number below 2^16 without leading zeros,
 // so that a device has one name.
 bool parse(const char* name, const char* kind, uint32_t* index) {
-  const size_t length = strlen(kind);
-  if (strncmp(name, kind, length) != 0 || name[length] != ':') return false;
-  const char* digit = name + length + 1;
+  if (!has_kind(name, kind)) return false;
+  const char* digit = name + strlen(kind) + 1;
   if (*digit == '\0' || (*digit == '0' && digit[1] != '\0')) return false;
   uint32_t value = 0;
   for (; *digit != '\0'; ++digit) {
@@ -46,18 +54,27 @@ Result no_device(const char* text) { return {ErrorKind::kNoDevice, 0, "open", te
 
 Result open_new(const char* name, std::shared_ptr<Runtime>* out) {
   uint32_t index = 0;
-  if (parse(name, "cuda", &index)) {
+  if (parse(name, kCuda, &index)) {
 #if FRUGAL_WITH_CUDA
     return open_cuda(index, out);
 #else
     return no_device("this build has no CUDA");
 #endif
   }
-  if (parse(name, "sim", &index)) return sim::open_sim(index, out);
-  return no_device("the name of a device is cuda:N or sim:N");
+  const DeviceKind* const other = registered_devices();
+  if (other && parse(name, other->name, &index)) return other->open(index, out);
+  return no_device("the name of a device is cuda:N");
 }
 
 }  // namespace
+
+void register_devices(const DeviceKind* kind) { g_registered.store(kind); }
+const DeviceKind* registered_devices() { return g_registered.load(std::memory_order_acquire); }
+
+bool names_device(const char* name) {
+  const DeviceKind* const other = registered_devices();
+  return has_kind(name, kCuda) || (other && has_kind(name, other->name));
+}
 
 Result open_runtime(const char* name, std::shared_ptr<Runtime>* out) {
   out->reset();

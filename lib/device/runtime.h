@@ -1,8 +1,8 @@
 // The run-time seam of accelerators: memory, streams, events, launches.
 //
 // What: everything that the engine asks of a GPU. Two implementations: cuda/ on the CUDA run-time
-// library, and sim/ on the host, where streams are threads and kernels run in fibers, for tests on
-// machines without a GPU. Kernels are named by their number in ops/kernels.h.
+// library, and that of tests on the host (tests/sim), which a program of tests registers. Kernels are
+// named by their number in ops/kernels.h.
 // Invariants: no call changes the calling thread's current device or its last CUDA error. Errors
 // are results, never exceptions. Work of a stream runs in order; work of different streams in any
 // order that events do not forbid. All sizes and offsets are 64-bit. Threads: any, several at once;
@@ -86,7 +86,7 @@ struct Shape {
 class Runtime {
  public:
   virtual ~Runtime() = default;
-  virtual const char* name() const = 0;  // "cuda:0", "sim:0"
+  virtual const char* name() const = 0;  // "cuda:0"
   virtual DeviceInfo info() const = 0;
 
   virtual Result alloc(size_t bytes, Ptr<char>* out) = 0;  // aligned to 256 bytes
@@ -121,7 +121,22 @@ class Runtime {
                         size_t bytes, Stream s) = 0;
 };
 
-// Opens "cuda:N" or "sim:N": several calls for one device give the same Runtime while it lives.
+// Devices that are not the library's own: "NAME:N".
+struct DeviceKind {
+  const char* name;
+  Result (*open)(uint32_t index, std::shared_ptr<Runtime>* out);
+  bool (*any_memory)();                // has there been memory of any of them?
+  bool (*is_memory)(uint64_t address); // is this some of theirs?
+};
+// Makes a kind known: one of a process, before the first call that names a device. `kind` stays.
+void register_devices(const DeviceKind* kind);
+const DeviceKind* registered_devices();  // or null
+
+// Does the name begin as those of a kind of devices that there is?
+bool names_device(const char* name);
+
+// Opens "cuda:N", or one of the kind that is registered: several calls for one device give the same
+// Runtime while it lives.
 Result open_runtime(const char* name, std::shared_ptr<Runtime>* out);
 
 }  // namespace frugal::device

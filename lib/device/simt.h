@@ -1,7 +1,7 @@
 // What kernel bodies are written in: threads of a block, memory that kernels see.
 //
 // What: the one header with target-dependent code, but for arithmetic's, arith/hd.h. Compiled by
-// nvcc it is CUDA's built-ins; compiled for the host it is calls into sim/, which runs a block's
+// nvcc it is CUDA's built-ins; compiled for the host it is calls into tests/sim, which runs a block's
 // threads as fibers and checks every access. Invariants: bodies call load and store for all memory
 // but their own variables and shared(). No load goes through the read-only cache (host rows change
 // between kernels). add() is for device memory alone: nothing on the device reads, modifies and
@@ -106,7 +106,7 @@ FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) {
 
 #else
 
-namespace sim {  // sim/block.cpp
+namespace sim {  // tests/sim/block.cpp
 struct Position {
   uint32_t thread, threads, block, blocks;
 };

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "arith/init.h"
+#include "device/runtime.h"
 #include "engine/engine.h"
 
 namespace frugal {
@@ -29,6 +30,11 @@ Status known_flags(const char* option, uint32_t flags, uint32_t known) {
   if (!(flags & ~known)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in %s: this library knows 0x%x",
               flags & ~known, option, known);
+}
+
+Status unknown_device(const char* name) {
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+              "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"", name);
 }
 
 // The hyper-parameters, in the order in which they are checked.
@@ -171,12 +177,13 @@ Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
                 number_text(c.rank).c_str(), world_size - 1, world_size);
   if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1))
     return refused("cache_ratio", c.cache_ratio, "0..1");
-  if (c.device && std::strcmp(c.device, "cpu") != 0 &&
-      ((std::strncmp(c.device, "cuda:", 5) != 0 && std::strncmp(c.device, "sim:", 4) != 0) ||
-       strnlen(c.device, kMostDevice + 1) > kMostDevice))
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"", c.device);
+  if (c.device && strnlen(c.device, kMostDevice + 1) > kMostDevice) return unknown_device(c.device);
   return FRUGAL_OK;
+}
+
+Status check_device(const char* name) {
+  if (!name || std::strcmp(name, "cpu") == 0 || device::names_device(name)) return FRUGAL_OK;
+  return unknown_device(name);
 }
 
 frugal_optimizer of_its_kind(const frugal_optimizer& o) {

@@ -27,6 +27,8 @@ Status check_name(const char* name, Status status);  // what it answers if no ta
 // Of the rest, when the size is right. Who calls this names the table.
 Status check_table(const frugal_table_config& config);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
+// In the process that opens the device: a controller need not know its kind.
+Status check_device(const char* name);
 // An optimizer with the hyper-parameters that its kind looks at; the others have their defaults.
 frugal_optimizer of_its_kind(const frugal_optimizer& optimizer);
 // Whether both ask for the same table, but for its name.

@@ -26,7 +26,7 @@
 #include "device/cpu/sort.h"
 #include "device/kernels.h"
 #include "device/ops/shapes.h"
-#include "device/sim/sim.h"
+#include "sim/sim.h"
 #include "storage/rows.h"
 #include "support/random.h"
 

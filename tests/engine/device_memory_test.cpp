@@ -4,7 +4,7 @@
 
 #include <sys/mman.h>
 
-#include "device/sim/sim.h"
+#include "sim/sim.h"
 #include "support/inside.h"
 
 namespace frugal {

@@ -20,7 +20,7 @@
 
 #include "base/heap.h"
 #include "device/ops/kernels.h"
-#include "device/sim/sim.h"
+#include "sim/sim.h"
 #include "frugal.h"
 #include "oracle/device.h"
 #define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")

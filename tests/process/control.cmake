@@ -2,7 +2,7 @@
 if(FRUGAL_WITH_PROCESSES)
   add_executable(control_test process/control_test.cpp)
   target_include_directories(control_test PRIVATE ${CMAKE_BINARY_DIR}/schema)
-  target_link_libraries(control_test PRIVATE frugal_objects GTest::gtest)
+  target_link_libraries(control_test PRIVATE frugal_objects frugal_sim GTest::gtest)
   frugal_test(NAME control_test COMMAND control_test)
 
   add_executable(control_fuzz fuzz/control_fuzz.cpp fuzz/control_driver.cpp)

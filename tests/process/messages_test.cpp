@@ -345,7 +345,7 @@ TEST_P(Messages, OfTrainers) {
   SAYS(join([](auto* c) { c->cache_ratio = NAN; }), INVALID_ARGUMENT, "cache_ratio", "0..1");
   SAYS(join([](auto* c) { c->flags = 4; }), INVALID_ARGUMENT, "flags 0x4");
   SAYS(join([](auto* c) { c->device = "tpu:0"; }), INVALID_ARGUMENT, "'tpu:0'", "cuda:N");
-  SAYS(join([](auto* c) { c->device = "sim:777"; }), DEVICE, "sim:777");
+  SAYS(join([](auto* c) { c->device = "cuda:777"; }), DEVICE, "cuda:777");
   if (!attached())
     SAYS(join([](auto* c) { c->flags = FRUGAL_TRAINER_REPLACE; }), UNSUPPORTED,
          "FRUGAL_TRAINER_REPLACE", "service");

@@ -19,7 +19,7 @@
 #include "child.h"
 #include "cuda_parts.h"
 #include "device/kernels.h"
-#include "device/sim/sim.h"
+#include "sim/sim.h"
 #include "engine.h"
 
 namespace gpu_tools {

@@ -2044,6 +2044,8 @@ def test_traces_say_what_to_do(trainer: frugal.Trainer) -> None:
             torch.jit.trace(module, (keys(),))
         with pytest.raises(Exception, match="cannot be traced, scripted or exported.*from_pretrained"):
             torch.export.export(module, (keys(),))
+        with pytest.raises(RuntimeError, match="cannot be traced, scripted or exported.*from_pretrained"):
+            torch.fx.symbolic_trace(module)
     model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 1))
     with pytest.raises(Exception, match="cannot be traced, scripted or exported"):
         torch.export.export(model, (keys(),), strict=True)

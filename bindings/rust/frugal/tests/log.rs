@@ -1,4 +1,4 @@
-//! The log hook, called by the engine: it is told of a cache for which the simulated GPU has no memory.
+//! The log hook, called by the engine: it is told of a cache for which there is no memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -40,8 +40,7 @@ fn make_a_line(engine: &Engine) -> f32 {
         let tight = Limit { soft: address_space() + (4 << 30), hard: limit.hard };
         assert_eq!(setrlimit(ADDRESS_SPACE, &tight), 0);
     }
-    let mut trainer =
-        engine.create_trainer(&TrainerOptions::new(0).device("sim:0").cache_ratio(1.0)).unwrap();
+    let mut trainer = engine.create_trainer(&TrainerOptions::new(0).cache_ratio(1.0)).unwrap();
     let batch = trainer.prefetch(0, table.op(&[1])).unwrap();
     trainer.step_begin(0).unwrap();
     let mut row = vec![0.0; 2048];

@@ -17,8 +17,8 @@
 #include <thread>
 #include <vector>
 
-#include "device/sim/order.h"
-#include "device/sim/sim.h"
+#include "sim/order.h"
+#include "sim/sim.h"
 #include "device/simt.h"
 
 namespace frugal::device {

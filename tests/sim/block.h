@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "device/runtime.h"
-#include "device/sim/fiber.h"
-#include "device/sim/memory.h"
-#include "device/sim/random.h"
-#include "device/sim/sim.h"
+#include "sim/fiber.h"
+#include "sim/memory.h"
+#include "sim/random.h"
+#include "sim/sim.h"
 #include "device/simt.h"
 
 namespace frugal::device::sim {

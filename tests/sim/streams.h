@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/sim/stream.h"
+#include "sim/stream.h"
 
 namespace frugal::device::sim {
 

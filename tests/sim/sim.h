@@ -5,7 +5,7 @@
 // blocks run, and threads between barriers. Calls fail on request.
 // Invariants: never prints, never aborts. A fault (docs/cuda.md, section 3) is sticky: every later
 // call on the device answers with it, and what its streams still hold is passed over. Threads: any,
-// several at once. Callers: runtime.cpp; tests.
+// several at once. Callers: tests.
 #pragma once
 
 #include <stddef.h>

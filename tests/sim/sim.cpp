@@ -1,4 +1,4 @@
-#include "device/sim/sim.h"
+#include "sim/sim.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -10,9 +10,9 @@
 #include <system_error>
 #include <utility>
 
-#include "device/sim/memory.h"
-#include "device/sim/order.h"
-#include "device/sim/streams.h"
+#include "sim/memory.h"
+#include "sim/order.h"
+#include "sim/streams.h"
 
 namespace frugal::device::sim {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "device/sim/order.h"
+#include "sim/order.h"
 
 namespace frugal::device::sim {
 

@@ -19,10 +19,10 @@
 #include "base/condition.h"
 #include "base/thread.h"
 #include "device/runtime.h"
-#include "device/sim/block.h"
-#include "device/sim/memory.h"
-#include "device/sim/random.h"
-#include "device/sim/sim.h"
+#include "sim/block.h"
+#include "sim/memory.h"
+#include "sim/random.h"
+#include "sim/sim.h"
 
 namespace frugal::device::sim {
 

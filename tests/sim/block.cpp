@@ -1,4 +1,4 @@
-#include "device/sim/block.h"
+#include "sim/block.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -8,8 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "base/this_thread.h"
-#include "device/sim/order.h"
+#include "sim/order.h"
 
 namespace frugal::device::sim {
 
@@ -45,11 +44,10 @@ constexpr uint32_t kHalves = 1;
 constexpr size_t kCanary = 64;
 constexpr uint64_t kCanaryWord = 0xa5a5a5a5a5a5a5a5u;
 
-// A fiber stays on its thread.
-FRUGAL_UNSEEN BlockRunner::Thread* running() {
-  return static_cast<BlockRunner::Thread*>(this_thread()->simulated);
-}
-FRUGAL_UNSEEN void set_running(BlockRunner::Thread* thread) { this_thread()->simulated = thread; }
+// The thread of a block that runs on this thread of the process. A fiber stays on its thread.
+constinit thread_local BlockRunner::Thread* g_running = nullptr;
+FRUGAL_UNSEEN BlockRunner::Thread* running() { return g_running; }
+FRUGAL_UNSEEN void set_running(BlockRunner::Thread* thread) { g_running = thread; }
 
 const char* doing(uint32_t state) {
   switch (state) {
@@ -110,7 +108,7 @@ bool BlockRunner::run(const KernelEntry& kernel, const Shape& shape, const void*
                       Random* random, char* fault) {
   {
     Unseen unseen;
-    if (!this_thread() || !grow(shape)) {
+    if (!grow(shape)) {
       snprintf(fault, kFaultText, "%s: no memory for the stacks of its threads", kernel.name);
       return false;
     }

@@ -1,4 +1,4 @@
-#include "device/sim/stream.h"
+#include "sim/stream.h"
 
 #include <fenv.h>
 #include <sched.h>
@@ -10,7 +10,7 @@
 #include <string>
 
 #include "base/thread.h"
-#include "device/sim/order.h"
+#include "sim/order.h"
 
 namespace frugal::device::sim {
 namespace {

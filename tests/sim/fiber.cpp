@@ -1,4 +1,4 @@
-#include "device/sim/fiber.h"
+#include "sim/fiber.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -6,8 +6,8 @@
 #include <mutex>
 #include <utility>
 
-#include "device/sim/order.h"
-#include "device/sim/random.h"
+#include "sim/order.h"
+#include "sim/random.h"
 
 #if defined(FRUGAL_TSAN)
 extern "C" {

@@ -1,4 +1,4 @@
-#include "device/sim/streams.h"
+#include "sim/streams.h"
 
 #include <string.h>
 
@@ -6,7 +6,7 @@
 #include <atomic>
 #include <iterator>
 
-#include "device/sim/order.h"
+#include "sim/order.h"
 
 namespace frugal::device::sim {
 namespace {

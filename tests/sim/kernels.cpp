@@ -1,7 +1,7 @@
 // The launch table of the host implementation: every kernel of ops/kernels.h.
 #include "device/ops/kernels.h"
 
-#include "device/sim/sim.h"
+#include "sim/sim.h"
 
 namespace frugal::device::sim {
 namespace {

@@ -1,4 +1,4 @@
-#include "device/sim/memory.h"
+#include "sim/memory.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 #include <mutex>
 #include <vector>
 
-#include "device/sim/order.h"
+#include "sim/order.h"
 
 namespace frugal::device::sim {
 namespace {

@@ -7,7 +7,7 @@
 // block of a kernel, a copy) sees the ranges that existed when it began, and what it may see stays
 // mapped until it has ended: free and unpin wait for that. They wait for no kernel that has not
 // begun, unlike CUDA's: memory that a later kernel uses is a fault of the caller. Threads: any.
-// Sections take no lock. Callers: block.cpp, stream.cpp, runtime.cpp.
+// Sections take no lock. Callers: block.cpp, stream.cpp, sim.cpp.
 #pragma once
 
 #include <stddef.h>
@@ -15,7 +15,7 @@
 
 #include <string>
 
-#include "device/sim/order.h"
+#include "sim/order.h"
 
 namespace frugal::device::sim {
 
