@@ -58,7 +58,7 @@ class CacheTurn {
   }
   // It has passed the step's boundary. kNoStep: it has not, or the step is undone.
   void end_turn(uint64_t passed) {
-    FRUGAL_ASSERT(turning_ && !planning_ && passed_ == kNoStep);
+    FRUGAL_ASSERT(turning_ && !planning_);
     passed_ = passed;
     turning_ = false;
   }

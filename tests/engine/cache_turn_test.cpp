@@ -84,7 +84,6 @@ TEST_F(CacheTurnTest, BehindAStepThatIsUndoneOrDoesNotBeginNothingIsPlanned) {
   pass(3);
   plan(4);
   turn.stop_plans();
-  turn.declared(4);
   EXPECT_FALSE(turn.may_plan(4) || turn.may_plan(3) || turn.may_plan(0));
   pass(3);
   EXPECT_TRUE(turn.may_plan(4)) << "the plan is not of that step any more";
