@@ -9,7 +9,7 @@
 // that moment on: its line is intact until the boundary, but what waits for the row becomes urgent at once,
 // so that the gate of the step has seen it. Who comes in counts as a line not before it is one. Keys that
 // were not declared never go to lines: they are fresh in host memory.
-// Threads: `planning` (of a trainer), or its step_begin, or an operation outside steps, has its caches.
+// Threads: who plans (`CacheTurn`), or the trainer's step_begin, or an operation outside steps, has its caches.
 #include <algorithm>
 
 #include "engine/wait.h"
@@ -82,11 +82,8 @@ bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
 }
 
 bool Engine::to_plan(const Trainer& t) const {
-  const CacheTurn& turn = t.turn;
-  return t.has_cache.load() && !turn.planning && turn.passed != kNoStep &&
-         t.next_step == turn.passed + 1 && (turn.planned != t.next_step || turn.plan_more) &&
-         t.next_step >= turn.from && !t.closing.load() && !t.abort_notice.load() &&
-         !t.undo_pending.load();
+  return t.has_cache.load() && t.turn.may_plan(t.next_step) && !t.closing.load() &&
+         !t.abort_notice.load() && !t.undo_pending.load();
 }
 
 bool Engine::plan_one() {
@@ -132,8 +129,7 @@ bool Engine::plan_one() {
     for (auto& [raw, list] : pushed)
       std::sort(list.begin(), list.end(),
                 [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
-    t->turn.plan_more = false;
-    begin_plan(*t);
+    begin_plan(*t, step);
   }
   TraceSpan span(meters_.trace, SpanKind::kPlan);
   span.step(step).rank(t->rank);
@@ -148,38 +144,35 @@ bool Engine::plan_one() {
     } catch (const std::bad_alloc&) {
     }
   }
-  end_plan(*t, step);
+  end_plan(*t);
   return true;
 }
 
 // Between the two the trainer's caches are the caller's.
-void Engine::begin_plan(Trainer& t) {
-  t.turn.planning = true;
+void Engine::begin_plan(Trainer& t, uint64_t step) {
+  t.turn.begin_plan(step);
   phase_.begin(Phase::kPlan);
 }
 
-void Engine::end_plan(Trainer& t, uint64_t planned) {
+void Engine::end_plan(Trainer& t) {
   ControlLock lock(mu_);
-  t.turn.planning = false;
-  t.turn.planned = planned;
+  t.turn.end_plan();
   phase_.end(Phase::kPlan);
 }
 
 // The caches are the caller's from here on.
 void Engine::forbid_planning(Trainer& t) {
   ControlLock lock(mu_);
-  t.turn.passed = kNoStep;
-  workers_.settle(lock, [&]() REQUIRES(control) { return !t.turn.planning; });
-  t.turn.turning = true;
+  t.turn.stop_plans();
+  workers_.settle(lock, [&]() REQUIRES(control) { return !t.turn.planning(); });
+  t.turn.begin_turn();
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
     ControlLock lock(mu_);
-    if (!t.abort_notice.load() && t.in_step && t.step == step) t.turn.passed = step;
-    t.turn.planned = kNoStep;
-    t.turn.plan_more = t.turn.turning = false;
+    t.turn.end_turn(!t.abort_notice.load() && t.in_step && t.step == step ? step : kNoStep);
   }
   if (config_.flush_threads) workers_.wake();
 }
@@ -198,7 +191,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     ControlLock lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
-    if (ranks_.to_commit() >= t.turn.from) declared_by(t, step, &parts);
+    if (ranks_.to_commit() >= t.turn.from()) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
@@ -265,7 +258,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
     ControlLock lock(mu_);
-    t->turn.planned = kNoStep;
+    t->turn.forget_plan();
   }
   if (table.window.opened())
     table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
@@ -279,7 +272,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
   ControlLock lock(mu_);
-  t.turn.planned = kNoStep;
+  t.turn.forget_plan();
 }
 
 }  // namespace frugal

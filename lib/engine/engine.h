@@ -249,8 +249,8 @@ class Engine final : public Session, private DataPath {
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
   bool to_plan(const Trainer& t) const REQUIRES(control);
-  void begin_plan(Trainer& t) REQUIRES(control);
-  void end_plan(Trainer& t, uint64_t planned);
+  void begin_plan(Trainer& t, uint64_t step) REQUIRES(control);
+  void end_plan(Trainer& t);
   void allow_planning(Trainer& t, uint64_t step);
   void forbid_planning(Trainer& t);
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(control);

@@ -84,10 +84,10 @@ bool Engine::give_up_cache(Choose choose) {
     if (!phase_.may(Phase::kPlan)) return false;
     of = choose(&t);
     if (!of) return false;
-    begin_plan(*t);
+    begin_plan(*t, kNoStep);
   }
   of->forget();
-  end_plan(*t, kNoStep);
+  end_plan(*t);
   return true;
 }
 
@@ -96,7 +96,7 @@ bool Engine::give_up_lines_of(Table& table) {
   if (!ranks_.caches_exist()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     for (const TrainerRef& r : ranks_) {
-      if (!r || r->turn.planning || r->turn.turning || r->closing.load()) continue;
+      if (!r || !r->turn.free() || r->closing.load()) continue;
       TableCache* of = cache_in(*r, table);
       if (!of || !of->any()) continue;
       *t = r;

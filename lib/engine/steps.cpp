@@ -57,7 +57,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     ~Turning() {
       if (!t) return;
       ControlLock lock(engine.mu_);
-      t->turn.turning = false;
+      t->turn.end_turn(kNoStep);
     }
   } turning{*this};
   if (t.has_cache.load()) {

@@ -5,7 +5,7 @@
 // begins. What the window is told: who goes out by a plan counts as a host row from that moment on;
 // who comes in counts as a line not before it is one (`unflagged_`).
 //
-// Threads: one at a time: that which plans (Trainer::planning), the trainer's step_begin, or an
+// Threads: one at a time: that which plans (CacheTurn::planning), the trainer's step_begin, or an
 // operation outside steps.
 #pragma once
 #include "cache/lines.h"

@@ -8,6 +8,7 @@
 #include "base/buffer.h"
 #include "base/heap.h"
 #include "base/sync.h"
+#include "engine/cache_turn.h"
 #include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/gpu.h"
@@ -110,18 +111,6 @@ struct TrainerProcess {
   UsedElsewhere* used GUARDED_BY(mu) = nullptr;
 };
 
-// Where the caches of a trainer are between the boundaries of its steps.
-struct CacheTurn {
-  uint64_t passed = kNoStep;   // the step whose boundary they have passed: the next can be planned
-  uint64_t planned = kNoStep;  // the boundary that has been planned last
-  bool planning = false;       // somebody does
-  bool turning = false;        // the trainer is about to begin a step: its caches are its own
-  bool plan_more = false;      // something was declared for the step that has been planned
-  // Nothing is cached before this step is to be committed: steps before were begun while there was
-  // no cache. Set when the trainer joins.
-  uint64_t from = 0;
-};
-
 // Its share of the engine's counters, and the memory of its caches.
 struct TrainerCounts {
   std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0},
@@ -154,7 +143,7 @@ struct Trainer : AnyTrainer {
     TableRef table;
   };
   Vector<Late> backlog GUARDED_BY(control);  // committed updates that the caches have not applied
-  // Guarded by call_mu (`caches` also by `turn.planning`, and outside steps):
+  // Guarded by call_mu (`caches` also by `turn`, and outside steps):
   Vector<CreatedRows> created;
   Map<const Table*, TableCache> caches;
   std::atomic<bool> has_cache{false};
