@@ -16,6 +16,7 @@
 #include <functional>
 #include <utility>
 
+#include "base/assert.h"
 #include "base/futex.h"
 #include "base/handles.h"
 #include "base/os.h"
@@ -49,6 +50,7 @@ struct Call {
   virtual Status take(wire::Answer::Reader answer, Incoming& in) = 0;
 
   void finish(const frugal_error& how) {
+    FRUGAL_ASSERT(!done.load());
     error = how;
     std::snprintf(text, sizeof text, "%s", how.message ? how.message : "");
     error.message = text;

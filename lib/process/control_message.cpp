@@ -9,6 +9,7 @@
 #include <cstring>
 #include <new>
 
+#include "base/assert.h"
 #include "base/this_thread.h"
 #include "process/control_socket.h"
 
@@ -39,12 +40,15 @@ void Outgoing::clear() {
 }
 
 void Outgoing::seal() {
-  const uint32_t head[] = {0, static_cast<uint32_t>(builder_->getSegmentsForOutput()[0].size())};
+  const auto segments = builder_->getSegmentsForOutput();
+  FRUGAL_ASSERT(segments.size() == 1 && segments[0].size() <= most_);
+  const uint32_t head[] = {0, static_cast<uint32_t>(segments[0].size())};
   std::memcpy(static_cast<void*>(words_), head, sizeof head);
   bytes_ = kHead + head[1] * sizeof(capnp::word);
 }
 
 Progress Outgoing::push(int socket, const int* descriptors, size_t count) {
+  FRUGAL_ASSERT(builder_ && count <= kMostDescriptors);
   if (bytes_ == 0) seal();
   while (sent_ < bytes_) {
     iovec piece{reinterpret_cast<char*>(words_) + sent_, bytes_ - sent_};
@@ -116,6 +120,7 @@ Progress Incoming::pull(int socket) {
 }
 
 void Incoming::open() {
+  FRUGAL_ASSERT(bytes_ == wanted_ && wanted_ > kHead);
   // Of bytes that are no message libkj tells by exceptions. Without memory for what it keeps of
   // the thread a good message is read all the same.
   if (!can_throw_) can_throw_ = touch_thread_locals(touch_kj);

@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "base/assert.h"
 #include "base/condition.h"
 #include "base/handles.h"
 #include "base/insist.h"
@@ -366,8 +367,10 @@ class ControlServer::Impl::Connection : public HeapObject {
   void leave() noexcept {
     {
       Lock lock(mutex_);
+      FRUGAL_ASSERT(left_ < started_);
       if (++left_ != started_) return;
     }
+    FRUGAL_ASSERT(busy_.load() == 0);  // the last call has come back
     end();
     if (attached()) insist([&] { server_.handler->gone(peer_); });
     {

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/assert.h"
 #include "base/os.h"
 #include "base/forked.h"
 
@@ -107,6 +108,7 @@ int above_standard(int fd) {
 }
 
 Status ControlPlace::take(const char* address) {
+  FRUGAL_ASSERT(folder_ < 0 && lock_ < 0 && listener_ < 0);
   sockaddr_un checked;
   FRUGAL_TRY(socket_address(address, &checked));
   address_ = address;

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include "base/assert.h"
 #include "base/forked.h"
 #include "process/talk.h"
 
@@ -145,6 +146,7 @@ void Controller::disconnect() {
 }
 
 void Controller::let_go(Mutex& calls, Mutex& trainers) {
+  FRUGAL_ASSERT(closed());
   std::scoped_lock all(calls, trainers, remains_mu_);
   remains_ = {};
   kept_.clear();

@@ -3,6 +3,7 @@
 namespace frugal {
 
 Status Joins::ask(const frugal_trainer_config& config, JoinReply* reply) {
+  FRUGAL_ASSERT(of(config.rank).now.load());  // it has a Scope
   try {
     return controller_.answered(
         controller_.control().join(config, controller_.timeout_ms(), reply));
@@ -12,7 +13,8 @@ Status Joins::ask(const frugal_trainer_config& config, JoinReply* reply) {
 }
 
 Status Joins::lose(uint32_t rank, uint64_t joined) noexcept {
-  ranks_[rank].unsure.store(true);
+  FRUGAL_ASSERT(of(rank).now.load());
+  of(rank).unsure.store(true);
   Status s;
   try {
     s = controller_.answered(
@@ -22,7 +24,7 @@ Status Joins::lose(uint32_t rank, uint64_t joined) noexcept {
              "no memory to leave rank %u, which this process may have joined; call again", rank);
   }
   if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_FOUND) return s;
-  ranks_[rank].unsure.store(false);
+  of(rank).unsure.store(false);
   return FRUGAL_OK;
 }
 

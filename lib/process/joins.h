@@ -5,6 +5,7 @@
 #pragma once
 #include <atomic>
 
+#include "base/assert.h"
 #include "process/controller.h"
 
 namespace frugal {
@@ -17,14 +18,17 @@ class Joins {
 
  public:
   explicit Joins(Controller& controller) : controller_(controller) {}
-  void open(uint32_t ranks) { ranks_ = Vector<Rank>(ranks); }
+  void open(uint32_t ranks) {
+    FRUGAL_ASSERT(ranks_.empty());
+    ranks_ = Vector<Rank>(ranks);
+  }
 
   // A thread is about to join as a rank. What another has just joined as would seem to be left from
   // a call that has failed.
   class Scope {
    public:
     Scope(Joins& joins, uint32_t rank)
-        : rank_(joins.ranks_[rank]), alone_(!rank_.now.exchange(true)) {}
+        : rank_(joins.of(rank)), alone_(!rank_.now.exchange(true)) {}
     ~Scope() {
       if (alone_) rank_.now.store(false);
     }
@@ -42,24 +46,28 @@ class Joins {
   template <class MakeRoom>
   Status join(const frugal_trainer_config& config, JoinReply* reply, MakeRoom make_room) {
     Status s = ask(config, reply);
-    if (s == FRUGAL_ERR_EXISTS && ranks_[config.rank].unsure.load()) {
+    if (s == FRUGAL_ERR_EXISTS && of(config.rank).unsure.load()) {
       const Status lost = lose(config.rank, kAnyJoin);
       s = lost == FRUGAL_OK ? ask(config, reply) : lost;  // nor is it known to be another's
     }
     if (s == FRUGAL_ERR_BUSY && make_room()) s = ask(config, reply);
-    if (s == FRUGAL_OK) ranks_[config.rank].unsure.store(false);
+    if (s == FRUGAL_OK) of(config.rank).unsure.store(false);
     return s;
   }
   // The call to join has failed. `taken`: another trainer of this process has the rank. If not, the
   // controller may have done its part: then the connection gives the rank back when the answer
   // comes, and the next call here, if that is earlier.
   void failed(uint32_t rank, Status why, bool taken) {
-    if (!taken && may_be_done(why)) ranks_[rank].unsure.store(true);
+    if (!taken && may_be_done(why)) of(rank).unsure.store(true);
   }
   // Where that fails the rank stays taken until this process ends, or calls again.
   Status lose(uint32_t rank, uint64_t joined) noexcept;
 
  private:
+  Rank& of(uint32_t rank) {
+    FRUGAL_ASSERT(rank < ranks_.size());
+    return ranks_[rank];
+  }
   // A call to the controller that has failed so may have been done there: it can be made again.
   static bool may_be_done(Status s) {
     return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "base/assert.h"
 #include "process/channel.h"
 #include "process/controller.h"
 #include "process/protocol.h"
@@ -36,9 +37,15 @@ inline Status nothing_more(Channel&, uint64_t, uint64_t) { return FRUGAL_OK; }
 class Talk {
  public:
   explicit Talk(Controller& controller) : controller_(controller) {}
-  void open(std::unique_ptr<Channel> channel) { channel_ = std::move(channel); }
+  void open(std::unique_ptr<Channel> channel) {
+    FRUGAL_ASSERT(!channel_);
+    channel_ = std::move(channel);
+  }
   bool opened() const { return channel_ != nullptr; }
-  Channel& channel() const { return *channel_; }
+  Channel& channel() const {
+    FRUGAL_ASSERT(channel_);
+    return *channel_;
+  }
 
   // answer(channel, bytes, until) takes the payload, of so many bytes, until so late.
   template <class Answer>
