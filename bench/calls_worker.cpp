@@ -1,6 +1,7 @@
 // What calls cost where there is little to move: a step of many tables, or of few keys.
 //
-// prepare  tables keys: of each table in a step; rows dim opt threads: flush threads
+// prepare  tables keys: of each table in a step; rows dim opt threads: flush threads; backwards: gradients
+//          come from the last table to the first, as of layers
 // run      seconds=S
 //
 // All keys are declared ten steps ahead, and other ones in each step. Metrics: throughput, keys of
@@ -55,6 +56,7 @@ class Worker {
     config.flush_threads = static_cast<uint32_t>(p.Int("threads", 1));
     CHECK_OK(frugal_open(&config, &engine_));
     tables_.resize(p.Int("tables", 1));
+    backwards_ = p.Int("backwards", 0) != 0;
     count_ = p.Int("keys", 64);
     dim_ = static_cast<uint32_t>(p.Int("dim", 32));
     const uint64_t rows = p.Int("rows", 10000);
@@ -122,6 +124,7 @@ class Worker {
         ops_[i].rows_out = nullptr;
         ops_[i].grads = grads_.data() + i * count_ * dim_;
       }
+      if (backwards_) std::reverse(ops_.begin(), ops_.end());
       CHECK_OK(frugal_push_grad(trainer_, ops_.data(), ops_.size()));
       CHECK_OK(frugal_step_end(trainer_, step_, 0));
     }
@@ -141,6 +144,7 @@ class Worker {
 
   frugal_engine* engine_ = nullptr;
   frugal_trainer* trainer_ = nullptr;
+  bool backwards_ = false;
   std::vector<frugal_table*> tables_;
   std::vector<frugal_batch*> ring_;
   std::vector<frugal_op> ops_;

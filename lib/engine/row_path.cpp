@@ -3,18 +3,20 @@
 #include <algorithm>
 #include <cstring>
 
-
 namespace frugal {
 
 // --- Finding -------------------------------------------------------------------------------------
 
-// As a rule ops come in the order in which they were declared, each for a lookup and for a push.
+// As a rule ops come in the order in which they were declared, each for a lookup and for a push; or
+// in the reverse order, as backwards push. So the parts are asked outward from the last one.
 template <class Match>
 const StepPart* RowPath::part_that(Match match) const {
   t_.call_mu.assert_held();
   const size_t all = t_.parts.size();
-  for (size_t k = 0, i = t_.next_part; k < all; ++k, ++i) {
-    if (i >= all) i = 0;
+  const size_t from = t_.next_part < all ? t_.next_part : 0;
+  for (size_t k = 0; k < all; ++k) {
+    size_t i = k % 2 ? from + (k + 1) / 2 : from + all - k / 2;
+    if (i >= all) i -= all;
     if (!match(t_.parts[i])) continue;
     t_.next_part = i;
     return &t_.parts[i];

@@ -11,8 +11,13 @@ namespace frugal {
 void StepRecord::TableHandovers::add(Handover&& h) {
   FRUGAL_ASSERT(std::none_of(ranks.begin(), ranks.end(),
                              [&](const Handover& o) { return o.rank == h.rank; }));
-  const auto behind = [&](const Handover& o) { return o.rank > h.rank; };
-  ranks.insert(std::find_if(ranks.begin(), ranks.end(), behind), std::move(h));
+  ranks.push_back(std::move(h));
+}
+
+Vector<Handover>& StepRecord::TableHandovers::in_order() {
+  const auto before = [](const Handover& a, const Handover& b) { return a.rank < b.rank; };
+  std::sort(ranks.begin(), ranks.end(), before);
+  return ranks;
 }
 
 bool StepRecord::staged() const {

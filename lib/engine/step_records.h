@@ -54,8 +54,9 @@ struct StepRecord {
   Vector<Commit> commits;   // once its commit has begun
   struct TableHandovers {
     TableRef table;
-    Vector<Handover> ranks;  // ascending
+    Vector<Handover> ranks;  // as they came
     void add(Handover&& h);  // there is room for it
+    Vector<Handover>& in_order();  // ascending: for the commit, when all have come
   };
   Map<const Table*, TableHandovers> handovers;
   Vector<CreatedRows> created;

@@ -24,7 +24,7 @@ TEST(StepRecords, HandoversAreByRank) {
   const std::vector<Slots> slots{{5}, {1, 2, 2}, {0, 3, 7}, {}};
   for (const uint32_t rank : {2, 0, 3, 1})
     to.add(parts.gradients(table, 0, rank, slots[rank]));
-  for (uint32_t rank = 0; rank < 4; ++rank) EXPECT_EQ(to.ranks[rank].rank, rank);
+  for (uint32_t rank = 0; rank < 4; ++rank) EXPECT_EQ(to.in_order()[rank].rank, rank);
   EXPECT_EQ(record.row_bytes(), 6 * table->rows.layout().bytes());
 }
 
