@@ -1,7 +1,7 @@
 // What calls cost where there is little to move: a step of many tables, or of few keys.
 //
-// prepare  tables keys: of each table in a step; rows dim opt threads: flush threads; backwards: gradients
-//          come from the last table to the first, as of layers
+// prepare  tables keys: of each table in a step; rows dim opt threads: flush threads;
+//          backwards: gradients come from the last table to the first
 // run      seconds=S
 //
 // All keys are declared ten steps ahead, and other ones in each step. Metrics: throughput, keys of

@@ -729,7 +729,8 @@ def bench_calls(workers, report):
     alternate(workers, [entry], 5 if ARGS.quick else 15, 0.3)
     report.add(entry)
     a_key[tables, backwards] = 1e9 / entry.median()
-    say(f'calls  {case}: {a_key[tables, backwards]:.0f} ns a key, lookups of a step {entry.median("lookup_time"):.2f} us')
+    say(f'calls  {case}: {a_key[tables, backwards]:.0f} ns a key, '
+        f'lookups of a step {entry.median("lookup_time"):.2f} us')
   if {(10, 0), (1000, 0)} <= a_key.keys():
     report.aim('a key of 1,000 tables / of 10', a_key[1000, 0] / a_key[10, 0], 1.3, most=True)
   if {(1000, 0), (1000, 1)} <= a_key.keys():

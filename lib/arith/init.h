@@ -12,7 +12,6 @@
 #include "arith/hd.h"
 #include "arith/nan.h"
 #include "arith/optimizer.h"
-#include "base/assert.h"
 #include "frugal.h"
 
 namespace frugal::arith {
@@ -174,8 +173,6 @@ struct InitSpec {
 // `optimizer_kind` and `initial_accumulator` those of the table's optimizer.
 inline InitSpec init_spec(int32_t init_kind, float a, float b, uint64_t rows, uint32_t dim,
                           uint64_t table, int32_t optimizer_kind, float initial_accumulator) {
-  FRUGAL_ASSERT(init_kind >= FRUGAL_INIT_CONSTANT && init_kind <= FRUGAL_INIT_XAVIER);
-  FRUGAL_ASSERT(optimizer_kind >= 0 && optimizer_kind <= kLastOptimizer && dim != 0);
   InitSpec s = {};
   s.kind = init_kind;
   s.dim = dim;

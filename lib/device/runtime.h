@@ -1,8 +1,8 @@
 // The run-time seam of accelerators: memory, streams, events, launches.
 //
 // What: everything that the engine asks of a GPU. Two implementations: cuda/ on the CUDA run-time
-// library, and that of tests on the host (tests/sim), which a program of tests registers. Kernels are
-// named by their number in ops/kernels.h.
+// library, and that of tests on the host (tests/sim), which a program of tests registers. Kernels
+// are named by their number in ops/kernels.h.
 // Invariants: no call changes the calling thread's current device or its last CUDA error. Errors
 // are results, never exceptions. Work of a stream runs in order; work of different streams in any
 // order that events do not forbid. All sizes and offsets are 64-bit. Threads: any, several at once;

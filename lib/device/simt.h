@@ -1,8 +1,8 @@
 // What kernel bodies are written in: threads of a block, memory that kernels see.
 //
 // What: the one header with target-dependent code, but for arithmetic's, arith/hd.h. Compiled by
-// nvcc it is CUDA's built-ins; compiled for the host it is calls into tests/sim, which runs a block's
-// threads as fibers and checks every access. Invariants: bodies call load and store for all memory
+// nvcc it is CUDA's built-ins; compiled for the host it is calls into tests/sim, which runs a
+// block's threads as fibers and checks every access. Invariants: bodies call load and store for all memory
 // but their own variables and shared(). No load goes through the read-only cache (host rows change
 // between kernels). add() is for device memory alone: nothing on the device reads, modifies and
 // writes host memory. A warp is 32 threads, all of which take part in shuffle and ballot, which

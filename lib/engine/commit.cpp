@@ -125,7 +125,8 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   Table& table = *commit->table;
   UpdateRef& update = commit->update;
   auto h = record.handovers.find(&table);
-  Vector<Handover>* ranks = h == record.handovers.end() || record.skip ? nullptr : &h->second.in_order();
+  const bool pushed = h != record.handovers.end() && !record.skip;
+  Vector<Handover>* ranks = pushed ? &h->second.in_order() : nullptr;
   const bool any = ranks && !ranks->empty();
   auto prepared = record.prepared.find(&table);
   bool staged = false;

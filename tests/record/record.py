@@ -88,7 +88,7 @@ class Side:
 
   def __init__(self, folder, machine):
     self.machine = machine
-    self.shared = self.find(folder, ['tests/sim/libfrugal.so.0', 'libfrugal.so.0', 'lib/libfrugal.so.0', 'lib/*/libfrugal.so.0'])
+    self.shared = self.find(folder, [f'{where}libfrugal.so.0' for where in ('tests/sim/', '', 'lib/', 'lib/*/')])
     self.controller = machine.program(self.find(folder, ['tools/controller/frugal-controller', 'bin/frugal-controller']))
 
   @staticmethod

@@ -98,7 +98,7 @@ class Run:
         options.append(f'-DCMAKE_CUDA_COMPILER={os.environ["CUDACXX"]}')
     options += shlex.split(os.environ.get('FRUGAL_GPU_CMAKE', ''))
     commands = [['cmake', '-S', '.', '-B', str(self.build_folder), '-G', 'Ninja', *options],
-                ['cmake', '--build', str(self.build_folder), '--target', 'gpu_tools', 'frugal']]
+                ['cmake', '--build', str(self.build_folder), '--target', 'gpu_tools', 'frugal', 'frugal_with_sim']]
     for i, command in enumerate(commands):
       log = self.logs / f'{self.build_folder.name}-{("configure", "build")[i]}.log'
       code, _ = self.call(command, log=log, timeout=self.left() - 30)
@@ -388,8 +388,9 @@ def bench(run):
 
 
 def check_torch(run):
+  folder = run.build_folder / 'tests/sim' if run.args.device.startswith('sim:') else run.build_folder
   own_lines(run, [run.args.python, str(HERE / 'torch_check.py'), '--device', run.args.device,
-                  '--engine', str(run.build_folder / 'libfrugal.so'),
+                  '--engine', str(folder / 'libfrugal.so'),
                   *(['--quick'] if run.args.quick else [])], LIMIT, 5)
 
 

@@ -975,7 +975,7 @@ def test_the_process_s_trainer_is_where_its_first_module_is(
 def test_a_trainer_goes_to_another_device_and_goes_on(
     ahead: bool, mode: str, request: pytest.FixtureRequest
 ) -> None:
-    """Here to an imitation of a GPU, which takes host memory, too: a library of tests has it, in a process of its own."""
+    """Here to an imitation of a GPU, which takes host memory, too: a library of tests has it, in another process."""
     library = pathlib.Path(os.environ.get("FRUGAL_LIBRARY", "")).resolve()
     if library.parent.name != "sim":
         with_sim = library.parent / "tests" / "sim" / "libfrugal.so.0"

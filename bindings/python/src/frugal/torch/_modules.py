@@ -48,7 +48,7 @@ _in_fake_mode = _default.in_fake_mode
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
-# The parameters of the tables that have the rows of a Parameter that was assigned to weight, and its version then: what is
+# Of a Parameter that was assigned to weight: the parameter of the table that has its rows, and its version then. What is
 # assigned to several modules is one parameter of theirs.
 _assigned: Any = WeakTensorKeyDictionary()
 
@@ -586,8 +586,9 @@ class _Single(_Module):
         mine = self._table
         if mine.hashed or not mine.goes or value.shape != mine.shape:
             raise NotImplementedError(
-                f"table {mine.name!r} is trained, or another module's, too: another parameter would change its rows for all who"
-                " have them. Write them by module.weight.data.copy_(tensor), and keep those of now by module.weight.clone()"
+                f"table {mine.name!r} is trained, or another module's, too: another parameter would change its rows for"
+                " all who have them. Write them by module.weight.data.copy_(tensor), and keep those of now by"
+                " module.weight.clone()"
             )
         said = mine.made_with
         table = self._open(
