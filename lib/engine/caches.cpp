@@ -52,11 +52,13 @@ Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std
     *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger(), boundary);
     return FRUGAL_OK;
   }
-  if (!t.gpu) return HostLines::open(table->rows, lines, memory_.pool, out);
-  const Status s = DeviceLines::open(*t.gpu, table->rows.ref(), lines, out);
+  const Status s = t.gpu ? DeviceLines::open(*t.gpu, table->rows.ref(), lines, out)
+                         : HostLines::open(table->rows, lines, memory_.pool, out);
   if (s != FRUGAL_OK)
     log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
-                t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table->name.c_str()).c_str());
+                t.gpu ? t.gpu->runtime().name() : "the host", static_cast<unsigned long long>(lines),
+                table->name.c_str())
+               .c_str());
   return s;
 }
 
