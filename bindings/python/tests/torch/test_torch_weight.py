@@ -1055,3 +1055,18 @@ def test_another_parameter_of_a_table_with_a_name_is_refused_once_it_is_trained(
     with pytest.raises(NotImplementedError, match="data.copy_"):
         module.weight = torch.nn.Parameter(torch.ones(4, 2))
     assert not module.weight.any()
+
+
+def test_a_parameter_of_another_shape_or_of_inference_mode() -> None:
+    module = ft.Embedding(4, 2)
+    with torch.inference_mode():
+        rows = torch.nn.Parameter(torch.full((4, 2), 2.0), requires_grad=False)
+    module.weight = rows
+    assert torch.equal(module.weight, torch.full((4, 2), 2.0))
+    module.weight.requires_grad_(True)
+    module(torch.arange(4)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    before = module.weight
+    with pytest.raises(Exception, match="4, 2"):
+        module.weight = torch.nn.Parameter(torch.ones(5, 2))
+    assert module.weight is before and torch.equal(before, torch.ones(4, 2))

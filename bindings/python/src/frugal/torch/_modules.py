@@ -524,8 +524,9 @@ class _Single(_Module):
                 f"cannot assign '{value.type()}' as parameter 'weight' (torch.nn.Parameter expected): write rows by"
                 " weight.data.copy_(tensor)"
             )
+        version = 0 if value.is_inference() else value._version
         before = _assigned.get(value)
-        same = None if before is None or before[1] != value._version else before[0]()
+        same = None if before is None or before[1] != version else before[0]()
         if same is not None and same.table.steps is self._steps and same.table.shape == self._table.shape:
             self.weight = same  # one parameter of several modules
             return
@@ -533,11 +534,12 @@ class _Single(_Module):
         dtype = anchor.dtype
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
-        if len(self._table.modules) > 1 or self._steps.trained(self._table):
-            self._leave_table(value)
+        shared = len(self._table.modules) > 1
+        if value.shape == self._table.shape and (shared or self._steps.trained(self._table)):
+            self._leave_table()
             anchor = self._anchors[0]
         write(self._table, value)
-        _assigned[value] = weakref.ref(anchor), value._version
+        _assigned[value] = weakref.ref(anchor), version
         if dtype != anchor.dtype:
             anchor.requires_grad_(False)  # which integers cannot
             anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
@@ -581,10 +583,10 @@ class _Single(_Module):
         cast(_Parameters, self._parameters).table = table.name
         self._make_lookup(self._pooling())
 
-    def _leave_table(self, value: torch.Tensor) -> None:
+    def _leave_table(self) -> None:
         """The rows will be those of another parameter. Who has the parameter of before keeps it, with its rows."""
         mine = self._table
-        if mine.hashed or not mine.goes or value.shape != mine.shape:
+        if mine.hashed or not mine.goes:
             raise NotImplementedError(
                 f"table {mine.name!r} is trained, or another module's, too: another parameter would change its rows for"
                 " all who have them. Write them by module.weight.data.copy_(tensor), and keep those of now by"
@@ -595,7 +597,7 @@ class _Single(_Module):
             self._steps.name(self._kind), mine.capacity, mine.dim, mine.said, said["init"], False, mine.said.mean_ranks,
             said["nan_policy"], said["lazy"],
         )  # fmt: skip
-        table.goes = True
+        table.goes = table.created
         self._share(table)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -143,7 +143,7 @@ class Table:
         if self._tie is not None:
             self._tie.remove()
             self._tie = None
-        if not isinstance(value, torch.nn.Parameter) or not value.dtype.is_floating_point:
+        if not isinstance(value, torch.nn.Parameter) or not value.dtype.is_floating_point or value.is_inference():
             return
         weak, name = weakref.ref(self.anchor), self.name
 
