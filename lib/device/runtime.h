@@ -125,8 +125,8 @@ class Runtime {
 struct DeviceKind {
   const char* name;
   Result (*open)(uint32_t index, std::shared_ptr<Runtime>* out);
-  bool (*any_memory)();                // has there been memory of any of them?
-  bool (*is_memory)(uint64_t address); // is this some of theirs?
+  bool (*any_memory)();                 // has there been memory of any of them?
+  bool (*is_memory)(uint64_t address);  // is this some of theirs?
 };
 // Makes a kind known: one of a process, before the first call that names a device. `kind` stays.
 void register_devices(const DeviceKind* kind);

@@ -9,7 +9,8 @@
 // that moment on: its line is intact until the boundary, but what waits for the row becomes urgent at once,
 // so that the gate of the step has seen it. Who comes in counts as a line not before it is one. Keys that
 // were not declared never go to lines: they are fresh in host memory.
-// Threads: who plans (`CacheTurn`), or the trainer's step_begin, or an operation outside steps, has its caches.
+// Threads: who plans (`CacheTurn`), or the trainer's step_begin, or an operation outside steps, has
+// its caches.
 #include <algorithm>
 
 #include "engine/wait.h"
@@ -55,9 +56,9 @@ Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std
   const Status s = t.gpu ? DeviceLines::open(*t.gpu, table->rows.ref(), lines, out)
                          : HostLines::open(table->rows, lines, memory_.pool, out);
   if (s != FRUGAL_OK)
-    log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
-                t.gpu ? t.gpu->runtime().name() : "the host", static_cast<unsigned long long>(lines),
-                table->name.c_str())
+    log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache",
+                t.rank, t.gpu ? t.gpu->runtime().name() : "the host",
+                static_cast<unsigned long long>(lines), table->name.c_str())
                .c_str());
   return s;
 }

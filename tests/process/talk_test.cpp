@@ -355,6 +355,18 @@ class TalkUntil : public testing::TestWithParam<End> {
                                                        : kCut;
     EXPECT_NE(text.find(why), std::string::npos) << text;
   }
+  // The end comes when the controller has the request's header.
+  template <class End>
+  static Status ask_until(Talk& talk, Channel& there, End end, Exchange e) {
+    std::thread serves([&] {
+      Header h;
+      EXPECT_OK(there.receive(&h, kNever));
+      end();
+    });
+    const Status s = talk.ask(e, nothing_more);
+    serves.join();
+    return s;
+  }
   // A message of which only as much comes as the ring has room for.
   static void send_begun(Channel& there, Status status, size_t payload) {
     EXPECT_EQ(send(there, status, payload, 1), FRUGAL_ERR_TIMEOUT);
@@ -382,17 +394,7 @@ TEST_P(TalkUntil, BeforeTheRequest) {
 }
 
 TEST_P(TalkUntil, BeforeTheAnswer) {
-  at([](Talk& talk, Channel& there, auto end) {
-    Exchange e = kFlush;
-    std::thread serves([&] {
-      Header h;
-      EXPECT_OK(there.receive(&h, kNever));
-      end();
-    });
-    const Status s = talk.ask(e, nothing_more);
-    serves.join();
-    return s;
-  });
+  at([](Talk& talk, Channel& there, auto end) { return ask_until(talk, there, end, kFlush); });
 }
 
 TEST_P(TalkUntil, InTheMiddleOfTheRequest) {
@@ -400,14 +402,7 @@ TEST_P(TalkUntil, InTheMiddleOfTheRequest) {
     const std::string more(3 * kRing, 'm');
     Exchange e = kFlush;
     e.add(more.data(), more.size());
-    std::thread serves([&] {
-      Header h;
-      EXPECT_OK(there.receive(&h, kNever));
-      end();
-    });
-    const Status s = talk.ask(e, nothing_more);
-    serves.join();
-    return s;
+    return ask_until(talk, there, end, e);
   });
 }
 
