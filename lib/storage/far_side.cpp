@@ -16,8 +16,8 @@ constexpr size_t kSome = 64;  // rows that are brought in, or put out, at a time
 
 // --- Who holds a place ---------------------------------------------------------------------------
 
-void FarSide::become_idle() {
-  ++idle_;
+void FarSide::become_idle(uint32_t s) {
+  idle_.add(s);
   tell_room();
 }
 
@@ -30,14 +30,14 @@ void FarSide::tell_room() {
 void FarSide::hold_place(uint32_t s) {
   const bool idle = places_.flag(s) == Places::kExists && !places_.holders.held(s);
   places_.holders.hold(s);
-  idle_ -= idle;
+  if (idle) idle_.remove(s);
   if (places_.flag(s) == Places::kLeaving) places_.mark(s, 0);  // it stays
 }
 
 void FarSide::release(uint32_t s, uint64_t times) {
   FRUGAL_ASSERT(places_.flag(s) != 0);
   if (places_.holders.let_go(s, times)) return;
-  if (places_.flag(s) == Places::kExists) return become_idle();
+  if (places_.flag(s) == Places::kExists) return become_idle(s);
   // It is loading, or of a step that is not committed.
   if (places_.flag(s) != Places::kReserved) return;
   places_.free(s);
@@ -68,7 +68,7 @@ void FarSide::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
 
 void FarSide::settled(Places& places, uint32_t s) {
   are_mine(places);
-  if (!places_.holders.held(s)) become_idle();
+  if (!places_.holders.held(s)) become_idle(s);
 }
 
 void FarSide::removed(Places& places, uint32_t s) {
@@ -82,6 +82,11 @@ void FarSide::removed(Places& places, uint32_t s) {
 uint64_t FarSide::away(Places& places) const {
   are_mine(places);
   return away_;
+}
+
+uint64_t FarSide::memory_bytes(Places& places) const {
+  are_mine(places);
+  return idle_.memory_bytes();
 }
 
 uint64_t FarSide::being_written(Places& places) const {
@@ -99,7 +104,7 @@ void FarSide::give_back(uint32_t* slots, size_t n, uint64_t could) {
   for (size_t i = 0; i < n; ++i)
     if (slots[i] < kMissingSlot) release(slots[i], 1);
   std::fill_n(slots, n, KeyIndex::kNone);
-  if (idle_ + free() > could) room_();
+  if (idle_.size() + free() > could) room_();
   lacking_.store(true);
 }
 
@@ -111,6 +116,8 @@ Status FarSide::add(uint64_t key, uint32_t* slot) {
                 "no room for key %s: the table has its %llu rows; create it with more, or delete "
                 "some",
                 number_text(key).c_str(), static_cast<unsigned long long>(memory_.most_rows()));
+  const uint64_t next = places_.handed_out();
+  if (next < places_.capacity()) FRUGAL_TRY(idle_.ensure(static_cast<uint32_t>(next)));
   if (!away) return places_.add(key, slot);
   // Room for one more that is loading, and for those to come back that somebody is about to load.
   if (load_at_ * 2 > to_load_.size()) skip_loaded();
@@ -144,7 +151,7 @@ Status FarSide::take_places(const uint64_t* keys, size_t n, const uint64_t* padd
   const uint64_t wanted = absent.size(), there = free();
   if (wanted > there) {
     *lacking = wanted - there;
-    if (idle_ >= *lacking) return FRUGAL_OK;
+    if (idle_.size() >= *lacking) return FRUGAL_OK;
     Vector<uint32_t> here;
     for (size_t i = 0; i < n; ++i)
       if (slots[i] != KeyIndex::kNone) here.push_back(slots[i]);
@@ -156,7 +163,7 @@ Status FarSide::take_places(const uint64_t* keys, size_t n, const uint64_t* padd
                   "%llu rows at a time, and the memory has room for %llu of the table's",
                   static_cast<unsigned long long>(all),
                   static_cast<unsigned long long>(places_.capacity()));
-    store_->refused.fetch_add(*lacking - idle_, std::memory_order_relaxed);
+    store_->refused.fetch_add(*lacking - idle_.size(), std::memory_order_relaxed);
     give_back(slots, n, could);
     return FRUGAL_ERR_BUSY;
   }
@@ -178,7 +185,7 @@ Status FarSide::resolve(const uint64_t* keys, size_t n, const uint64_t* padding,
   uint64_t could;
   {
     Lock lock(places_.mu);
-    could = idle_ + free();
+    could = idle_.size() + free();
   }
   static_assert(KeyIndex::kNone == kNoSlot);  // which nobody holds
   Status status = FRUGAL_OK;
@@ -275,13 +282,10 @@ Status FarSide::leave(uint64_t places, uint64_t* gone) {
     Lock lock(places_.mu);
     // After a take_state the caller looks again.
     if (layout.state_pitch != memory_.layout().state_pitch) return FRUGAL_OK;
-    const uint64_t handed_out = places_.handed_out();
-    for (uint64_t left = handed_out; left-- && slots.size() < most && idle_;) {
-      const uint32_t s = hand_;
-      hand_ = hand_ + 1 < handed_out ? hand_ + 1 : 0;
-      if (places_.flag(s) != Places::kExists || places_.holders.held(s)) continue;
-      --idle_;
-      places_.holders.hold(s);
+    while (slots.size() < most && idle_.size()) {
+      const uint32_t s = idle_.oldest();
+      FRUGAL_ASSERT(places_.flag(s) == Places::kExists && !places_.holders.held(s));
+      hold_place(s);
       places_.leave(s);
       const size_t i = slots.size();
       std::memcpy(copies.row(i), memory_.values(s), layout.value_pitch);
@@ -376,7 +380,7 @@ Status FarSide::load_some(bool* any) {
     places_.create(slots[i], 0);
     --away_;
     loading_.fetch_sub(1);
-    if (!places_.holders.held(slots[i])) become_idle();
+    if (!places_.holders.held(slots[i])) become_idle(slots[i]);
   }
   store_->loaded.fetch_add(n, std::memory_order_relaxed);
   return FRUGAL_OK;

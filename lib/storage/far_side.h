@@ -10,6 +10,7 @@
 
 #include "base/assert.h"
 #include "storage/far_store.h"
+#include "storage/idle_places.h"
 #include "storage/places.h"
 
 namespace frugal {
@@ -21,6 +22,10 @@ class FarSide : public HeapObject {
         memory_(memory),
         store_(std::move(behind.store)),
         room_(std::move(behind.room)) {}
+  Status open(MemoryBudget* budget) {
+    Lock lock(places_.mu);
+    return idle_.open(places_.capacity(), budget);
+  }
 
   // As Rows::resolve(), but that places are held whether their rows exist or not, and where rows
   // that are missing are left (`leaves`), too. A row that is far gets a place that is loading, or
@@ -60,10 +65,11 @@ class FarSide : public HeapObject {
   // Rows that are far, those that are loading included; records, of rows that are here.
   uint64_t away(Places& places) const REQUIRES(places.mu);
   uint64_t being_written(Places& places) const REQUIRES(places.mu);
+  uint64_t memory_bytes(Places& places) const REQUIRES(places.mu);
   // As Rows::enumerate(), which takes the lock.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
-  const FarStore& store() const { return *store_; }
+  FarStore& store() const { return *store_; }
 
  private:
   void are_mine(const Places& places) const ASSERT_CAPABILITY(places_.mu) {
@@ -77,7 +83,7 @@ class FarSide : public HeapObject {
   void skip_loaded() REQUIRES(places_.mu);
   void hold_place(uint32_t slot) REQUIRES(places_.mu);
   void release(uint32_t slot, uint64_t times) REQUIRES(places_.mu);
-  void become_idle() REQUIRES(places_.mu);
+  void become_idle(uint32_t slot) REQUIRES(places_.mu);
   void tell_room() REQUIRES(places_.mu);
   uint64_t free() const REQUIRES(places_.mu) {
     return places_.capacity() - places_.index().size();
@@ -99,8 +105,7 @@ class FarSide : public HeapObject {
   uint64_t away_ GUARDED_BY(places_.mu) = 0;
   uint64_t leaving_ GUARDED_BY(places_.mu) = 0;    // whose records are being written
   uint64_t promised_ GUARDED_BY(places_.mu) = 0;   // rows that puts are about to make
-  uint64_t idle_ GUARDED_BY(places_.mu) = 0;       // rows that are here, and that nobody holds
-  uint32_t hand_ GUARDED_BY(places_.mu) = 0;       // where the next that leaves is looked for
+  IdlePlaces idle_ GUARDED_BY(places_.mu);         // of rows that are here, and that nobody holds
   std::atomic<bool> lacking_{false};  // room_ is to be called; changed with the lock held
 };
 

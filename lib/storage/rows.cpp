@@ -13,8 +13,9 @@ Status Rows::open(const Config& c, MemoryBudget* budget, FarRows far) {
   FRUGAL_TRY(RowMemory::open(c, budget));
   const uint64_t places = far.store ? std::min(c.capacity, far.places) : c.capacity;
   FRUGAL_TRY(places_.open(c, places, budget));
-  if (far.store) far_ = std::make_unique<FarSide>(places_, *this, std::move(far));
-  return FRUGAL_OK;
+  if (!far.store) return FRUGAL_OK;
+  far_ = std::make_unique<FarSide>(places_, *this, std::move(far));
+  return far_->open(budget);
 }
 
 Status Rows::pin_next(bool* any) {
@@ -414,7 +415,7 @@ uint32_t Rows::mappings(Vector<int>* descriptors) const {
 uint64_t Rows::memory_bytes() {
   Lock lock(places_.mu);
   return value_slabs().committed_bytes() + state_slabs().committed_bytes() +
-         places_.memory_bytes();
+         places_.memory_bytes() + (far_ ? far_->memory_bytes(places_) : 0);
 }
 
 }  // namespace frugal

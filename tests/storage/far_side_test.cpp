@@ -317,6 +317,18 @@ TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
   let_go(slots);
 }
 
+TEST_F(FarRowsTest, TheRowThatWasLetGoFirstLeavesFirst) {
+  open(100, 3);
+  for (const uint64_t key : {1, 2, 3}) make(key, static_cast<float>(key));
+  expect(1, 1);  // so that 2 is the oldest
+  std::vector<uint32_t> slots;
+  ASSERT_OK(resolve({3, 4}, &slots));
+  let_go(slots);
+  Vector<uint64_t> away;
+  rows_.far()->store().keys(&away);
+  EXPECT_EQ(away, Vector<uint64_t>{2});
+}
+
 TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   open(9, 1);
   make(7, 5);

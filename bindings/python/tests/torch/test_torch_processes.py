@@ -226,6 +226,43 @@ def test_writes_that_all_ranks_make_are_made_once(controller: Any, tmp_path: Pat
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# A Parameter of the caller's is a module's weight, and an optimizer's, and that of a layer that is tied to it.
+PARAMETERS = """
+import os, sys
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+modules = torch.nn
+if sys.argv[2] == "frugal":
+    import frugal.torch as modules
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 12, bias=False)])
+given = torch.nn.Parameter(torch.full((6, 4), float(rank)))
+optimizer = torch.optim.Adagrad([given], lr=0.1)
+model[1].weight = given
+model[0].weight = model[2].weight
+with torch.no_grad():
+    torch.nn.init.uniform_(model[2].weight, -0.5, 0.5)
+optimizer.add_param_group({"params": [model[2].weight]})
+model.forward = lambda keys: model[2](model[0](keys) * model[1](keys % 6))
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+generator = torch.Generator().manual_seed(10 + rank)
+for step in range(5):
+    optimizer.zero_grad()
+    ddp(torch.randint(0, 12, (5,), generator=generator)).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+torch.save([given.detach().clone(), model[2].weight.detach().clone()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_parameters_that_ranks_assign_are_the_tables(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(PARAMETERS, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])
 def test_a_rank_waits_for_nothing_that_rank_0_has_not_made(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = getattr(dist, "HashStore")()  # not among its types

@@ -31,33 +31,6 @@ def embedding(trainer: frugal.Trainer, **arguments: Any) -> ft.Embedding:
     return ft.Embedding(ROWS, DIM, trainer=trainer, **arguments)
 
 
-# --- a Parameter that is assigned to weight ---
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_weight_that_is_another_layer_s_too_is_refused(trainer: frugal.Trainer, late: bool) -> None:
-    table, head = embedding(trainer), torch.nn.Linear(DIM, ROWS, bias=False)
-    head.weight.requires_grad_(not late)
-    table.weight = head.weight
-    table.requires_grad_(True)
-    head.weight.requires_grad_(True)
-    with pytest.raises(NotImplementedError, match="tied.*detach.*torch.nn.Embedding"):
-        head(table(KEYS)).sum().backward()
-
-
-def test_a_parameter_is_free_when_another_took_its_place(trainer: frugal.Trainer) -> None:
-    table, first = embedding(trainer), torch.nn.Parameter(integers(ROWS, DIM))
-    table.weight = first
-    table.weight = torch.nn.Parameter(integers(ROWS, DIM))
-    first.sum().backward()
-    other, second = embedding(trainer), torch.nn.Parameter(integers(ROWS, DIM))
-    other.weight = second
-    del other
-    gc.collect()
-    second.sum().backward()
-    assert first.grad is not None and second.grad is not None
-
-
 # --- the gradient of a new parameter ---
 
 
@@ -664,7 +637,7 @@ def test_convert_keeps_what_stands_beside_weight(trainer: frugal.Trainer) -> Non
 
 
 REFUSED: Dict[str, Callable[[Any], Any]] = {
-    "hook": lambda m: m.weight.register_hook(lambda grad: grad * 2),
+    "hook": lambda m: m.weight.register_post_accumulate_grad_hook(lambda parameter: None),
     "forward": lambda m: setattr(m, "forward", m.forward),
     "_table": lambda m: setattr(m, "_table", 1),
     "computed": lambda m: torch.nn.utils.spectral_norm(m),

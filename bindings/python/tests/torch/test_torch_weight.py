@@ -1028,25 +1028,6 @@ def test_another_parameter_parts_modules_that_shared_one() -> None:
     assert torch.equal(first(ids), rows - 1.0) and torch.equal(second.weight, torch.full((4, 2), -2.0))
 
 
-def test_a_parameter_of_two_modules_is_one() -> None:
-    ids = torch.arange(4)
-    parameter = torch.nn.Parameter(torch.ones(4, 2))
-    first, second = ft.Embedding(4, 2), ft.Embedding(4, 2)
-    first.weight = parameter
-    second.weight = parameter
-    assert second.weight is first.weight
-    first(ids).sum().backward()
-    torch.optim.SGD([first.weight], lr=1.0).step()
-    assert not second(ids).any()
-    first.weight = parameter  # as it is
-    assert not first(ids).any()
-    with torch.no_grad():
-        parameter.fill_(3.0)  # the copy of before is another one
-    other = ft.Embedding(4, 2)
-    other.weight = parameter
-    assert other.weight is not first.weight and torch.equal(other.weight, parameter) and not first(ids).any()
-
-
 def test_another_parameter_of_a_table_with_a_name_is_refused_once_it_is_trained() -> None:
     module = ft.Embedding(4, 2, name="of its own")
     module.weight = torch.nn.Parameter(torch.ones(4, 2))

@@ -117,7 +117,16 @@ class Anchor(Copied, torch.nn.Parameter):
         """The rows, for a computation."""
         from ._weight import Weight
 
+        self.check_current()
         return Weight(self.table)
+
+    def check_current(self) -> None:
+        """An error, if another Parameter has taken this one's place (Table.adopt)."""
+        if self.table.held_anchor() is not self:
+            raise RuntimeError(
+                f"table {self.table.name!r}: its module was assigned another Parameter, which has the rows now, and this one"
+                " has none: take module.weight, and make optimizers after the assignment"
+            )
 
     @classmethod
     def __torch_function__(
@@ -304,6 +313,14 @@ class Anchor(Copied, torch.nn.Parameter):
         self.hooks[handle.id] = hook
         return handle
 
+    def take_hooks(self, hooks: "Optional[OrderedDict[int, Callable[..., Any]]]") -> None:
+        """Those of the Parameter that this was, whose handles remove them from there."""
+        if hooks:
+            with as_itself():
+                _tensor._backward_hooks.__set__(self, None)  # of the memory of before
+            self.hooks = hooks
+            self._deliver()
+
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
         self._check_alone("register_post_accumulate_grad_hook")
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -363,8 +380,9 @@ class Anchor(Copied, torch.nn.Parameter):
             grad = found
         return grad
 
-    # What torch.Tensor has is a function of Python, and an optimizer looks an anchor up in each step.
-    __hash__ = object.__hash__
+    # That of a torch.Tensor, which an anchor may have been (Table.adopt): an optimizer has state by it.
+    def __hash__(self) -> int:
+        return id(self)
 
     # A copy is a parameter of its own, as torch's is.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, TypeVar
+from typing import Any, Dict, List, Optional, TypeVar
 
 import torch
 
 import frugal
 
+from ._anchor import Anchor
 from ._modules import Embedding, EmbeddingBag
+from ._steps import is_in_use
 
 T = TypeVar("T", bound=torch.nn.Module)
 
@@ -18,10 +20,10 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     stays, and its class is another.
 
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
-    buffers, other parameters, attributes. A module that stands in several places stays one. Make optimizers afterwards,
-    since parameters are others, and convert before DistributedDataParallel. Modules that share a weight share a table, and a
-    dense layer that has the weight too, as a decoder that is tied to the embedding, has the table's. A subclass, a hook of
-    a weight, and a forward that was assigned raise NotImplementedError, and nothing is replaced. Returns the model.
+    buffers, other parameters, attributes. A module that stands in several places stays one. Each weight stays the object
+    that it is, so that an optimizer that has it trains the table, and a decoder that is tied to it stays tied. Convert
+    before DistributedDataParallel. A subclass, and a forward that was assigned, raise
+    NotImplementedError, a weight that the graph of a forward has RuntimeError, and nothing is replaced. Returns the model.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -33,13 +35,6 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     weights: "dict[int, str]" = {}
     for name, module in found.items():
         weights.setdefault(id(module.weight), name)
-    tied = [
-        (module, own, weights[id(parameter)])
-        for module in model.modules()
-        if module not in found.values()
-        for own, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in weights
-    ]
     # Each module becomes another and stays the same object, wherever else the model has it. What it was is its stand-in.
     before: "dict[int, Any]" = {}
     try:
@@ -53,10 +48,18 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
             if id(module) in before:
                 _set(module, type(before[id(module)]), vars(before[id(module)]))
         raise
-    for module in {id(module): module for module in found.values()}.values():
+    modules: List[Any] = list({id(module): module for module in found.values()}.values())
+    for module in modules:
         _carry(before[id(module)], module)
-    for layer, own, name in tied:
-        setattr(layer, own, found[name].weight)
+    for module in modules:
+        weight = before[id(module)].weight
+        if isinstance(weight, Anchor):
+            module.weight = weight  # another module's, too
+            continue
+        grad = weight.grad
+        module._adopt(weight, weight.dtype, weight.requires_grad)
+        if grad is not None:
+            weight.grad = grad
     return model
 
 
@@ -79,10 +82,14 @@ def _check(name: str, module: torch.nn.Module) -> None:
     weight: Any = module._parameters.get("weight")
     if weight is None:
         raise NotImplementedError(f"{name}: its weight is computed of other parameters: remove what does that")
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if weight._post_accumulate_grad_hooks:
         raise NotImplementedError(
-            f"{name}: its weight has a hook, which tensors of rows would not get: remove it, and change module.weight.grad"
-            " after backward(), or give the hook to the module's parameter afterwards"
+            f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it with"
+            " module.weight afterwards"
+        )
+    if is_in_use(weight):
+        raise RuntimeError(
+            f"{name}: its weight is in use, as by the graph of a forward: convert before forwards, or delete what they gave"
         )
     for attribute, value in _added(module).items():
         if getattr(value, "__self__", None) is module:
@@ -137,6 +144,4 @@ def _become(name: str, module: Any, old: Any, trainer: Optional[frugal.Trainer],
         )  # fmt: skip
     for attribute in [attribute for attribute in _added(old) if hasattr(module, attribute)]:
         raise NotImplementedError(f"{name}: its attribute {attribute} is another thing in what replaces it: rename it")
-    if weight.grad is not None and first is None:
-        module.weight.grad = weight.grad
     module.train(old.training)

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import frugal
 
-from . import _ranks, _state, _usual
+from . import _ranks, _state, _steps, _usual
 from ._anchor import Anchor
 from ._computed import SHAPE, flat, in_place, without_writes
 from ._gradient import Gradient, get_grad, set_grad
@@ -315,11 +315,19 @@ class _Known:
         self.kind: Optional[type] = None
         self.delegates = False  # as _delegates says of the kind
         self.waited = 0  # steps whose class is to call another
+        self.adoptions = -1  # there were, when `entries` were looked for
 
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
-        if len(groups) != len(self.parameters) or not all(map(_same, groups, self.parameters)):
+        if (
+            self.adoptions != _steps.adoptions
+            or len(groups) != len(self.parameters)
+            or not all(map(_same, groups, self.parameters))
+        ):
             entries = [_Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)]
+            for entry in entries:
+                entry.anchor.check_current()
+            self.adoptions = _steps.adoptions
             self.rounds = _rounds(entries)
             self.parameters = [list(group["params"]) for group in groups]
             self.groups = [_Group() for _ in groups]

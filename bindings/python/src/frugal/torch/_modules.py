@@ -26,7 +26,6 @@ from typing import (
 
 import torch
 from torch.compiler import is_compiling
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import frugal
 
@@ -47,10 +46,6 @@ _DDP = "torch.nn.parallel.distributed"
 _in_fake_mode = _default.in_fake_mode
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
-
-# Of a Parameter that was assigned to weight: the parameter of the table that has its rows, and its version then. What is
-# assigned to several modules is one parameter of theirs.
-_assigned: Any = WeakTensorKeyDictionary()
 
 NanPolicy = Literal["reject", "skip", "accept"]
 
@@ -524,28 +519,43 @@ class _Single(_Module):
                 f"cannot assign '{value.type()}' as parameter 'weight' (torch.nn.Parameter expected): write rows by"
                 " weight.data.copy_(tensor)"
             )
-        version = 0 if value.is_inference() else value._version
-        before = _assigned.get(value)
-        same = None if before is None or before[1] != version else before[0]()
-        if same is not None and same.table.steps is self._steps and same.table.shape == self._table.shape:
-            self.weight = same  # one parameter of several modules
-            return
-        requires_grad = value.requires_grad
-        dtype = anchor.dtype
+        if type(value) is not torch.nn.Parameter:
+            raise NotImplementedError(
+                f"table {self._table.name!r}: a {type(value).__name__} cannot be its weight: give it a torch.nn.Parameter of"
+                " the values"
+            )
+        dtype, grad, requires_grad = anchor.dtype, value.grad, value.requires_grad
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
-        shared = len(self._table.modules) > 1
-        if value.shape == self._table.shape and (shared or self._steps.trained(self._table)):
+        before = self._table
+        if value.shape == before.shape:
             self._leave_table()
-            anchor = self._anchors[0]
-        write(self._table, value)
-        _assigned[value] = weakref.ref(anchor), version
-        if dtype != anchor.dtype:
-            anchor.requires_grad_(False)  # which integers cannot
-            anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
-        anchor.requires_grad_(requires_grad)
-        self._table.tied_to(value)
-        anchor.grad = value.grad  # that of before went with the parameter of before
+        try:
+            write(self._table, value)
+            if value.is_inference() or value.device != self._table.device:  # neither can be written elsewhere
+                if dtype != self._anchors[0].dtype:
+                    self._anchors[0].requires_grad_(False)  # which integers cannot
+                    self._anchors[0].become(dtype, None)
+                self._anchors[0].requires_grad_(requires_grad)
+            else:
+                self._adopt(value, dtype, requires_grad)
+        except BaseException:
+            if self._table is not before:
+                self._share(before)
+            raise
+        self._anchors[0].grad = grad  # that of before went with the parameter of before
+
+    def _adopt(self, value: torch.nn.Parameter, dtype: torch.dtype, requires_grad: bool) -> None:
+        """A Parameter, whose rows the table has, is the module's."""
+        self._table.adopt(value, dtype, requires_grad)
+        self._hold(cast(Anchor, value))
+        self._anchors[0].sparse = self._has_sparse
+
+    def _hold(self, anchor: Anchor) -> None:
+        self._anchors, self._made = (anchor,), None
+        self._parameters[self._first] = anchor
+        cast(_Parameters, self._parameters).table = self._table.name
+        self._make_lookup(self._pooling())
 
     def _instead(self) -> Optional[torch.Tensor]:
         """What stands in the place of the rows, as in a torch.func.functional_call, and is no table's."""
@@ -578,15 +588,16 @@ class _Single(_Module):
         mine.modules.discard(self)
         self._table = table
         old = self._anchors[0]
-        self._anchors = (table.make_anchor(old.dtype, old.requires_grad, old.device),)
-        self._parameters[self._first] = self._anchors[0]
-        cast(_Parameters, self._parameters).table = table.name
-        self._make_lookup(self._pooling())
+        self._hold(table.make_anchor(old.dtype, old.requires_grad, old.device))
 
     def _leave_table(self) -> None:
-        """The rows will be those of another parameter. Who has the parameter of before keeps it, with its rows."""
+        """The rows will be those of another parameter. Who has the parameter of before keeps it, with its rows; where the
+        table is to stay, it is of the new parameter, if nobody has trained it."""
         mine = self._table
-        if mine.hashed or not mine.goes:
+        stays = mine.hashed or not mine.goes
+        if stays and len(mine.modules) == 1 and not self._steps.trained(mine):
+            return
+        if stays:
             raise NotImplementedError(
                 f"table {mine.name!r} is trained, or another module's, too: another parameter would change its rows for"
                 " all who have them. Write them by module.weight.data.copy_(tensor), and keep those of now by"

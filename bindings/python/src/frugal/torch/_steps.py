@@ -18,7 +18,7 @@ import warnings
 import weakref
 from typing import (
     Any, Callable, Collection, ContextManager, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple,
-    TypeVar,
+    TypeVar, cast,
 )  # fmt: skip
 
 import torch
@@ -44,6 +44,27 @@ _MOST_WITHOUT = 20
 _MOST_BACKWARDS = 500  # where no optimizer makes a step at all
 
 _PAUSE = 0.001  # seconds between two tries to call what has to wait for other ranks
+
+adoptions = 0  # of Parameters by tables
+
+
+def count_adoption() -> None:
+    global adoptions
+    adoptions += 1
+
+
+def is_in_use(value: torch.Tensor) -> bool:
+    """Whether a table cannot adopt a Parameter, since others know its memory."""
+    if weakref.getweakrefs(value):
+        return True
+    counted: Any = value
+    if counted._use_count() == 1:
+        return False
+    if not value.requires_grad or counted._use_count() > 2:
+        return True
+    edge = torch.autograd.graph.get_gradient_edge(value)  # whose node may be the second, and is one more if not
+    return bool(counted._use_count() > 2) or edge is None
+
 
 optimizer_steps = 0  # that torch's optimizers have made, of whatever parameters
 
@@ -91,7 +112,7 @@ class Table:
         self._keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
         self._warned = False
-        self._tie: Any = None  # the hook of a Parameter that was assigned to weight
+        self._finalizer: Any = None  # of the anchor
         self.modules: Any = weakref.WeakSet()  # of one table each
         self.goes = False  # with its anchor: the last of its modules, of what has their weight, and of optimizers
         self._without = 0  # steps of optimizers that had no part in this table
@@ -131,36 +152,41 @@ class Table:
         anchor = self.held_anchor()
         if anchor is None:
             self.device = device
-            anchor = (AnchorOfRanks if self.steps.world_size > 1 else Anchor)(self, dtype, requires_grad)
-            self._anchor = weakref.ref(anchor)
-            if self.goes:
-                weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)
+            anchor = self._new_anchor(dtype, requires_grad)
+            self._register(anchor)
         return anchor
 
-    def tied_to(self, value: torch.Tensor) -> None:
-        """The rows are those of a tensor that was assigned to weight. A Parameter that others have too is one parameter in
-        PyTorch, so that a gradient of it, which the rows have no part in, is an error."""
-        if self._tie is not None:
-            self._tie.remove()
-            self._tie = None
-        if not isinstance(value, torch.nn.Parameter) or not value.dtype.is_floating_point or value.is_inference():
-            return
-        weak, name = weakref.ref(self.anchor), self.name
+    def _new_anchor(self, dtype: torch.dtype, requires_grad: bool) -> Anchor:
+        return (AnchorOfRanks if self.steps.world_size > 1 else Anchor)(self, dtype, requires_grad)
 
-        def refuse(grad: torch.Tensor) -> None:
-            if weak() is not None:
-                raise NotImplementedError(
-                    f"table {name!r}: its weight was assigned a Parameter, whose rows it has copied, and that has a gradient"
-                    " of its own now, as of a decoder that is tied to the embedding: the two are not tied. Tie them the other"
-                    " way round (decoder.weight = module.weight), give one of them a Parameter of its own (decoder.weight ="
-                    " torch.nn.Parameter(module.weight.detach().clone())), or keep"
-                    " torch.nn.Embedding for this module"
-                )
+    def _register(self, anchor: Anchor) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()  # of the anchor before, without which the table stays
+        self._anchor = weakref.ref(anchor)
+        if self.goes:
+            self._finalizer = weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)
 
-        requires_grad = value.requires_grad
-        value.requires_grad_(True)  # without, no hook is taken, and it may be unfrozen
-        self._tie = value.register_hook(refuse)  # type: ignore[no-untyped-call]
-        value.requires_grad_(requires_grad)
+    def adopt(self, value: torch.nn.Parameter, dtype: torch.dtype, requires_grad: bool) -> None:
+        """Makes a Parameter of PyTorch the table's anchor: the object stays, wherever it is, as in another layer or in an
+        optimizer, and loses its memory. The table has its rows already. The anchor of before is none any more."""
+        hooks = value._backward_hooks
+        if value._post_accumulate_grad_hooks or (hooks and self.steps.world_size > 1):
+            raise NotImplementedError(
+                f"table {self.name!r}: the Parameter that is to be its weight has a hook that the table's gradient cannot go"
+                " through: remove it, or register it with module.weight afterwards"
+            )
+        anchor = self._new_anchor(dtype, requires_grad)
+        try:
+            torch.utils.swap_tensors(value, anchor)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"table {self.name!r}: the Parameter that is to be its weight is in use, as by the graph of a forward or a compiled"
+                f" function: assign it before, or delete what has it, or give torch.nn.Parameter(value.detach()) ({error})"
+            ) from None
+        adopted = cast(Anchor, value)
+        self._register(adopted)
+        adopted.take_hooks(hooks)
+        count_adoption()
 
     def trains(self) -> bool:
         anchor = self.held_anchor()
