@@ -143,7 +143,7 @@ def with_a_hook(kind: Any) -> Any:
     handle = given.register_hook(lambda grad: grad * 2)
     module.weight = given
     module(KEYS).sum().backward()
-    first = given.grad.clone()  # type: ignore[union-attr]
+    first = given.grad.clone()
     handle.remove()
     module(KEYS).sum().backward()
     return first, given.grad

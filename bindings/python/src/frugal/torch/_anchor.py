@@ -313,7 +313,7 @@ class Anchor(Copied, torch.nn.Parameter):
         self.hooks[handle.id] = hook
         return handle
 
-    def take_hooks(self, hooks: "Optional[OrderedDict[int, Callable[..., Any]]]") -> None:
+    def take_hooks(self, hooks: Any) -> None:
         """Those of the Parameter that this was, whose handles remove them from there."""
         if hooks:
             with as_itself():
