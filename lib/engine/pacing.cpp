@@ -18,12 +18,8 @@ Pacing::Pacing(const frugal_config& config, uint32_t cpus, std::atomic<uint64_t>
       budget_(config.pending_bytes),
       peak_(peak) {}
 
-// Idle time does not say what deferring costs the calls themselves: a lookup waits for a row that
-// is queued, and queueing is work. So it is tried, and goes on while a byte costs trainers less
-// time in calls than it did before. After a failure it is tried again, more and more rarely.
-bool Pacing::gains(double cost) {
-  if (always_) return true;
-  if (!deferred()) {
+bool Trial::gains(double cost, bool deferred) {
+  if (!deferred) {
     tried_ = 0;
     cost_at_once_ = std::min(cost, std::exchange(last_cost_, cost));
     if (paused_ == 0) return true;
@@ -58,7 +54,8 @@ bool Pacing::decide(bool may_rest, const Measured& now) {
   // And queueing a small step is more work than writing it.
   const bool was = deferred();
   const bool fits = !small(most) && (was ? idle > work / 2 : idle > work * 3 / 2 + span / 10);
-  const bool pays = gains(double(inside) / double(std::max<uint64_t>(bytes, 1))) && fits;
+  const double cost = double(inside) / double(std::max<uint64_t>(bytes, 1));
+  const bool pays = (always_ || trial_.gains(cost, was)) && fits;
   // One pause of the program says nothing: it has to pay twice in a row.
   const bool deferred = was ? pays : pays && paid_;
   paid_ = pays;

@@ -15,6 +15,23 @@ namespace frugal {
 // change it.
 extern std::atomic<uint64_t> g_small_step;
 
+// Whether deferring gains. Idle time does not say what it costs the calls themselves: a lookup waits
+// for a row that is queued, and queueing is work. So it is tried, and goes on while a byte costs
+// trainers less time in calls than it did before. After a failure it is tried again, more and more
+// rarely.
+class Trial {
+ public:
+  // A decision; `cost`: of a byte, of late.
+  bool gains(double cost, bool deferred);
+
+ private:
+  static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
+  // While nothing is deferred: of late, and the least of the last two.
+  double last_cost_ = 0, cost_at_once_ = 0;
+  uint32_t tried_ = 0;               // decisions since deferring began
+  uint32_t pause_ = 0, paused_ = 0;  // after the last failure, and what is left of it
+};
+
 class Pacing {
  public:
   // Since the engine was opened, in ns.
@@ -89,9 +106,7 @@ class Pacing {
  private:
   static constexpr uint64_t kLeast = uint64_t{4} << 20;  // of a limit
   static constexpr uint64_t kSteps = 16;
-  static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
   bool decide(bool may_rest, const Measured& now);
-  bool gains(double cost);
 
   const int32_t mode_;
   const bool always_;  // defers
@@ -106,11 +121,7 @@ class Pacing {
   uint64_t steps_ = 1, most_ = 0, bytes_ = 0, warm_ = 0;
   Measured last_;
   bool paid_ = false;
-  // What a byte of a step's rows costs trainers in calls while nothing is deferred: of late, and
-  // the least of the last two.
-  double last_cost_ = 0, cost_at_once_ = 0;
-  uint32_t tried_ = 0;               // decisions since deferring began
-  uint32_t pause_ = 0, paused_ = 0;  // after the last failure, and what is left of it
+  Trial trial_;
 };
 
 }  // namespace frugal
