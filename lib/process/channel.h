@@ -64,8 +64,8 @@ class StagingMemory : public HeapObject {
 // looks: any.
 //
 // FRUGAL_ERR_PEER_LOST is final: the peer was cut off, broke the protocol, or a call timed out in
-// the middle of a message (the two sides do not agree any more where one begins). A time-out before
-// a message leaves the channel as it was.
+// the middle of a message (the two sides do not agree any more where one begins). A read() may give
+// bytes that had arrived before. A time-out before a message leaves the channel as it was.
 class Channel : public HeapObject {
  public:
   static constexpr size_t kCounters = 128;
