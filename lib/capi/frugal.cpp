@@ -386,9 +386,9 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
-    if (flags & ~FRUGAL_WITH_STATE)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE",
-                  flags);
+    if (flags & ~(FRUGAL_WITH_STATE | FRUGAL_COMMITTED))
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE, FRUGAL_COMMITTED", flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows_out, "rows_out"}, {found_out, "found_out"}}));
     return t->session->get(*t, keys, count, flags, rows_out, row_stride, found_out);
   });

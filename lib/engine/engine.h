@@ -212,6 +212,7 @@ class Engine final : public Session, private DataPath {
 
  private:
   friend class OutsideScope;
+  friend class CommittedScope;
   // What the boundary and this engine give to the calls above is the engine's own.
   static Table& own(AnyTable& t) { return static_cast<Table&>(t); }
   static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
@@ -392,6 +393,19 @@ class OutsideScope {
  private:
   std::unique_lock<TimedMutex> order_;
   std::optional<Phase::During> outside_;
+  Status status_ = FRUGAL_OK;
+};
+
+// Holds off commits and aborts, whatever ranks are inside of.
+class CommittedScope {
+ public:
+  explicit CommittedScope(Engine& engine);
+  ~CommittedScope();
+  Status status() const { return status_; }
+
+ private:
+  Engine& engine_;
+  std::optional<Phase::During> reads_;
   Status status_ = FRUGAL_OK;
 };
 

@@ -63,6 +63,21 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   }
 }
 
+CommittedScope::CommittedScope(Engine& engine) : engine_(engine) {
+  ControlLock lock(engine.mu_);
+  if (engine.phase_.await(lock, Phase::kGet))
+    reads_.emplace(engine.phase_, Phase::kGet);
+  else
+    status_ = engine_closed();
+}
+
+CommittedScope::~CommittedScope() {
+  if (!reads_) return;
+  reads_.reset();
+  // Who has completed a step meanwhile could not commit it. What lacks memory now is owed.
+  [[maybe_unused]] const Status s = engine_.committer_.ready();
+}
+
 Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(check());
   FRUGAL_TRY(land_all(deadline));
@@ -105,7 +120,8 @@ struct Unhold {
   ~Unhold() { rows.unhold(slots, n); }
 };
 
-// Checks the stride of rows as they travel; 0 becomes what they take. With state that is known between steps alone.
+// Checks the stride of rows as they travel; 0 becomes what they take. With state that is known in a
+// scope alone.
 Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
   const RowLayout& l = t.rows.layout();
   const size_t bytes = l.exported_bytes(state);
@@ -124,8 +140,12 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   size_t least = stride;
   FRUGAL_TRY(fit_stride(t, false, n, &least));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
-  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
-  FRUGAL_TRY(scope.status());
+  std::optional<OutsideScope> between;
+  std::optional<CommittedScope> committed;
+  if (flags & FRUGAL_COMMITTED)
+    FRUGAL_TRY(committed.emplace(*this).status());
+  else
+    FRUGAL_TRY(between.emplace(*this, deadline(FRUGAL_TIMEOUT_DEFAULT)).status());
   FRUGAL_TRY(fit_stride(t, state, n, &stride));
   Buffer slots;
   FRUGAL_TRY(memory_.unread().get(n * sizeof(uint32_t), &slots));

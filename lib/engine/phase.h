@@ -19,6 +19,7 @@ class Phase {
     kOutside,   // an operation outside steps
     kAlone,     // such an operation has rows and caches for itself
     kRead,      // a trainer between steps reads rows
+    kGet,       // rows are read as of the last committed step, whatever ranks are inside of
     kPlan,      // a boundary of a cache is worked out ahead, or a cache given up
     kJoin,      // a rank that was here before comes back
     kLeave,     // the caches of a rank that leaves are taken away
@@ -80,17 +81,18 @@ class Phase {
   static constexpr uint32_t kNotBeside[kActs] = {
       /* kStep    */ 1u << kOutside | 1u << kAbort | 1u << kClosed,
       /* kStage   */ 1u << kCommit | 1u << kAbort,
-      /* kCommit  */ 1u << kCommit | 1u << kAbort | 1u << kClosed,
-      /* kAbort   */ 1u << kCommit,
+      /* kCommit  */ 1u << kCommit | 1u << kAbort | 1u << kGet | 1u << kClosed,
+      /* kAbort   */ 1u << kCommit | 1u << kGet,
       /* kOutside */ 1u << kCommit | 1u << kAbort | 1u << kClosed,
-      /* kAlone   */ 1u << kRead | 1u << kPlan,
+      /* kAlone   */ 1u << kRead | 1u << kGet | 1u << kPlan,
       /* kRead    */ 1u << kOutside | 1u << kAbort,
+      /* kGet     */ 1u << kCommit | 1u << kAbort | 1u << kOutside | 1u << kClosed,
       /* kPlan    */ 1u << kOutside | 1u << kAbort | 1u << kClosed,
       /* kJoin    */ 1u << kCommit | 1u << kAbort | 1u << kClosed,
       /* kLeave   */ 1u << kOutside,
       /* kRevoke  */ 1u << kPlan,
       /* kWhole   */ 1u << kCommit,
-      /* kEnd     */ 1u << kCommit | 1u << kAbort | 1u << kOutside,
+      /* kEnd     */ 1u << kCommit | 1u << kAbort | 1u << kOutside | 1u << kGet,
       /* kClosed  */ 0,
   };
   ControlMutex& mu_;

@@ -2854,6 +2854,74 @@ TEST(Outside, BusyInAStepAndWhileRanksAreApart) {
   expect(FRUGAL_OK);
 }
 
+// A rank can tell what it has trained, state and all, whatever the others are inside of.
+TEST(Outside, CommittedRowsAreReadInAStepAndWhileRanksAreApart) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
+    c->optimizer.kind = FRUGAL_ADAGRAD;
+  });
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  const uint64_t key = 1;
+  const auto expect = [&](float state) {
+    float row[2] = {kUntouched, kUntouched};
+    ASSERT_OK(frugal_get(table, &key, 1, FRUGAL_WITH_STATE | FRUGAL_COMMITTED, row, 0, nullptr));
+    EXPECT_EQ(row[1], state);
+    ASSERT_OK(frugal_get(table, &key, 1, FRUGAL_COMMITTED, row + 1, 0, nullptr));
+    EXPECT_EQ(row[1], row[0]);
+  };
+  expect(0);
+  TrainStep(a, 0, table, {1});
+  expect(0);  // not of b
+  TrainStep(b, 0, table, {1});
+  expect(4);
+  TrainStep(b, 1, table, {1});
+  expect(4);  // b is ahead, and stays there until a comes
+  ASSERT_OK(frugal_step_begin(a, 1, kWait));
+  RowOp row(table, {1}, 1);
+  ASSERT_OK(frugal_push_grad(a, &row.op, 1));
+  expect(4);
+  ASSERT_OK(frugal_step_end(a, 1, 0));
+  EXPECT_EQ(engine.Committed(), 1u);
+  expect(8);
+  float x = 0;
+  EXPECT_REFUSED(frugal_put(table, &key, 1, FRUGAL_COMMITTED, &x, 0), FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
+// A step that ends while rows are read is committed behind the read.
+TEST(Outside, CommitsWaitForAReadOfCommittedRowsAndComeBehindIt) {
+  constexpr uint64_t kSteps = 300;
+  constexpr uint32_t kDim = 4096;
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 64, kDim, [](frugal_table_config* c) {
+    c->optimizer.kind = FRUGAL_ADAGRAD;
+  });
+  frugal_trainer* trainer = engine.Trainer(0);
+  std::vector<uint64_t> keys(64);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i;
+  std::atomic<bool> over{false};
+  int torn = 0;
+  std::thread reads([&] {
+    std::vector<float> rows(64 * 2 * kDim);
+    while (!over) {
+      EXPECT_OK(frugal_get(table, keys.data(), 64, FRUGAL_WITH_STATE | FRUGAL_COMMITTED,
+                           rows.data(), 0, nullptr));
+      for (size_t i = 0; i < 64; ++i)  // each step adds 1 to the state of all
+        torn += rows[2 * kDim * (i + 1) - 1] != rows[kDim];
+    }
+  });
+  RowOp op(table, keys, kDim);
+  for (uint64_t s = 0; s < kSteps; ++s) {
+    ASSERT_OK(frugal_step_begin(trainer, s, kWait));
+    ASSERT_OK(frugal_push_grad(trainer, &op.op, 1));
+    ASSERT_OK(frugal_step_end(trainer, s, 0));
+  }
+  over = true;
+  reads.join();
+  EXPECT_EQ(torn, 0);
+  EXPECT_EQ(engine.Committed(), kSteps - 1);
+}
+
 TEST(Outside, BadArguments) {
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 2);
@@ -2865,7 +2933,7 @@ TEST(Outside, BadArguments) {
   uint64_t deleted = 77;
   EXPECT_REFUSED(frugal_delete(table, keys, 2, &deleted), FRUGAL_ERR_KEY_OUT_OF_RANGE);
   EXPECT_EQ(deleted, 77u);
-  EXPECT_REFUSED(frugal_get(table, keys, 1, 2, rows, 0, nullptr), invalid);
+  EXPECT_REFUSED(frugal_get(table, keys, 1, 4, rows, 0, nullptr), invalid);
   EXPECT_REFUSED(frugal_put(table, keys, 1, 0x80, rows, 0), invalid);
   EXPECT_REFUSED(frugal_get(table, keys, 1, 0, rows, 4, nullptr), invalid);
   EXPECT_REFUSED(frugal_put(table, keys, 1, 0, rows, 7), invalid);

@@ -59,7 +59,9 @@ TEST_F(PhaseTest, EachActWaitsForThoseThatItIsNotToRunBeside) {
       {P::kRevoke, P::kPlan},  {P::kWhole, P::kCommit},   {P::kEnd, P::kCommit},
       {P::kEnd, P::kAbort},    {P::kEnd, P::kOutside},    {P::kStep, P::kClosed},
       {P::kCommit, P::kClosed}, {P::kOutside, P::kClosed}, {P::kPlan, P::kClosed},
-      {P::kJoin, P::kClosed},
+      {P::kJoin, P::kClosed},   {P::kGet, P::kCommit},    {P::kGet, P::kAbort},
+      {P::kGet, P::kOutside},   {P::kGet, P::kClosed},    {P::kCommit, P::kGet},
+      {P::kAbort, P::kGet},     {P::kAlone, P::kGet},     {P::kEnd, P::kGet},
   };
   for (uint32_t other = 0; other < P::kActs; ++other) {
     Phase phase(mu, workers);

@@ -380,6 +380,61 @@ def test_rows_and_state_are_read_and_written_when_other_ranks_have_ended_the_ste
             assert len(done[0]["state"]) == 1
 
 
+def test_a_module_made_inside_a_step_says_what_ends_it() -> None:
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t) for t in trainers]
+        bags[0](torch.tensor([[1]])).sum().backward()
+        with pytest.raises(frugal.Busy, match="table 'late': .*step 0.*optimizer.step.. on all ranks ends it"):
+            ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainers[0], name="late")
+        optimizers = [torch.optim.SGD(bag.parameters(), lr=0.1) for bag in bags]
+        run_ranks(2, lambda rank: optimizers[rank].step())
+        ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainers[0], name="late")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+def test_a_rank_reads_state_alone_whatever_the_others_are_inside_of(kind: str) -> None:
+    """The usual checkpoint: rank 0 saves, and the others, which do not, wait for it in their next step."""
+    keys = torch.tensor([[1, 2]])
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+
+    def optimizer_of(module: Any) -> Any:
+        return getattr(torch.optim, kind)(module.parameters(), lr=0.5, **more)
+
+    weight = integers(ROWS, DIM)
+    theirs = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=kind != "SGD", _weight=weight.clone())
+    expected = optimizer_of(theirs)
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=t) for t in trainers]
+        optimizers = [optimizer_of(bag) for bag in bags]
+
+        def matches(optimizer: Any) -> None:
+            torch.testing.assert_close(optimizer.state_dict()["state"], expected.state_dict()["state"])
+
+        for _ in range(2):
+            for module, optimizer in zip([theirs, *bags], [expected, *optimizers]):
+                optimizer.zero_grad()
+                module(keys).sum().backward()
+                if optimizer is expected:
+                    optimizer.step()
+            run_ranks(2, lambda rank: optimizers[rank].step())
+        matches(optimizers[0])
+        bags[1](keys).sum().backward()
+        matches(optimizers[0])
+        matches(optimizers[1])  # in its step, with what is accumulated of it
+        optimizers[1].step()  # ends it; it is committed when rank 0 ends it
+        matches(optimizers[0])
+        bags[0](keys).sum().backward()
+        matches(optimizers[0])
+        saved = optimizers[0].state[bags[0].weight]
+        for name in {"SGD": ["momentum_buffer"], "Adagrad": ["sum"], "SparseAdam": ["exp_avg", "exp_avg_sq"]}[kind]:
+            torch.testing.assert_close(saved[name].clone(), expected.state[theirs.weight][name])
+        before = engine.committed_step()
+        optimizers[0].step()
+        assert before is not None and engine.committed_step() == before + 1
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
 def test_the_first_step_gives_a_table_of_several_ranks_its_kind_of_optimizer(kind: str) -> None:
     weight = torch.randn(ROWS, DIM)

@@ -125,6 +125,7 @@ fn constants() -> Vec<(&'static str, i128)> {
         FRUGAL_NAN_ACCEPT,
         FRUGAL_TABLE_LAZY,
         FRUGAL_WITH_STATE,
+        FRUGAL_COMMITTED,
         FRUGAL_TRAINER_REPLACE,
         FRUGAL_POOL_MEAN,
         FRUGAL_OP_PADDING,

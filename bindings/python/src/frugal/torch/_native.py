@@ -193,12 +193,15 @@ def _keys(keys: torch.Tensor) -> Tuple[int, int]:
     return _host(keys, "keys", torch.int64, (count,)), count
 
 
-def get(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
-    """Reads rows into `rows`. Returns which were found."""
+def get(
+    table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool, committed: bool = False
+) -> torch.Tensor:
+    """Reads rows into `rows`; `committed`: in steps, too, as of the last committed one. Returns which were found."""
     address, count = _keys(keys)
     out = _host(rows, "rows", torch.float32, (count, table._width(with_state)))
     found = torch.zeros(count, dtype=torch.bool, device="cpu")
-    check(lib.frugal_get(table.handle, address, count, with_state, out, 0, found.data_ptr()))
+    flags = with_state * _abi.FRUGAL_WITH_STATE | committed * _abi.FRUGAL_COMMITTED
+    check(lib.frugal_get(table.handle, address, count, flags, out, 0, found.data_ptr()))
     return found
 
 

@@ -200,15 +200,18 @@ class Table:
             rows.zero_()
             return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
         with self.steps.still():
-            if self.steps.world_size > 1 and not (with_state or self.hashed):
-                # As a forward reads them, which waits for other ranks to end the step, and may be in one.
+            committed = self.steps.world_size > 1 and not self.hashed
+            if committed:
+                # As a forward reads them, which waits for other ranks to end the step, and may be in one. The state is
+                # read when there is nothing more to wait for: no later step is committed while this rank stays here.
                 op = _native.op(
-                    self.handle, _native.POOL_NONE, None, keys,
+                    self.handle, _native.POOL_NONE, None, keys[:0] if with_state else keys,
                     rows_out=rows.data_ptr(), row_stride=4 * self.dim,
                 )  # fmt: skip
                 self.steps.read([op])
-                return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
-            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state))
+                if not with_state:
+                    return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
+            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state, committed))
 
     def put(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
         """Writes rows outside steps."""
@@ -566,6 +569,12 @@ class Steps:
                     )  # fmt: skip
                     created = not there
                     known = Table(self, made, created, optimizer, shape)
+                except frugal.Busy as error:
+                    raise frugal.Busy(
+                        f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
+                        " ends it: make modules before the first forward, or behind step()",
+                        error.status,
+                    ) from None
                 except frugal.Exists:
                     known = Table(self, engine.find_table(name), False, optimizer, shape)
                     if engine.service and not self.shared.knows(name):
@@ -871,8 +880,9 @@ class Steps:
             self._told_of_wait = True
             warnings.warn(
                 f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
-                f" end their step ({message}): make such calls, as load_state_dict(), where no rank is between its forward"
-                " and its step(), behind a torch.distributed.barrier()",
+                f" end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed table,"
+                " where no rank is between its forward and its step(): on all ranks, or between two calls of"
+                " torch.distributed.barrier()",
                 stacklevel=2,
             )
 
