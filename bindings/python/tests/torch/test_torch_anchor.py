@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.sgd import sgd as sgd_step
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapshot
@@ -335,6 +336,114 @@ def test_moments_are_read_by_name(trainer: frugal.Trainer, kind: str) -> None:
     copied = copy.deepcopy(state)
     assert copied["step"] == 3 and torch.equal(copied[name], state[name]) and type(copied[name]) is torch.Tensor
     assert_same(*models, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "RMSprop", "AdamW"])
+def test_the_count_of_steps_is_a_tensor_as_in_torch(trainer: frugal.Trainer, kind: str) -> None:
+    theirs = torch.nn.EmbeddingBag(10, 4, mode="sum")
+    mine = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer, _weight=theirs.weight.detach().clone())
+    models = mine, theirs
+    optimizers = [getattr(torch.optim, kind)(model.parameters(), lr=0.1) for model in models]
+
+    def counts() -> List[torch.Tensor]:
+        return [o.state[model.weight]["step"] for o, model in zip(optimizers, models)]
+
+    def restart(state: Any) -> None:
+        state["step"] = torch.tensor(2.0)
+
+    writes: List[Callable[[Any], Any]] = [
+        lambda state: state["step"].zero_(), lambda state: state["step"].view(1).fill_(3.0), restart,
+        lambda state: torch._foreach_add_([state["step"]], 2),
+        lambda state: torch.add(state["step"], 1, out=state["step"]),
+    ]  # fmt: skip
+    held: List[torch.Tensor] = []
+    for write in writes:
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            model(torch.tensor([list(range(10))])).square().sum().backward()
+            optimizer.step()
+        for ours, expected in zip(counts(), counts()[1:]):
+            assert torch.is_tensor(ours) and (ours.shape, ours.dtype, ours.device) == (
+                expected.shape, expected.dtype, expected.device,
+            )  # fmt: skip
+            assert torch.equal(ours.clone(), expected) and int(ours) == ours.cpu().item() == expected.item()
+            held.append(ours)
+        assert held[0] is held[-1]
+        torch.testing.assert_close(mine.weight.detach(), theirs.weight.detach())
+        for model, optimizer in zip(models, optimizers):
+            write(optimizer.state[model.weight])
+        assert torch.equal(*counts()) and held[0].item() == counts()[1].item()
+    saved = [o.state_dict()["state"][0] for o in optimizers]
+    assert torch.equal(saved[0]["step"], saved[1]["step"]) and type(saved[0]["step"]) is torch.Tensor
+    assert type(copy.deepcopy(held[0])) is torch.Tensor
+
+
+def test_a_state_can_be_made_of_another(trainer: frugal.Trainer) -> None:
+    """As Lightning moves an optimizer's state."""
+    module = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer)
+    optimizer = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=0.5)
+    for _ in range(2):
+        state: Any = optimizer.state[module.weight]
+        optimizer.state[module.weight] = type(state)({name: value.to("cpu") for name, value in state.items()})
+        expected = optimizer.state[module.weight]["sum"].clone()
+        module(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected[1:3] += 1.0
+        assert torch.equal(optimizer.state[module.weight]["sum"], expected)
+    assert int(optimizer.state[module.weight]["step"]) == 2
+
+
+@pytest.mark.parametrize("new", [0.0, 0.25])
+def test_adagrad_s_state_is_there_before_the_first_step(trainer: frugal.Trainer, new: float) -> None:
+    theirs = torch.nn.EmbeddingBag(10, 4, mode="sum")
+    mine = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer, _weight=theirs.weight.detach().clone())
+    for written in (False, True):
+        found = []
+        for model in (mine, theirs):
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=new)
+            state = optimizer.state[model.weight]
+            assert list(state) == ["step", "sum"] and torch.equal(state["sum"], torch.full((10, 4), new))
+            assert torch.equal(state["step"], torch.tensor(0.0))
+            if written:
+                state["sum"][1].fill_(2.0)
+            found.append(copy.deepcopy(optimizer.state_dict()["state"][0]))
+            model(torch.tensor([[1, 2]])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({name: value.clone() for name, value in state.items()})
+        torch.testing.assert_close(found[:2], found[2:])
+        torch.testing.assert_close(mine.weight.detach(), theirs.weight.detach())
+
+
+REFUSED_OF_OPTIMIZERS: Dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "centered": lambda p: torch.optim.RMSprop(p, centered=True),
+    "momentum": lambda p: torch.optim.RMSprop(p, momentum=0.9),
+    "differentiable": lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_OPTIMIZERS)
+def test_what_tables_train_without_is_said_with_a_way_out(trainer: frugal.Trainer, name: str) -> None:
+    module = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer)
+    optimizer = REFUSED_OF_OPTIMIZERS[name](module.parameters())
+    module(torch.tensor([[1, 2]])).sum().backward()
+    with pytest.raises(NotImplementedError, match=f"{name}.*leave it out, or give the tables an optimizer"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_that_is_a_function_is_refused_with_a_way_out(trainer: frugal.Trainer, foreach: bool) -> None:
+    module = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer)
+    module(torch.tensor([[1, 2]])).sum().backward()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="torch.optim.SGD or the like"):
+        parameters: List[Any] = list(module.parameters())
+        sgd_step(
+            parameters, [p.grad for p in parameters], [None], foreach=foreach,
+            weight_decay=0, momentum=0, lr=0.1, dampening=0, nesterov=False, maximize=False,
+        )  # fmt: skip
 
 
 MOMENT_WRITES: Dict[str, Callable[[Any], Any]] = {

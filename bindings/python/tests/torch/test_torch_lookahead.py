@@ -134,6 +134,13 @@ def test_batches_are_declared_depth_steps_ahead(world: World, depth: int) -> Non
     assert world.engine.stats()["keys_declared"] == 20 * 8
 
 
+def test_keys_that_are_none_are_said_to_be_its_own(world: World) -> None:
+    batches = [torch.tensor([[0, 1]]), torch.tensor([[ROWS - 1, 0]])]
+    with pytest.raises(IndexError, match=f"Lookahead: what keys.*id {ROWS} "):
+        for batch in ft.Lookahead(batches, lambda batch: {world.bags: batch + 1}, measure=False):
+            world.step(batch)
+
+
 def test_without_it_keys_are_undeclared(world: World) -> None:
     for batch in DataLoader(Samples(), BATCH):
         world.step(batch)

@@ -653,6 +653,36 @@ def test_convert_refuses_what_it_cannot_keep(trainer: frugal.Trainer, what: str)
     assert type(model[0]) is torch.nn.Embedding
 
 
+def test_convert_takes_a_subclass_that_is_only_made_in_another_way(trainer: frugal.Trainer) -> None:
+    class Scaled(torch.nn.Embedding):
+        """Of rows of another size."""
+
+        def __init__(self, rows: int) -> None:
+            super().__init__(rows, DIM)
+            self.note = "a note"
+            with torch.no_grad():
+                self.weight.mul_(0.1)
+
+        def extra_repr(self) -> str:
+            return "scaled"
+
+    class Forward(Scaled):
+        def forward(self, keys: torch.Tensor) -> torch.Tensor:
+            return 2.0 * super().forward(keys)
+
+    theirs = Scaled(ROWS)
+    weight = theirs.weight.detach().clone()
+    ours: Any = ft.convert(torch.nn.Sequential(theirs), trainer=trainer)[0]
+    assert type(ours) is ft.Embedding and ours.note == "a note" and torch.equal(snapshot(ours), weight)
+    message = "^the model itself: Forward is .*Embedding whose forward would .*: derive it from frugal.torch.Embedding"
+    with pytest.raises(NotImplementedError, match=message):
+        ft.convert(Forward(ROWS), trainer=trainer)
+    computed = torch.nn.Embedding(ROWS, DIM)
+    torch.nn.utils.parametrizations.weight_norm(computed)
+    with pytest.raises(NotImplementedError, match="^the model itself: .*computed.*remove_parametrizations"):
+        ft.convert(computed, trainer=trainer)
+
+
 # --- rows that were read ---
 
 

@@ -22,7 +22,7 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
     buffers, other parameters, attributes. A module that stands in several places stays one. Each weight stays the object
     that it is, so that an optimizer that has it trains the table, and a decoder that is tied to it stays tied. Convert
-    before DistributedDataParallel. A subclass, and a forward that was assigned, raise
+    before DistributedDataParallel. A subclass that has more than an __init__, and a forward that was assigned, raise
     NotImplementedError, a weight that the graph of a forward has RuntimeError, and nothing is replaced. Returns the model.
     """
     found = {}
@@ -76,12 +76,22 @@ def _set(module: Any, kind: type, attributes: Dict[str, Any]) -> None:
 
 
 def _check(name: str, module: torch.nn.Module) -> None:
-    kind = type(module)
-    if kind not in (torch.nn.Embedding, torch.nn.EmbeddingBag):
-        raise NotImplementedError(f"{name}: {kind.__name__} is a subclass, whose forward would be lost")
+    name = name or "the model itself"
     weight: Any = module._parameters.get("weight")
     if weight is None:
-        raise NotImplementedError(f"{name}: its weight is computed of other parameters: remove what does that")
+        raise NotImplementedError(
+            f"{name}: its weight is computed of other parameters: remove what does that, as"
+            " torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+        )
+    kind, base = type(module), _base(module)
+    between = kind.__mro__[: kind.__mro__.index(base)]
+    own = {what for each in between for what in vars(each)} - _OF_ANY_CLASS
+    if own:
+        raise NotImplementedError(
+            f"{name}: {kind.__name__} is a subclass of torch.nn.{base.__name__} whose {', '.join(sorted(own))} would be"
+            f" lost: derive it from frugal.torch.{base.__name__}, which is made as it is, or convert() the other parts"
+            " of the model"
+        )
     if weight._post_accumulate_grad_hooks:
         raise NotImplementedError(
             f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it with"
@@ -96,9 +106,20 @@ def _check(name: str, module: torch.nn.Module) -> None:
             raise NotImplementedError(f"{name}: {attribute} is a method of the module that is replaced: remove it")
 
 
+# What a class may have and yet be nothing but another name: how it is made, which is over, and what it says.
+_OF_ANY_CLASS = {
+    "__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__annotate_func__", "__firstlineno__",
+    "__annotations_cache__", "__static_attributes__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
+}  # fmt: skip
+
+
+def _base(module: torch.nn.Module) -> Any:
+    return torch.nn.Embedding if isinstance(module, torch.nn.Embedding) else torch.nn.EmbeddingBag
+
+
 def _added(module: torch.nn.Module) -> Dict[str, Any]:
     """What somebody has given to a module that has no attribute of that name."""
-    usual = vars(type(module)(1, 1, device="meta"))
+    usual = vars(_base(module)(1, 1, device="meta"))
     return {name: value for name, value in vars(module).items() if name not in usual}
 
 

@@ -424,7 +424,13 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
             f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
             " step, so leave the table's parameter (module.weight) out of what is reduced"
         )
-    return NoAnswer(f"table {grad.table.name!r}: {func} of its gradient")
+    return NoAnswer(f"table {grad.table.name!r}: {func} of its gradient{_BY_HAND if '_foreach_' in str(func) else ''}")
+
+
+_BY_HAND = (
+    " (for a step let torch.optim.SGD or the like make it, in the place of torch.optim.sgd.sgd(), or write to the rows,"
+    " as module.weight.add_(module.weight.grad, alpha=-lr) under torch.no_grad())"
+)
 
 
 class Shown(Gradient):
@@ -537,7 +543,7 @@ def add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
         mine = grad if isinstance(grad, Gradient) else other
         if isinstance(other, torch.Tensor) and graph_task() >= 0:  # autograd adds it
             raise NoAnswer(*mine.table.anchor.penalty().args)  # or a hook, which gets an answer
-        raise NoAnswer(f"table {mine.table.name!r}: {func} of its gradient and something else")
+        raise NoAnswer(f"table {mine.table.name!r}: {func} of its gradient and something else{_BY_HAND}")
     if grad.table is not other.table or alpha != 1:
         raise NoAnswer(f"table {grad.table.name!r}: {func} of its gradient and another")
     total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)

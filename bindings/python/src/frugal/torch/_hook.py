@@ -58,7 +58,8 @@ def _theirs(optimizer: torch.optim.Optimizer) -> _Theirs:
 
 
 class _Count(int):
-    """Steps of a table under an optimizer. torch.compile asks where the number is, which PyTorch has in a tensor."""
+    """Steps of a table under an optimizer. Whoever reads it gets a `_Steps`, where PyTorch has a tensor. torch.compile
+    asks where it is."""
 
     is_cpu = False
 
@@ -71,10 +72,17 @@ class _Own(Dict[str, Any]):
     read there by the names of torch's optimizers, of which each is listed. While another optimizer steps the table, or
     until what somebody has set is the table's, it is here."""
 
-    def __init__(self, anchor: Anchor, theirs: _Theirs, has: Dict[str, Any]) -> None:
+    def __new__(cls, has: Any, anchor: Optional[Anchor] = None, optimizer: Any = None) -> Any:
+        # Who makes another of this class of what it has, as Lightning does, gets that alone.
+        return super().__new__(cls) if anchor is not None else dict(has)
+
+    def __init__(self, has: Dict[str, Any], anchor: Anchor, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(has)
         self.anchor = anchor
-        self.kind, self.names = theirs
+        self.kind, self.names = _theirs(optimizer)
+        self.counts_in_tensors = not isinstance(optimizer, (torch.optim.SGD, torch.optim.SparseAdam))
+        self.steps: Optional[_Moment] = None  # a _Steps
+        self.new: Optional[float] = None  # what all rows have until the first step
 
     def is_in_table(self) -> bool:
         """Whether the table's state is this optimizer's."""
@@ -83,7 +91,8 @@ class _Own(Dict[str, Any]):
         return type(table.optimizer) is self.kind and (owner is None or owner.state.get(self.anchor) is self)
 
     def __contains__(self, name: object) -> bool:
-        return name in _here(self) or (name in self.names and (_STATE in _here(self) or self.is_in_table()))
+        here = _here(self)
+        return name in here or (name in self.names and (_STATE in here or self.is_new() or self.is_in_table()))
 
     def __iter__(self) -> Iterator[str]:
         yield from _here(self)
@@ -101,6 +110,22 @@ class _Own(Dict[str, Any]):
     def items(self) -> Any:
         return ItemsView(self)
 
+    def is_new(self) -> bool:
+        """Whether it is what the optimizer was made with."""
+        return self.new is not None and type(dict.get(self, _STEP)) is not _Count
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if type(value) is not _Count or not self.counts_in_tensors:
+            return value
+        if self.steps is None:
+            self.steps = _Steps.of(self, _STEP, _number(value))
+        return self.steps
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        counted = name == _STEP and type(dict.get(self, _STEP)) is _Count
+        super().__setitem__(name, _Count(value) if counted else value)
+
     def __missing__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise KeyError(name)
@@ -111,6 +136,9 @@ class _Own(Dict[str, Any]):
         table, names = self.anchor.table, self.names
         if _STATE in _here(self):
             parts = self[_STATE].tensor_split(len(names), dim=1)
+        elif self.is_new():
+            shape = table.capacity, table.dim
+            return torch.full(shape, self.new or 0.0, dtype=torch.float32, device=table.device)
         else:
             parts = _state.moments(table, [table.dim] * len(names))[0]
         return cast(torch.Tensor, parts[names.index(name)].to(table.device))
@@ -166,6 +194,12 @@ class _Moment(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def _before(self) -> None:
+        """Comes before whatever is done with it."""
+
+    def _after_write(self) -> None:
+        pass
+
     def _before_write(self) -> None:
         own, name = self._own, self._name
         if dict.get(own, name) is self._all:
@@ -193,16 +227,39 @@ class _Moment(torch.Tensor):
         name = getattr(func, "__name__", "")
         moments = [value for value in flat([*args, *kwargs.values()]) if isinstance(value, _Moment)]
         with torch._C.DisableTorchFunctionSubclass():
-            for target in flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())]):
-                if isinstance(target, _Moment):
-                    target._before_write()
+            for moment in moments:
+                moment._before()
+            written = [
+                target
+                for target in flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
+                if isinstance(target, _Moment)
+            ]
+            for target in written:
+                target._before_write()
             out = func(*args, **kwargs)
+            for target in written:
+                target._after_write()
             if isinstance(out, torch.Tensor) and out.layout == torch.strided and not hasattr(out, "_own"):
                 for moment in moments:
                     if out.untyped_storage().data_ptr() == moment._all.untyped_storage().data_ptr():
                         return cls.of(moment._own, moment._name, moment._all, out)
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Moment) else out
         return without_writes(out) if name in ("numpy", "__array__") else out
+
+
+class _Steps(_Moment):
+    """The steps of a table under an optimizer, as they are: to write to it sets them."""
+
+    def _before(self) -> None:
+        count = dict.get(self._own, _STEP)
+        if type(count) is _Count and self._own.steps is not None and self._own.steps._all is self._all:
+            self._all.fill_(count)
+
+    def _before_write(self) -> None:
+        pass
+
+    def _after_write(self) -> None:
+        self._own[_STEP] = self._all.item()
 
 
 _K = TypeVar("_K")
@@ -508,7 +565,7 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             continue  # as PyTorch leaves a parameter without a gradient alone
         state = states[anchor]
         if type(state) is not _Own:
-            state = states[anchor] = _Own(anchor, _theirs(optimizer), state)
+            state = states[anchor] = _Own(state, anchor, optimizer)
         by_steps.setdefault(steps, []).append((entry, gradient, state))
     if by_steps:
         factor, skip = scaling(optimizer)
@@ -538,7 +595,7 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             for items in by_steps.values():
                 for _, gradient, state in items:  # also one of zeros, as PyTorch counts
                     if gradient is not None:
-                        state[_STEP] = _Count(state[_STEP] + 1)
+                        state[_STEP] = _Count(dict.get(state, _STEP, 0) + 1)
 
 
 def _values(group: Dict[str, Any]) -> Dict[str, Any]:
@@ -681,7 +738,7 @@ def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], mad
         return value.numel() == 1
     # What Adagrad makes of a weight is a new row's state until the first step.
     new = getattr(made, "initial_accumulator", None)
-    return new is not None and not state.get(_STEP, 1) and bool((value == new).all())
+    return new is not None and not dict.get(state, _STEP, 1) and bool((value == new).all())
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
@@ -755,7 +812,7 @@ def _saved(optimizer: torch.optim.Optimizer, entry: _Entry, own: Dict[str, Any])
     weight before."""
     table = entry.table
     shape = (table.capacity, table.dim)
-    steps = own.get(_STEP, 0)
+    steps = dict.get(own, _STEP, 0)
     if type(own) is _Own:
         found = own.of_rows()
     else:
@@ -773,8 +830,10 @@ def _saved(optimizer: torch.optim.Optimizer, entry: _Entry, own: Dict[str, Any])
 def _steps_as_theirs(optimizer: torch.optim.Optimizer, steps: Any) -> Any:
     if isinstance(optimizer, torch.optim.SparseAdam):
         return int(steps)
-    if isinstance(steps, torch.Tensor):
-        return steps  # as it was loaded
+    return steps if isinstance(steps, torch.Tensor) else _number(steps)  # as it was loaded
+
+
+def _number(steps: int) -> torch.Tensor:
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     return torch.tensor(float(steps), dtype=dtype, device="cpu")
 
@@ -795,6 +854,22 @@ def _with_tables(name: str) -> None:
     setattr(torch.optim.Optimizer, name, call)
 
 
+def _with_state_of_rows(function: Callable[..., None]) -> Callable[..., None]:
+    """torch.optim.Adagrad.__init__, which makes state of the anchors: of each row, for who reads it."""
+
+    @functools.wraps(function)
+    def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        function(optimizer, *args, **kwargs)
+        for entry in _known_of(optimizer).look(optimizer):
+            state = optimizer.state.get(entry.anchor)
+            if type(state) is dict and "sum" in state and not entry.table.hashed:
+                own = optimizer.state[entry.anchor] = _Own(state, entry.anchor, optimizer)
+                own.new = float(own.pop("sum").flatten()[0])
+
+    return init
+
+
+setattr(torch.optim.Adagrad, "__init__", _with_state_of_rows(torch.optim.Adagrad.__init__))
 _with_tables("state_dict")
 _with_tables("load_state_dict")
 
@@ -839,7 +914,10 @@ class _Hyper(NamedTuple):
     def refuse(self, *names: str) -> None:
         for name in names:
             if self.group.get(name):
-                raise NotImplementedError(f"{self.name}({name}={self.group[name]}): tables train without")
+                raise NotImplementedError(
+                    f"{self.name}({name}={self.group[name]}): tables train without it: leave it out, or give the tables"
+                    " an optimizer of their own, and this one the other parameters"
+                )
 
     def common(self) -> Dict[str, Any]:
         self.refuse("differentiable")

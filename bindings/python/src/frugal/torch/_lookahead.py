@@ -418,4 +418,7 @@ class _Iteration(Iterator[T]):
             _native.op(feature.table.handle, _native.POOL_NONE, feature.padding, keys)
             for feature, keys in declarations
         ]
-        ahead.declared = steps.declare(ahead.step, ops)
+        try:
+            ahead.declared = steps.declare(ahead.step, ops)
+        except (frugal.KeyOutOfRange, frugal.InvalidArgument) as error:
+            raise type(error)(f"Lookahead: what keys(batch) says of a batch: {error.message}", error.status) from None
