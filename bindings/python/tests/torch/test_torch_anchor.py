@@ -338,6 +338,26 @@ def test_moments_are_read_by_name(trainer: frugal.Trainer, kind: str) -> None:
     assert_same(*models, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", list(MOMENTS))
+def test_moments_that_were_kept_are_those_of_now(trainer: frugal.Trainer, kind: str) -> None:
+    found = []
+    theirs = torch.nn.EmbeddingBag(10, 4, mode="sum")
+    mine = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer, _weight=theirs.weight.detach().clone())
+    for module in (theirs, mine):
+        optimizer = STATES[kind](module.parameters())
+        for step in range(4):
+            module(torch.arange(10)[:, None]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                kept = [optimizer.state[module.weight][name] for name in MOMENTS[kind]]
+                views = [each[3:5] for each in kept]
+        found.append([*[each + 0 for each in kept], *[each.sum() for each in views]])
+        found[-1] += [torch.tensor(each[7].tolist()) for each in kept]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["Adam", "Adagrad", "RMSprop", "AdamW"])
 def test_the_count_of_steps_is_a_tensor_as_in_torch(trainer: frugal.Trainer, kind: str) -> None:
     theirs = torch.nn.EmbeddingBag(10, 4, mode="sum")

@@ -249,12 +249,11 @@ if sys.argv[2] == "frugal":
 torch.manual_seed(0)
 model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 12, bias=False)])
 given = torch.nn.Parameter(torch.full((6, 4), float(rank)))
-optimizer = torch.optim.Adagrad([given], lr=0.1)
+optimizer = torch.optim.Adagrad([given, model[2].weight], lr=0.1)
 model[1].weight = given
 model[0].weight = model[2].weight
 with torch.no_grad():
     torch.nn.init.uniform_(model[2].weight, -0.5, 0.5)
-optimizer.add_param_group({"params": [model[2].weight]})
 model.forward = lambda keys: model[2](model[0](keys) * model[1](keys % 6))
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 generator = torch.Generator().manual_seed(10 + rank)

@@ -181,11 +181,14 @@ class _Moment(torch.Tensor):
     _own: _Own
     _name: str
     _all: torch.Tensor  # whose memory this has
+    _read_at: List[Any]  # after which step of the table; of all views
 
     @classmethod
     def of(cls, own: _Own, name: str, rows: torch.Tensor, view: Optional[torch.Tensor] = None) -> "_Moment":
         moment = (rows if view is None else view).as_subclass(cls)
         moment._own, moment._name, moment._all = own, name, rows
+        if view is None:
+            moment._read_at = [dict.get(own, _STEP)]
         return moment
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
@@ -195,7 +198,14 @@ class _Moment(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _before(self) -> None:
-        """Comes before whatever is done with it."""
+        """Comes before whatever is done with it: what was read before a step is read again."""
+        own, name, now = self._own, self._name, [dict.get(self._own, _STEP)]
+        if self._read_at == now or dict.get(own, name) is self._all or name not in own:
+            return
+        self._read_at[:] = now
+        rows = own.read(name)
+        if rows.shape == self._all.shape:
+            self._all.copy_(rows)
 
     def _after_write(self) -> None:
         pass
@@ -242,7 +252,9 @@ class _Moment(torch.Tensor):
             if isinstance(out, torch.Tensor) and out.layout == torch.strided and not hasattr(out, "_own"):
                 for moment in moments:
                     if out.untyped_storage().data_ptr() == moment._all.untyped_storage().data_ptr():
-                        return cls.of(moment._own, moment._name, moment._all, out)
+                        view = cls.of(moment._own, moment._name, moment._all, out)
+                        view._read_at = moment._read_at
+                        return view
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Moment) else out
         return without_writes(out) if name in ("numpy", "__array__") else out
 
