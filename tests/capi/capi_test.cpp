@@ -2888,8 +2888,8 @@ TEST(Outside, CommittedRowsAreReadInAStepAndWhileRanksAreApart) {
   EXPECT_REFUSED(frugal_put(table, &key, 1, FRUGAL_COMMITTED, &x, 0), FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
-// A step that ends while rows are read is committed behind the read.
-TEST(Outside, CommitsWaitForAReadOfCommittedRowsAndComeBehindIt) {
+// No row is read with half of a step.
+TEST(Outside, CommittedRowsAreNotTornBySteps) {
   constexpr uint64_t kSteps = 300;
   constexpr uint32_t kDim = 4096;
   Engine engine;

@@ -221,5 +221,42 @@ TEST(Between, AStepOrAnOperationOutsideSteps) {
   EXPECT_GT(refused, 0);
 }
 
+// A step that ends while committed rows are read is not committed before that, and then at once.
+TEST(Between, AStepIsCommittedBehindAReadOfCommittedRows) {
+  int held_off = 0;
+  for (int n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    frugal_test::Engine engine([](frugal_config* c) { c->flush_threads = 0; });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+    frugal_trainer* trainer = engine.Trainer(0);
+    ASSERT_OK(frugal_step_begin(trainer, 0, 0));
+    const uint64_t key = 1;
+    float value = 5, one = 1;
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = &key;
+    op.count = 1;
+    op.grads = &one;
+    ASSERT_OK(frugal_push_grad(trainer, &op, 1));
+    bool came, waits = false;
+    {
+      Between between(
+          n,
+          [&] {
+            EXPECT_OK(frugal_step_end(trainer, 0, 0));
+            waits = engine.Committed() == FRUGAL_NO_STEP;
+          },
+          0);
+      ASSERT_OK(frugal_get(table, &key, 1, FRUGAL_COMMITTED, &value, 0, nullptr));
+      came = between.came();
+    }
+    if (!came) break;
+    EXPECT_EQ(engine.Committed(), 0u);
+    if (waits) EXPECT_EQ(value, 0);
+    held_off += waits;
+  }
+  EXPECT_GT(held_off, 0);
+}
+
 }  // namespace
 }  // namespace frugal
