@@ -481,13 +481,14 @@ FRUGAL_API int32_t frugal_memory_needed(const frugal_config *engine_config,
 
 /* ---------------------------------------------------------------------------------------------
  * Rows outside steps. Allowed when no rank is inside a step and all have ended the same one,
- * else FRUGAL_ERR_BUSY; frugal_get with FRUGAL_COMMITTED always. All see every committed step.
+ * else FRUGAL_ERR_BUSY. All see every committed step.
  * ------------------------------------------------------------------------------------------ */
 
 #define FRUGAL_WITH_STATE 1u /* rows travel with optimizer state: dim floats, then state_floats */
-#define FRUGAL_COMMITTED 2u  /* frugal_get: rows as of the last committed step, whatever ranks are inside
-                                of; commits wait meanwhile. Rows of a hashed table that uncommitted steps
-                                have created are there with their initial values */
+/* Of frugal_get alone: rows as of the last committed step, at any time. Ranks may be inside steps; a
+ * step that they complete meanwhile is committed when the call returns. A row of a hashed table that
+ * a step has created which is not committed has its initial values. */
+#define FRUGAL_COMMITTED 2u
 
 /* Reads `count` rows into `rows_out` (row i at byte i * row_stride; stride 0 means packed). A
  * missing row of a hashed table leaves its part of rows_out untouched; found_out (may be NULL)

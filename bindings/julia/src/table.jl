@@ -314,16 +314,17 @@ Base.getproperty(table::Table, name::Symbol) =
 Base.propertynames(::Table) = (fieldnames(Table)..., :state_floats)
 
 """
-    Frugal.get!(table, keys, rows, found = nothing; state = false)
+    Frugal.get!(table, keys, rows, found = nothing; state = false, committed = false)
 
 Reads rows outside steps into `rows`.
 
 `rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; the column of a missing row is left as
 it is. `found`, a vector of `n` `Bool` or `UInt8`, tells which rows there were. Creates nothing and sees every
-committed step. Returns `rows`. Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank
-is inside a step, or ranks have ended different ones), `ERR_TIMEOUT`. Since 0.1.
+committed step. With `committed` rows are read as of the last one, also while ranks are inside steps. Returns `rows`.
+Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank is inside a step, or ranks have
+ended different ones), `ERR_TIMEOUT`. Since 0.1.
 """
-function get!(table::Table, keys, rows, found = nothing; state::Bool = false)
+function get!(table::Table, keys, rows, found = nothing; state::Bool = false, committed::Bool = false)
     wide = widened(keys)
     n = length(wide)
     GC.@preserve table wide rows found begin
@@ -338,7 +339,7 @@ function get!(table::Table, keys, rows, found = nothing; state::Bool = false)
                 table.handle,
                 key_address(wide),
                 n,
-                state ? ABI.WITH_STATE : UInt32(0),
+                (state ? ABI.WITH_STATE : UInt32(0)) | (committed ? ABI.COMMITTED : UInt32(0)),
                 p,
                 stride,
                 f,

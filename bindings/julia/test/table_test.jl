@@ -75,6 +75,20 @@ end
     end
 end
 
+@testset Counts "committed rows in a step" begin
+    with_table(; dim = 2, table = (; optimizer = Optimizer(:adagrad; lr = 0.5))) do engine, table, trainer
+        for step = 0:1
+            step_begin(trainer, step)
+            push_grad(trainer, table, [3], fill(2.0f0, 2, 1))
+            rows = zeros(Float32, 4, 1)
+            @test status_of(() -> Frugal.get!(table, [3], rows; state = true)) == Frugal.ERR_BUSY
+            Frugal.get!(table, [3], rows; state = true, committed = true)
+            @test rows[3:4] == fill(4.0f0 * step, 2)
+            step_end(trainer, step)
+        end
+    end
+end
+
 @testset Counts "hyper-parameters of steps" begin
     with_table() do engine, table, trainer
         set_optimizer(table, 1, Optimizer(:sgd; lr = 0.5))

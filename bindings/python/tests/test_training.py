@@ -73,6 +73,19 @@ def test_every_optimizer_trains_and_its_state_travels(engine: frugal.Engine, opt
         table.set_optimizer(10, dataclasses.replace(optimizer, lr=math.nan))
 
 
+def test_committed_rows_are_read_in_a_step(engine: frugal.Engine) -> None:
+    table = engine.create_table("t", rows=10, dim=2, optimizer=frugal.Adagrad(lr=0.5))
+    trainer, keys = engine.create_trainer(), np.array([3])
+    for step in range(2):
+        with trainer.step(step):
+            trainer.push_grad(table, keys, np.full((1, 2), 2.0, np.float32))
+            with pytest.raises(frugal.Busy):
+                table.get(keys, with_state=True)
+            row = table.get(keys, with_state=True, committed=True)
+            assert row[0, 2:].tolist() == [4.0 * step] * 2
+            assert (table.get(keys, committed=True) == row[:, :2]).all()
+
+
 def test_the_kind_may_come_until_the_first_update(engine: frugal.Engine) -> None:
     table = engine.create_table("t", rows=10, dim=4, init=frugal.Uniform(1, 2))
     keys, values = np.arange(10), table.get(np.arange(10))

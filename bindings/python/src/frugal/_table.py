@@ -237,10 +237,24 @@ class Table(Single):
 
     @overload
     def get(
-        self, keys: Array, rows: None = None, *, found: Optional[Array] = None, with_state: bool = False
+        self,
+        keys: Array,
+        rows: None = None,
+        *,
+        found: Optional[Array] = None,
+        with_state: bool = False,
+        committed: bool = False,
     ) -> FloatArray: ...
     @overload
-    def get(self, keys: Array, rows: AnyArray, *, found: Optional[Array] = None, with_state: bool = False) -> AnyArray: ...
+    def get(
+        self,
+        keys: Array,
+        rows: AnyArray,
+        *,
+        found: Optional[Array] = None,
+        with_state: bool = False,
+        committed: bool = False,
+    ) -> AnyArray: ...
 
     def get(
         self,
@@ -249,11 +263,13 @@ class Table(Single):
         *,
         found: Optional[Array] = None,
         with_state: bool = False,
+        committed: bool = False,
     ) -> Any:
         """Reads rows by their keys; creates nothing. Returns `rows` if given, else a new array.
 
         A missing row of a hashed table leaves its part of `rows` untouched (zeros in a new array); `found`, uint8 or
-        bool for each key, tells. with_state: a row is dim floats, then its optimizer state.
+        bool for each key, tells. with_state: a row is dim floats, then its optimizer state. committed: rows as of the
+        last committed step, also while ranks are inside steps; without it that is an error.
         """
         pins: Pins = []
         try:
@@ -263,7 +279,8 @@ class Table(Single):
                 rows = new_rows(count, width)
             rows_out, stride = _rows(pins, rows, count, width, "rows", HOST, True)
             found_out = 0 if found is None else found_flags(pins, found, count, "found")
-            check(lib.frugal_get(self._handle, address, count, bool(with_state), rows_out, stride, found_out))
+            flags = bool(with_state) * _abi.FRUGAL_WITH_STATE | bool(committed) * _abi.FRUGAL_COMMITTED
+            check(lib.frugal_get(self._handle, address, count, flags, rows_out, stride, found_out))
         finally:
             pins.clear()
         return rows

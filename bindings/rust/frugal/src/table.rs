@@ -182,6 +182,28 @@ impl Table {
         self.read_rows(keys, sys::FRUGAL_WITH_STATE, rows.into(), Some(found))
     }
 
+    /// [`get_found`](Self::get_found) of rows as of the last committed step, also while ranks are inside steps.
+    pub fn get_committed<'a>(
+        &self,
+        keys: &[u64],
+        rows: impl Into<RowsMut<'a>>,
+        found: &mut [bool],
+    ) -> Result<()> {
+        self.read_rows(keys, sys::FRUGAL_COMMITTED, rows.into(), Some(found))
+    }
+
+    /// [`get_committed`](Self::get_committed) of rows with their optimizer state, as
+    /// [`get_with_state`](Self::get_with_state) has them.
+    pub fn get_committed_with_state<'a>(
+        &self,
+        keys: &[u64],
+        rows: impl Into<RowsMut<'a>>,
+        found: &mut [bool],
+    ) -> Result<()> {
+        let flags = sys::FRUGAL_COMMITTED | sys::FRUGAL_WITH_STATE;
+        self.read_rows(keys, flags, rows.into(), Some(found))
+    }
+
     fn read_rows(
         &self,
         keys: &[u64],

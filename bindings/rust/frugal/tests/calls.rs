@@ -114,6 +114,23 @@ fn strided_rows() {
 }
 
 #[test]
+fn committed_rows_in_a_step() {
+    let options = TableOptions::new("t", 10, 1).optimizer(Optimizer::adagrad(0.5));
+    let (engine, table) = engine_and_table(options);
+    let mut trainer = engine.create_trainer(&TrainerOptions::new(0)).unwrap();
+    let (mut rows, mut with_state, mut found) = ([9.0; 1], [9.0; 2], [false; 1]);
+    for step in 0..2 {
+        trainer.step_begin(step).unwrap();
+        trainer.push_grad(table.op(&[3]), &[2.0]).unwrap();
+        table.get(&[3], &mut rows).unwrap_err();
+        table.get_committed(&[3], &mut rows, &mut found).unwrap();
+        table.get_committed_with_state(&[3], &mut with_state, &mut found).unwrap();
+        assert_eq!((with_state, found), ([rows[0], 4.0 * step as f32], [true]));
+        trainer.step_end(step).unwrap();
+    }
+}
+
+#[test]
 fn rows_outside_steps() {
     let options = TableOptions::new("t", 10, 2).hashed().optimizer(Optimizer::adagrad(0.1));
     let (engine, table) = engine_and_table(options);
