@@ -4,6 +4,7 @@
 // The lock is taken below that of declarations, and above the rows'.
 #pragma once
 #include <algorithm>
+#include <iterator>
 
 #include "base/sync.h"
 #include "storage/far_side.h"
@@ -13,39 +14,33 @@ namespace frugal {
 
 class Arriving {
  public:
-  // Throws where there is no memory. Then lacks() and add() of one part do not.
-  void make_room() {
+  // For a part of this step. Throws where there is no memory. Then lacks() and add() of it do not.
+  void make_room(uint64_t step) {
     Lock lock(mu_);
-    if (parts_.size() + expected_ >= parts_.capacity()) parts_.reserve(2 * parts_.capacity() + 1);
-    if (lacking_.size() + expected_ >= lacking_.capacity())
-      lacking_.reserve(2 * lacking_.capacity() + 1);
+    OfStep& s = steps_[step];
+    reserve(&s.parts, s.expected);
+    reserve(&lacking_, expected_);
+    ++s.expected;
     ++expected_;
   }
   // The part that there was room for, if it has been resolved.
-  void add(const PartRef& part) {
+  void add(uint64_t step, const PartRef& part) {
     Lock lock(mu_);
+    OfStep& s = steps_.at(step);
+    --s.expected;
     --expected_;
-    if (part) parts_.push_back({part, 0});
+    if (part) s.parts.push_back({part, 0});
   }
   // Is a row loading that is declared for a step up to `step`? (Parts that are none any more do not
   // count. They keep their memory until a gate looks.)
   bool until(FarSide& far, uint64_t step) {
     Lock lock(mu_);
     bool any = false;
-    for (size_t i = 0; i < parts_.size();) {
-      auto& [part, at] = parts_[i];
-      bool gone = part->state.load() > Part::kResolved;
-      if (!gone && part->step <= step) {
-        at = far.first_loading(part->row_slots(), at, part->distinct);
-        gone = at == part->distinct;
-        any = any || !gone;
-      }
-      if (!gone) {
-        ++i;
-        continue;
-      }
-      std::swap(parts_[i], parts_.back());
-      parts_.pop_back();
+    for (auto at = steps_.begin(); at != steps_.end() && at->first <= step;) {
+      OfStep& s = at->second;
+      std::erase_if(s.parts, [&](OfPart& p) { return !p.loads(far); });
+      any = any || !s.parts.empty();
+      at = s.parts.empty() && s.expected == 0 ? steps_.erase(at) : std::next(at);
     }
     return any;
   }
@@ -100,10 +95,23 @@ class Arriving {
   struct OfPart {
     PartRef part;
     size_t at;  // rows before this one are there
+    bool loads(FarSide& far) {
+      if (part->state.load() > Part::kResolved) return false;
+      at = far.first_loading(part->row_slots(), at, part->distinct);
+      return at != part->distinct;
+    }
   };
+  struct OfStep {
+    Vector<OfPart> parts;
+    size_t expected = 0;  // there is room for
+  };
+  template <class T>
+  static void reserve(Vector<T>* of, size_t more) {
+    if (of->size() + more >= of->capacity()) of->reserve(2 * of->capacity() + 1);
+  }
   Mutex mu_;
-  Vector<OfPart> parts_ GUARDED_BY(mu_);
-  size_t expected_ GUARDED_BY(mu_) = 0;  // there is room for
+  Map<uint64_t, OfStep> steps_ GUARDED_BY(mu_);
+  size_t expected_ GUARDED_BY(mu_) = 0;  // of all steps
   Map<uint64_t, int> wanted_ GUARDED_BY(mu_);
   Vector<PartRef> lacking_ GUARDED_BY(mu_);
 };

@@ -74,7 +74,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   Status status = FRUGAL_OK;
   try {
     if (table->rows.far()) {
-      table->arriving.make_room();
+      table->arriving.make_room(part->step);
       expected = true;
     }
     // Ids from a device that the table does not have are told by the calls of the step, too.
@@ -83,7 +83,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
     if (status == FRUGAL_ERR_BUSY) table->arriving.lacks(part);
   } catch (const std::bad_alloc&) {
   }
-  if (expected) table->arriving.add(resolved ? part : nullptr);
+  if (expected) table->arriving.add(part->step, resolved ? part : nullptr);
   if (status == FRUGAL_ERR_BUSY) {
     span.drop();
     part->slots.reset();

@@ -51,10 +51,10 @@ struct ArrivingTest : testing::Test {
   }
   // As the engine does it.
   Status find(const Declarations::Item& item) {
-    arriving.make_room();
+    arriving.make_room(item.part()->step);
     const Status s = item.part()->resolve(pool, rows, Rows::Missing::kReserve, nullptr);
     if (s == FRUGAL_ERR_BUSY) arriving.lacks(item.part());
-    arriving.add(s == FRUGAL_OK ? item.part() : nullptr);
+    arriving.add(item.part()->step, s == FRUGAL_OK ? item.part() : nullptr);
     if (s != FRUGAL_ERR_BUSY) return s;
     item.part()->slots.reset();
     return s;
@@ -116,15 +116,17 @@ TEST_F(ArrivingTest, NobodyWaitsForRowsOfAPartThatHasGivenThemUp) {
 
 TEST_F(ArrivingTest, ThereIsRoomForAPartOnlyWhereThereWasMemory) {
   const PartRef part = make_part();
-  {
-    HeapFails fails(1);
-    EXPECT_THROW(arriving.make_room(), std::bad_alloc);
+  for (uint64_t nth : {1, 2, 2}) {
+    HeapFails fails(nth);
+    EXPECT_THROW(arriving.make_room(3), std::bad_alloc) << nth;
   }
-  arriving.make_room();
-  arriving.make_room();
+  arriving.make_room(3);
+  arriving.make_room(4);
+  arriving.make_room(3);
   HeapFails fails(1);
-  arriving.add(part);
-  arriving.add(part);
+  arriving.add(3, part);
+  arriving.add(4, part);
+  arriving.add(3, part);
 }
 
 TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
