@@ -3,6 +3,7 @@ that it was for all who have it. Each case beside torch.nn."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from typing import Any, Callable, Dict, List, Tuple
@@ -155,7 +156,25 @@ def of_half_precision(kind: Any) -> Any:
     return module(KEYS), given, given.dtype == torch.float16
 
 
+def of_a_view_of_itself(kind: Any) -> Any:
+    module = kind(ROWS, DIM)
+    views: List[Callable[[Any], Any]] = [lambda w: w[:], lambda w: w.view(ROWS, DIM), lambda w: w.data[:ROWS]]
+    for view in views:
+        module.weight = torch.nn.Parameter(view(module.weight))
+    train(module, torch.optim.SGD(module.parameters(), lr=0.125))
+    return module(KEYS)
+
+
+def tied_to_a_layer_with_sparse_gradients(kind: Any) -> Any:
+    module, other = kind(ROWS, DIM, sparse=True), torch.nn.Embedding(ROWS, DIM, sparse=True)
+    other.weight = module.weight
+    (module(KEYS[:4]) + other(torch.tensor([7, 7, 1, 0]))).square().sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.125).step()
+    return module(KEYS), other(KEYS)
+
+
 HAVE: List[Callable[[Any], Any]] = [
+    of_a_view_of_itself, tied_to_a_layer_with_sparse_gradients,
     written_afterwards, initialized_by_a_decoder, loaded_by_a_decoder, in_a_list, trained_with_a_decoder,
     trained_by_an_optimizer_of_it, trained_before, of_two_modules, frozen_by_a_decoder, with_a_gradient, with_a_hook,
     of_half_precision,
@@ -232,6 +251,90 @@ def test_a_table_that_stays_is_the_new_parameter_s(trainer: frugal.Trainer) -> N
             use()
     torch.optim.SGD([given], lr=0.5).step()
     assert torch.equal(snapshot(module), torch.full((ROWS, DIM), 1.5))
+
+
+# --- an optimizer's state that is moved to another parameter ---
+
+
+def replaced_in_the_optimizer(kind: Any, make: Any) -> Any:
+    module = kind(ROWS, DIM)
+    optimizer = make(module.parameters())
+    train(module, optimizer)
+    state = optimizer.state.pop(module.weight)
+    module.weight = torch.nn.Parameter(module.weight.detach().clone())
+    optimizer.param_groups[0]["params"][0] = module.weight
+    optimizer.state[module.weight] = state
+    train(module, optimizer)
+    (saved,) = optimizer.state_dict()["state"].values()
+    return module(KEYS), saved
+
+
+def replaced_with_other_moments(kind: Any, make: Any) -> Any:
+    module = kind(ROWS, DIM)
+    optimizer = make(module.parameters())
+    train(module, optimizer)
+    state = optimizer.state.pop(module.weight)
+    for name, value in list(state.items()):
+        if name != "step":
+            state[name] = torch.full_like(value, 0.5)
+    module.weight = torch.nn.Parameter(module.weight.detach().clone())
+    optimizer.param_groups[0]["params"][0] = module.weight
+    optimizer.state[module.weight] = state
+    saved = copy.deepcopy(optimizer.state_dict()["state"])
+    train(module, optimizer)
+    return module(KEYS), list(saved.values()), list(optimizer.state_dict()["state"].values())
+
+
+def exchanged(kind: Any, make: Any) -> Any:
+    modules = [kind(ROWS, DIM) for _ in range(2)]
+    first, second = [module.weight for module in modules]
+    optimizer = make([first, second])
+    for seed in range(4):
+        torch.manual_seed(seed)
+        for module in modules:
+            (module(KEYS) * torch.randn(ROWS, DIM)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if seed == 1:
+            state = optimizer.state
+            state[first], state[second] = state[second], state[first]
+    return [module(KEYS) for module in modules], list(optimizer.state_dict()["state"].values())
+
+
+def given_to_a_plain_parameter(kind: Any, make: Any) -> Any:
+    module = kind(ROWS, DIM)
+    optimizer = make(module.parameters())
+    train(module, optimizer)
+    given: Any = torch.nn.Parameter(module.weight.detach().clone())
+    optimizer.state[given] = optimizer.state.pop(module.weight)
+    optimizer.param_groups[0]["params"][0] = given
+    for _ in range(3):
+        given.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return given
+
+
+MOVES: List[Callable[[Any, Any], Any]] = [
+    replaced_in_the_optimizer, replaced_with_other_moments, exchanged, given_to_a_plain_parameter,
+]  # fmt: skip
+OPTIMIZERS: Dict[str, Callable[[Any], Any]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", MOVES, ids=lambda case: str(case.__name__))
+def test_state_that_is_moved_is_the_other_parameter_s(case: Callable[[Any, Any], Any], optimizer: str) -> None:
+    def plainly(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plainly(each) for name, each in value.items()}
+        return [plainly(each) for each in value] if isinstance(value, (list, tuple)) else plain(value)
+
+    theirs, ours = in_both(lambda kind: plainly(case(kind, OPTIMIZERS[optimizer])))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 # --- what cannot be a table's ---
@@ -338,6 +441,52 @@ def test_convert_keeps_the_parameter(case: Callable[[bool], Any]) -> None:
             warnings.simplefilter("ignore")
             found.append(plain(case(convert)))
     torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-5)
+
+
+class Mixin:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class Named(Mixin, torch.nn.Embedding):
+    def __init__(self, rows: int, name: str) -> None:
+        super().__init__(rows, DIM)
+        self.called = name
+
+
+def test_convert_keeps_the_class_for_isinstance() -> None:
+    model: Any = torch.nn.Sequential(Named(ROWS, "a name"))
+    rows = snapshot(model[0])
+    ft.convert(model)
+    assert isinstance(model[0], ft.Embedding) and isinstance(model[0], Named) and model[0].called == "a name"
+    assert torch.equal(model(KEYS), rows) and type(model[0]).__name__ == "Named"
+
+
+def test_convert_of_what_has_a_table_s_weight() -> None:
+    table, other = ft.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM)
+    other.weight = table.weight
+    ft.convert(torch.nn.ModuleList([table, other]))
+    assert isinstance(other, ft.Embedding) and other.weight is table.weight
+    (table(KEYS) + other(KEYS)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.5).step()
+    assert torch.equal(table(KEYS), other(KEYS))
+
+
+def test_convert_of_a_parameter_of_another_class_replaces_nothing() -> None:
+    class Mine(torch.nn.Parameter):
+        __slots__ = ("more",)
+
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM))
+    model[1].weight = Mine(torch.ones(ROWS, DIM))
+    with pytest.raises(NotImplementedError, match="^1: its weight is a Mine.*give the module a torch.nn.Parameter"):
+        ft.convert(model)
+    assert type(model[0]) is type(model[1]) is torch.nn.Embedding and type(model[1].weight) is Mine
+
+
+def test_a_part_of_the_rows_makes_another_module(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    with pytest.raises(ValueError, match="from_pretrained"):
+        module.weight = torch.nn.Parameter(module.weight[:5])
 
 
 def test_convert_of_a_weight_in_use_replaces_nothing() -> None:

@@ -262,6 +262,20 @@ for step in range(5):
     ddp(torch.randint(0, 12, (5,), generator=generator)).square().mean().backward()
     optimizer.step()
 dist.barrier()
+if sys.argv[2] == "frugal":
+    def assign():
+        model[1].weight = torch.nn.Parameter(torch.ones(6, 4))
+    trained = torch.nn.Embedding(6, 4)
+    trained(torch.tensor([1])).sum().backward()
+    for call, what in ((assign, "is trained"), (lambda: modules.convert(trained), "zero_grad")):
+        try:
+            call()
+        except NotImplementedError as error:
+            assert what in str(error), error
+        else:
+            raise AssertionError("not refused")
+    assert type(trained) is torch.nn.Embedding
+    dist.barrier()
 torch.save([given.detach().clone(), model[2].weight.detach().clone()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
 dist.barrier()
 dist.destroy_process_group()

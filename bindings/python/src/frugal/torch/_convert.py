@@ -20,10 +20,11 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     stays, and its class is another.
 
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
-    buffers, other parameters, attributes. A module that stands in several places stays one. Each weight stays the object
-    that it is, so that an optimizer that has it trains the table, and a decoder that is tied to it stays tied. Convert
-    before DistributedDataParallel. A subclass that has more than an __init__, and a forward that was assigned, raise
-    NotImplementedError, a weight that the graph of a forward has RuntimeError, and nothing is replaced. Returns the model.
+    buffers, other parameters, attributes. A module that stands in several places stays one, and is of its class as before
+    for isinstance(). Each weight stays the object that it is, so that an optimizer that has it trains the table, and a
+    decoder that is tied to it stays tied. Convert before DistributedDataParallel. A subclass that has more than an __init__,
+    and a forward that was assigned, raise NotImplementedError, a weight that the graph of a forward has kept RuntimeError,
+    and nothing is replaced. Returns the model.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -92,14 +93,19 @@ def _check(name: str, module: torch.nn.Module) -> None:
             f" lost: derive it from frugal.torch.{base.__name__}, which is made as it is, or convert() the other parts"
             " of the model"
         )
-    if weight._post_accumulate_grad_hooks:
+    if not isinstance(weight, Anchor) and type(weight) is not torch.nn.Parameter:
+        raise NotImplementedError(
+            f"{name}: its weight is a {type(weight).__name__}, which a table's cannot be: give the module a torch.nn.Parameter"
+        )
+    if not isinstance(weight, Anchor) and weight._post_accumulate_grad_hooks:
         raise NotImplementedError(
             f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it with"
             " module.weight afterwards"
         )
-    if is_in_use(weight):
+    if not isinstance(weight, Anchor) and is_in_use(weight):
         raise RuntimeError(
-            f"{name}: its weight is in use, as by the graph of a forward: convert before forwards, or delete what they gave"
+            f"{name}: its weight is in use, as by the graph of a forward or a compiled function: convert before, or delete what"
+            " has it"
         )
     for attribute, value in _added(module).items():
         if getattr(value, "__self__", None) is module:
@@ -109,8 +115,15 @@ def _check(name: str, module: torch.nn.Module) -> None:
 # What a class may have and yet be nothing but another name: how it is made, which is over, and what it says.
 _OF_ANY_CLASS = {
     "__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__annotate_func__", "__firstlineno__",
-    "__annotations_cache__", "__static_attributes__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
+    "__annotations_cache__", "__static_attributes__", "__parameters__", "__orig_bases__", "__dict__", "__weakref__",
+    "__slots__", "extra_repr", "__repr__",
 }  # fmt: skip
+
+
+def _kind(ours: Any, old: torch.nn.Module) -> Any:
+    """Of what replaces a module: for isinstance() it is of a subclass's class as before."""
+    theirs = type(old)
+    return ours if theirs is _base(old) else type(theirs.__name__, (ours, theirs), {})
 
 
 def _base(module: torch.nn.Module) -> Any:
@@ -148,16 +161,18 @@ def _become(name: str, module: Any, old: Any, trainer: Optional[frugal.Trainer],
     """`old`: what the module was. `first`: has the table already, as their weight is one."""
     weight: torch.Tensor = old.weight
     rows, table = (weight.detach(), None) if first is None else (None, first.table.name)
+    if isinstance(weight, Anchor):
+        rows, table, trainer = None, weight.table.name, weight.trainer
     device = weight.device if trainer is None and weight.device.type in ("cpu", "cuda") else None
     if isinstance(old, torch.nn.Embedding):
-        _set(module, Embedding, {})
+        _set(module, _kind(Embedding, old), {})
         Embedding.__init__(
             module, old.num_embeddings, old.embedding_dim, old.padding_idx, old.max_norm, old.norm_type,
             old.scale_grad_by_freq, old.sparse, rows, _freeze=not weight.requires_grad,
             dtype=weight.dtype, trainer=trainer, device=device, name=table,
         )  # fmt: skip
     else:
-        _set(module, EmbeddingBag, {})
+        _set(module, _kind(EmbeddingBag, old), {})
         EmbeddingBag.__init__(
             module, old.num_embeddings, old.embedding_dim, old.max_norm, old.norm_type, old.scale_grad_by_freq,
             old.mode, old.sparse, rows, old.include_last_offset, old.padding_idx,
@@ -165,4 +180,8 @@ def _become(name: str, module: Any, old: Any, trainer: Optional[frugal.Trainer],
         )  # fmt: skip
     for attribute in [attribute for attribute in _added(old) if hasattr(module, attribute)]:
         raise NotImplementedError(f"{name}: its attribute {attribute} is another thing in what replaces it: rename it")
+    if weight.grad is not None and not isinstance(weight, Anchor) and module._steps.world_size > 1:
+        raise NotImplementedError(
+            f"{name}: its weight has a gradient, of which each rank has a part: call zero_grad() before"
+        )
     module.train(old.training)

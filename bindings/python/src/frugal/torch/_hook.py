@@ -87,8 +87,11 @@ class _Own(Dict[str, Any]):
     def is_in_table(self) -> bool:
         """Whether the table's state is this optimizer's."""
         table = self.anchor.table
+        if type(table.optimizer) is not self.kind:
+            return False
         owner = None if table.owner is None else table.owner()
-        return type(table.optimizer) is self.kind and (owner is None or owner.state.get(self.anchor) is self)
+        now = None if owner is None else owner.state.get(self.anchor)
+        return now is None or now is self or (type(now) is _Own and now.anchor is not self.anchor)  # it has been moved
 
     def __contains__(self, name: object) -> bool:
         here = _here(self)
@@ -158,6 +161,14 @@ class _Own(Dict[str, Any]):
             found = dict(zip(self.names, _state.moments(table, [table.dim] * len(self.names))[0]))
         found.update(dict.items(self))  # of several, somebody has set some
         found.pop(_STEP, None)
+        return found
+
+    def for_another(self) -> Dict[str, Any]:
+        """The same for another parameter, to which somebody has moved it."""
+        found = self.of_rows()
+        if _STEP in _here(self):
+            count = dict.__getitem__(self, _STEP)
+            found[_STEP] = int(count) if type(count) is _Count and not self.counts_in_tensors else torch.tensor(float(count))
         return found
 
     def put_aside(self) -> None:
@@ -542,7 +553,20 @@ def _show(known: _Known) -> None:
 register_optimizer_step_pre_hook(_before)
 
 
+def _bring_home(optimizer: torch.optim.Optimizer, entries: List[_Entry]) -> None:
+    """Gives a table the state of another one, where somebody has moved that in `optimizer.state`."""
+    states, moved = optimizer.state, []
+    for entry in entries:
+        own = states.get(entry.anchor)
+        if type(own) is _Own and own.anchor is not entry.anchor:
+            moved.append((entry.anchor, own))
+    found = [own.for_another() for _, own in moved]  # before any is another's
+    for (anchor, _), state in zip(moved, found):
+        states[anchor] = state
+
+
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
+    _bring_home(optimizer, known.entries)
     if known.hidden:
         _show(known)  # of a step that has failed
     if _usual.step(optimizer, known):
@@ -856,7 +880,9 @@ def _with_tables(name: str) -> None:
 
     @functools.wraps(function)
     def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if _known_of(optimizer).look(optimizer):
+        entries = _known_of(optimizer).look(optimizer)
+        if entries:
+            _bring_home(optimizer, entries)
             hooks: Any = optimizer
             _put(hooks._optimizer_state_dict_post_hooks, _save, last=False)
             _put(hooks._optimizer_load_state_dict_pre_hooks, _keep, last=True)

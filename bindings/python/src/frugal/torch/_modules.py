@@ -33,7 +33,7 @@ from . import _default, _inputs, _native, _ranks, _renorm, _state, _steps, _usua
 from ._anchor import Anchor
 from ._computed import SHAPE
 from ._lookup import EmptyLookup, Feature, Lookup, int64_of, source_of
-from ._weight import draw_nothing, saved, write
+from ._weight import View, Weight, draw_nothing, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone
@@ -519,6 +519,8 @@ class _Single(_Module):
                 f"cannot assign '{value.type()}' as parameter 'weight' (torch.nn.Parameter expected): write rows by"
                 " weight.data.copy_(tensor)"
             )
+        if isinstance(value, (Weight, View)):  # a Parameter of rows of a table, of which it is a view
+            value = torch.nn.Parameter(value.detach().clone(), value.requires_grad)
         if type(value) is not torch.nn.Parameter:
             raise NotImplementedError(
                 f"table {self._table.name!r}: a {type(value).__name__} cannot be its weight: give it a torch.nn.Parameter of"
@@ -528,6 +530,11 @@ class _Single(_Module):
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
         before = self._table
+        if grad is not None and self._steps.world_size > 1:
+            raise NotImplementedError(
+                f"table {before.name!r}: the Parameter that is to be its weight has a gradient, of which each rank has a part:"
+                " call zero_grad() before"
+            )
         if value.shape == before.shape:
             self._leave_table()
         try:
@@ -595,7 +602,8 @@ class _Single(_Module):
         table is to stay, it is of the new parameter, if nobody has trained it."""
         mine = self._table
         stays = mine.hashed or not mine.goes
-        if stays and len(mine.modules) == 1 and not self._steps.trained(mine):
+        # (All ranks come to the same answer: each has made the steps.)
+        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and mine.owner is None:
             return
         if stays:
             raise NotImplementedError(

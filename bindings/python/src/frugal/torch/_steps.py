@@ -54,7 +54,8 @@ def count_adoption() -> None:
 
 
 def is_in_use(value: torch.Tensor) -> bool:
-    """Whether a table cannot adopt a Parameter, since others know its memory."""
+    """Whether a table cannot adopt a Parameter, since others know its memory. (Where autograd has a node for its gradient as
+    yet, it can: a backward of such a graph is PyTorch's error.)"""
     if weakref.getweakrefs(value):
         return True
     counted: Any = value
@@ -62,8 +63,8 @@ def is_in_use(value: torch.Tensor) -> bool:
         return False
     if not value.requires_grad or counted._use_count() > 2:
         return True
-    edge = torch.autograd.graph.get_gradient_edge(value)  # whose node may be the second, and is one more if not
-    return bool(counted._use_count() > 2) or edge is None
+    edge = torch.autograd.graph.get_gradient_edge(value)  # whose node is the second, or one more
+    return bool(counted._use_count() > 2) and edge is not None
 
 
 optimizer_steps = 0  # that torch's optimizers have made, of whatever parameters

@@ -54,6 +54,10 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         use, keys = use_of(ctx.next_functions[0][0]), ctx.keys
+        if grad.is_sparse:  # as of another layer with sparse=True that is tied to the table
+            grad = grad.coalesce()
+            (rows,), grad = grad.indices(), grad.values()
+            keys = rows if keys is None else keys.reshape(-1)[rows]
         if keys is None:  # of all rows of a dense table, each of which then has a gradient, as PyTorch's dense one
             keys = torch.arange(ctx.table.capacity, dtype=torch.int64, device="cpu")
         _hold(ctx.table, use, keys.reshape(-1), grad.reshape(-1, ctx.table.dim))
