@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -234,6 +235,31 @@ def test_tables_of_parameters_of_before_go(trainer: frugal.Trainer) -> None:
     gc.collect()
     module(KEYS)
     assert len(trainer.engine.tables()) == 1 and torch.equal(module.weight, parameter(4.0))
+
+
+def test_threads_use_a_module_whose_weight_is_assigned(trainer: frugal.Trainer) -> None:
+    module, over, failed = ft.Embedding(ROWS, DIM, trainer=trainer), threading.Event(), []
+    uses: List[Callable[[], Any]] = [
+        lambda: module(KEYS), lambda: module(KEYS).sum().backward(), lambda: module.weight.clone(), module.state_dict,
+    ]  # fmt: skip
+
+    def use(one: Callable[[], Any]) -> None:
+        while not over.is_set():
+            try:
+                one()
+            except Exception as error:
+                failed.append(error)
+                return
+
+    threads = [threading.Thread(target=use, args=(one,)) for one in uses]
+    for thread in threads:
+        thread.start()
+    for i in range(60):
+        module.weight = parameter(float(i))
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not failed and torch.equal(snapshot(module), torch.full((ROWS, DIM), 59.0))
 
 
 def test_a_table_that_stays_is_the_new_parameter_s(trainer: frugal.Trainer) -> None:

@@ -86,6 +86,7 @@ class Anchor(Copied, torch.nn.Parameter):
     sparse: bool  # whether its gradient is shown as a sparse tensor, see `module.sparse`
     _dtype: torch.dtype
     _requires_grad: bool
+    after: Optional["Anchor"]  # what took its place
     seen: int  # the value's version that is known to be ours
     given: Dict[int, Tuple[Gradient, bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
@@ -107,7 +108,7 @@ class Anchor(Copied, torch.nn.Parameter):
         self.adding = threading.Lock()  # of backwards in several threads
         self.hooks = OrderedDict()
         self._delivers = False
-        self.begun = self.aside = None
+        self.begun = self.aside = self.after = None
         self.seen = self._version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

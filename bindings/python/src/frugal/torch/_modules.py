@@ -79,7 +79,8 @@ class _Module(torch.nn.Module):
 
     _lookup: Lookup
     _by_frequency: Lookup
-    _anchors: Tuple[Anchor, ...]
+    _anchors: Tuple[Anchor, ...] = ()
+    _now: Tuple[Lookup, Lookup, Tuple[Anchor, ...]]  # the three above: what a forward has, while weight is assigned
     _made: Optional[Tuple[Any, torch.Tensor]] = None  # of what, and the source of outputs, see source_of
     _first: str  # the name of the first of them
     # As torch.nn's modules, these are read in each forward.
@@ -145,6 +146,7 @@ class _Module(torch.nn.Module):
         for i, anchor in enumerate(anchors):
             self._parameters["weight" if len(anchors) == 1 else f"weight_{i}"] = anchor
         self._anchors = anchors
+        self._now = self._lookup, getattr(self, "_by_frequency", self._lookup), anchors
         self._first = next(iter(self._parameters))
 
     def _check_anchors(self) -> None:
@@ -238,18 +240,18 @@ class _Module(torch.nn.Module):
     def _run(self, shape: Sequence[int], tensors: List[Optional[torch.Tensor]], mine: int = 0) -> Any:
         if _get_tracing_state() is not None:
             self._refuse_tracing()
-        anchors = self._anchors
+        lookup, by_frequency, anchors = self._now
         dtype = anchors[0].dtype
         graph = torch.is_grad_enabled()
         training = graph and (anchors[0].requires_grad or any([anchor.requires_grad for anchor in anchors[1:]]))
         self._check_anchors()
         if self.max_norm is not None:
-            _renorm.renorm(self._lookup, tensors[0], self.max_norm, self.norm_type, training)
+            _renorm.renorm(lookup, tensors[0], self.max_norm, self.norm_type, training)
         if training:
-            lookup = self._by_frequency if self.scale_grad_by_freq else self._lookup
-            out, moment = lookup.train(self._source(), shape, tensors, mine)
+            if self.scale_grad_by_freq:
+                lookup = by_frequency
+            out, moment = lookup.train(self._source(lookup, anchors), shape, tensors, mine)
         else:
-            lookup = self._lookup
             out, moment = lookup.read(shape, tensors)
         if graph:
             for weights in tensors[2::3]:
@@ -258,12 +260,13 @@ class _Module(torch.nn.Module):
                     break
         return out if dtype is torch.float32 else out.to(dtype)
 
-    def _source(self) -> torch.Tensor:
+    def _source(self, lookup: Lookup, anchors: Tuple[Anchor, ...]) -> torch.Tensor:
         """What outputs are computed of, as long as the anchors are as they were."""
-        now = self._lookup.device, *[(id(anchor), anchor.requires_grad, anchor.dtype) for anchor in self._anchors]
-        if self._made is None or self._made[0] != now:
-            self._made = now, source_of(self._anchors)
-        return self._made[1]
+        now = lookup.device, *[(id(anchor), anchor.requires_grad, anchor.dtype) for anchor in anchors]
+        made = self._made
+        if made is None or made[0] != now:
+            made = self._made = now, source_of(anchors)
+        return made[1]
 
     def _compiled(self, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         """A forward that is being compiled: torch.compile breaks the graph here, for it cannot see what the library does."""
@@ -307,7 +310,10 @@ class _Module(torch.nn.Module):
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._check_anchors()
         super()._save_to_state_dict(destination, prefix, keep_vars)  # what a subclass has
-        rows = {prefix + name + key: value for name, table in self._tables().items() for key, value in saved(table).items()}
+        tables = self._tables()
+        held = [table.held_anchor() for table in tables.values()]  # while another thread assigns to weight
+        rows = {prefix + name + key: value for name, table in tables.items() for key, value in saved(table).items()}
+        del held
         for key in self._anchor_keys(prefix) - rows.keys():
             del destination[key]
         destination.update(rows)
@@ -535,21 +541,22 @@ class _Single(_Module):
                 f"table {before.name!r}: the Parameter that is to be its weight has a gradient, of which each rank has a part:"
                 " call zero_grad() before"
             )
-        if value.shape == before.shape:
-            self._leave_table()
+        table = self._table_of_another() if value.shape == before.shape else before
+        copied = value.is_inference() or value.device != table.device
         try:
-            write(self._table, value)
-            if value.is_inference() or value.device != self._table.device:  # neither can be written elsewhere
-                if dtype != self._anchors[0].dtype:
-                    self._anchors[0].requires_grad_(False)  # which integers cannot
-                    self._anchors[0].become(dtype, None)
-                self._anchors[0].requires_grad_(requires_grad)
-            else:
-                self._adopt(value, dtype, requires_grad)
+            write(table, value)
+            if not copied:
+                table.adopt(value, dtype, requires_grad)
         except BaseException:
-            if self._table is not before:
-                self._share(before)
+            if table is not before:
+                self._steps.drop_later(table.table)
             raise
+        self._share(table)
+        if copied:
+            self._anchors[0].requires_grad_(False)  # which integers cannot
+            self._anchors[0].become(dtype, None)
+            self._anchors[0].requires_grad_(requires_grad)
+        self._anchors[0].sparse = self._has_sparse
         self._anchors[0].grad = grad  # that of before went with the parameter of before
 
     def _adopt(self, value: torch.nn.Parameter, dtype: torch.dtype, requires_grad: bool) -> None:
@@ -597,14 +604,14 @@ class _Single(_Module):
         old = self._anchors[0]
         self._hold(table.make_anchor(old.dtype, old.requires_grad, old.device))
 
-    def _leave_table(self) -> None:
-        """The rows will be those of another parameter. Who has the parameter of before keeps it, with its rows; where the
-        table is to stay, it is of the new parameter, if nobody has trained it."""
+    def _table_of_another(self) -> _steps.Table:
+        """For the rows of another parameter. Who has the parameter of before keeps it, with its rows; where the table is to
+        stay, it is of the new parameter, if nobody has trained it."""
         mine = self._table
         stays = mine.hashed or not mine.goes
         # (All ranks come to the same answer: each has made the steps.)
         if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and mine.owner is None:
-            return
+            return mine
         if stays:
             raise NotImplementedError(
                 f"table {mine.name!r} is trained, or another module's, too: another parameter would change its rows for"
@@ -616,8 +623,8 @@ class _Single(_Module):
             self._steps.name(self._kind), mine.capacity, mine.dim, mine.said, said["init"], False, mine.said.mean_ranks,
             said["nan_policy"], said["lazy"],
         )  # fmt: skip
-        table.goes = table.created
-        self._share(table)
+        table.goes, table.device = table.created, mine.device
+        return table
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered
@@ -651,14 +658,18 @@ class _Single(_Module):
         padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
         self._table.modules.add(self)
         kind = EmptyLookup if self._table.empty else Lookup
-        self._lookup = kind(self._steps, [Feature(self._table, pooling, padding, 0)], self.embedding_dim)
-        self._by_frequency = self._lookup.by_frequency()
+        lookup = kind(self._steps, [Feature(self._table, pooling, padding, 0)], self.embedding_dim)
+        by_frequency = lookup.by_frequency()
+        self._lookup, self._by_frequency = lookup, by_frequency
+        self._now = lookup, by_frequency, self._anchors
         self.__dict__.pop("_usual", None)
 
     def _make_usual(self) -> Callable[..., Optional[torch.Tensor]]:
-        has_rows = type(self._lookup) is Lookup
-        usual = _usual.forward(self._lookup, self._anchors[0], self._first, self._pools) if has_rows else _usual.never
+        lookup, _, anchors = self._now
+        usual = _usual.forward(lookup, anchors[0], self._first, self._pools) if type(lookup) is Lookup else _usual.never
         self.__dict__["_usual"] = usual
+        if self._now[0] is not lookup:  # by another thread, meanwhile
+            self.__dict__.pop("_usual", None)
         return usual
 
     def _pooling(self) -> int:

@@ -184,7 +184,9 @@ class Table:
                 f"table {self.name!r}: the Parameter that is to be its weight is in use, as by the graph of a forward or a compiled"
                 f" function: assign it before, or delete what has it, or give torch.nn.Parameter(value.detach()) ({error})"
             ) from None
-        adopted = cast(Anchor, value)
+        adopted, before = cast(Anchor, value), self.held_anchor()
+        if before is not None:
+            before.after = adopted  # for another thread, whose forward has the one of before
         self._register(adopted)
         adopted.take_hooks(hooks)
         count_adoption()
