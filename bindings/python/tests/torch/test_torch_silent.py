@@ -673,7 +673,7 @@ def test_convert_takes_a_subclass_that_is_only_made_in_another_way(trainer: frug
     theirs = Scaled(ROWS)
     weight = theirs.weight.detach().clone()
     ours: Any = ft.convert(torch.nn.Sequential(theirs), trainer=trainer)[0]
-    assert type(ours) is ft.Embedding and ours.note == "a note" and torch.equal(snapshot(ours), weight)
+    assert isinstance(ours, ft.Embedding) and isinstance(ours, Scaled) and ours.note == "a note" and torch.equal(snapshot(ours), weight)
     message = "^the model itself: Forward is .*Embedding whose forward would .*: derive it from frugal.torch.Embedding"
     with pytest.raises(NotImplementedError, match=message):
         ft.convert(Forward(ROWS), trainer=trainer)

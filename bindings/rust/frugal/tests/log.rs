@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use frugal::*;
 
-/// The limit is the process's.
+/// The limit is the process's, and so is what another test's engine gives back: a test holds this as long as it has one.
 static ONE: Mutex<()> = Mutex::new(());
 
 #[repr(C)]
@@ -29,7 +29,6 @@ fn address_space() -> u64 {
 
 /// Uses a table whose cache would be larger than the memory that is left, and answers what a lookup of it gives.
 fn make_a_line(engine: &Engine) -> f32 {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let options = TableOptions::new("large", 1 << 20, 2048).lazy(true).init(Init::Constant(2.0));
     let table = engine.create_table(&options).unwrap();
     let mut limit = Limit { soft: 0, hard: 0 };
@@ -53,6 +52,7 @@ fn make_a_line(engine: &Engine) -> f32 {
 
 #[test]
 fn lines_reach_the_closure() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let lines = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&lines);
     let hook = move |level, text: &str| seen.lock().unwrap().push((level, text.to_owned()));
@@ -67,6 +67,7 @@ fn lines_reach_the_closure() {
 
 #[test]
 fn a_panic_in_the_closure_stops_nothing() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let calls = Arc::new(Mutex::new(0));
     let counted = Arc::clone(&calls);
     let hook = move |_, _: &str| {
