@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use frugal::*;
 
-/// The limit is the process's, and so is what another test's engine gives back: a test holds this as long as it has one.
+/// The limit is the process's, and so is the memory that another test gives back: held while a test has an engine.
 static ONE: Mutex<()> = Mutex::new(());
 
 #[repr(C)]
