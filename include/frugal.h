@@ -485,9 +485,9 @@ FRUGAL_API int32_t frugal_memory_needed(const frugal_config *engine_config,
  * ------------------------------------------------------------------------------------------ */
 
 #define FRUGAL_WITH_STATE 1u /* rows travel with optimizer state: dim floats, then state_floats */
-/* Of frugal_get alone: rows as of the last committed step, at any time. Ranks may be inside steps; a
- * step that they complete meanwhile is committed when the call returns. A row of a hashed table that
- * a step has created which is not committed has its initial values. */
+/* Of frugal_get alone: rows as of the last committed step, at any time. Ranks may be inside steps;
+ * a step that they complete meanwhile is committed when the call returns. A row of a hashed table
+ * that a step has created which is not committed has its initial values. */
 #define FRUGAL_COMMITTED 2u
 
 /* Reads `count` rows into `rows_out` (row i at byte i * row_stride; stride 0 means packed). A

@@ -1,10 +1,10 @@
 #!/bin/sh
-# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It has nothing of
-# tests/sim, which is linked with tests. It has no thread-local objects: where a program, as Python with PyTorch,
-# loads it late, little is left of static storage for them, and the loader ends the program where there is no
-# memory for others, or to register a destructor. The CUDA run-time library brings one of its own, which its
-# first call in a thread uses. And what is kept of threads needs the library until they end, so it is not
-# unloaded.
+# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It
+# has nothing of tests/sim, which is linked with tests. It has no thread-local objects: where a
+# program, as Python with PyTorch, loads it late, little is left of static storage for them, and
+# the loader ends the program where there is no memory for others, or to register a destructor.
+# The CUDA run-time library brings one of its own, which its first call in a thread uses. And
+# what is kept of threads needs the library until they end, so it is not unloaded.
 #   tests/symbols.sh LIBRARY          compares them
 #   tests/symbols.sh --update         writes tests/symbols.txt from frugal.h
 set -eu

@@ -15,10 +15,10 @@ namespace frugal {
 // change it.
 extern std::atomic<uint64_t> g_small_step;
 
-// Whether deferring gains. Idle time does not say what it costs the calls themselves: a lookup waits
-// for a row that is queued, and queueing is work. So it is tried, and goes on while a byte costs
-// trainers less time in calls than it did before. After a failure it is tried again, more and more
-// rarely.
+// Whether deferring gains. Idle time does not say what it costs the calls themselves: a lookup
+// waits for a row that is queued, and queueing is work. So it is tried, and goes on while a byte
+// costs trainers less time in calls than it did before. After a failure it is tried again, more and
+// more rarely.
 class Trial {
  public:
   // A decision; `cost`: of a byte, of late.

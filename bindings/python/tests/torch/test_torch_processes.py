@@ -62,11 +62,8 @@ def test_processes_train_the_bits_of_threads(controller_program: Path, controlle
     assert hashes(resumed, FRUGAL_SERVICE=controller.address) == threads
 
 
-# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed. In the
-# middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last steps a
-# rank does not use a table. Rank 0 saves alone while the other waits for it in the next step, and both in the middle of
-# one.
-DRAWS = """
+# What a program of one of two ranks begins and ends with: `modules` is torch.nn or frugal.torch.
+BEGIN = """
 import copy, os, sys, time
 import torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
@@ -74,6 +71,17 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, 
 modules = torch.nn
 if sys.argv[2] == "frugal":
     import frugal.torch as modules
+"""
+END = """
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed. In the
+# middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last steps a
+# rank does not use a table. Rank 0 saves alone while the other waits for it in the next step, and both in the middle of
+# one.
+DRAWS = """
 torch.manual_seed(rank)
 if rank == 0:
     time.sleep(0.5)  # the other one is there before
@@ -132,15 +140,13 @@ dist.barrier()
 found += [m.weight.detach().clone() for m in model]
 found += [state["sum"] for saved in (saved_inside, saved_alone) for state in saved.values()]
 torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
-dist.barrier()
-dist.destroy_process_group()
 """
 
 
 def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) -> List[List[List[Any]]]:
     """What two processes have found with torch.nn and with frugal.torch: of each, what each rank has saved."""
     program = folder / "program.py"
-    program.write_text(source)
+    program.write_text(BEGIN + source + END)
     for whose in ("torch", "frugal"):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "2"}
         if whose == "frugal":
@@ -166,13 +172,6 @@ def test_ranks_begin_and_load_as_distributed_data_parallel_s(controller: Any, tm
 
 # Each rank writes to its copies of the rows, in each step in another way, and one of them comes later.
 WRITES = """
-import os, sys, time
-import torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-modules = torch.nn
-if sys.argv[2] == "frugal":
-    import frugal.torch as modules
 torch.manual_seed(0)
 model = torch.nn.Sequential(modules.Embedding(12, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
 table = model[0]
@@ -227,8 +226,6 @@ for step, write in enumerate([*writes, *writes]):
     optimizer.step()
     found.append(table.weight.detach().clone())
 torch.save([*found, torch.rand(1)], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
-dist.barrier()
-dist.destroy_process_group()
 """
 
 
@@ -239,13 +236,6 @@ def test_writes_that_all_ranks_make_are_made_once(controller: Any, tmp_path: Pat
 
 # A Parameter of the caller's is a module's weight, and an optimizer's, and that of a layer that is tied to it.
 PARAMETERS = """
-import os, sys
-import torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-modules = torch.nn
-if sys.argv[2] == "frugal":
-    import frugal.torch as modules
 torch.manual_seed(0)
 model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 12, bias=False)])
 given = torch.nn.Parameter(torch.full((6, 4), float(rank)))
@@ -277,8 +267,6 @@ if sys.argv[2] == "frugal":
     assert type(trained) is torch.nn.Embedding
     dist.barrier()
 torch.save([given.detach().clone(), model[2].weight.detach().clone()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
-dist.barrier()
-dist.destroy_process_group()
 """
 
 

@@ -93,23 +93,28 @@ def _check(name: str, module: torch.nn.Module) -> None:
             f" lost: derive it from frugal.torch.{base.__name__}, which is made as it is, or convert() the other parts"
             " of the model"
         )
-    if not isinstance(weight, Anchor) and type(weight) is not torch.nn.Parameter:
+    if not isinstance(weight, Anchor):
+        _check_parameter(name, weight)
+    for attribute, value in _added(module).items():
+        if getattr(value, "__self__", None) is module:
+            raise NotImplementedError(f"{name}: {attribute} is a method of the module that is replaced: remove it")
+
+
+def _check_parameter(name: str, weight: Any) -> None:
+    if type(weight) is not torch.nn.Parameter:
         raise NotImplementedError(
             f"{name}: its weight is a {type(weight).__name__}, which a table's cannot be: give the module a torch.nn.Parameter"
         )
-    if not isinstance(weight, Anchor) and weight._post_accumulate_grad_hooks:
+    if weight._post_accumulate_grad_hooks:
         raise NotImplementedError(
             f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it with"
             " module.weight afterwards"
         )
-    if not isinstance(weight, Anchor) and is_in_use(weight):
+    if is_in_use(weight):
         raise RuntimeError(
             f"{name}: its weight is in use, as by the graph of a forward or a compiled function: convert before, or delete what"
             " has it"
         )
-    for attribute, value in _added(module).items():
-        if getattr(value, "__self__", None) is module:
-            raise NotImplementedError(f"{name}: {attribute} is a method of the module that is replaced: remove it")
 
 
 # What a class may have and yet be nothing but another name: how it is made, which is over, and what it says.

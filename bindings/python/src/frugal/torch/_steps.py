@@ -64,7 +64,9 @@ def is_in_use(value: torch.Tensor) -> bool:
     if not value.requires_grad or counted._use_count() > 2:
         return True
     edge = torch.autograd.graph.get_gradient_edge(value)  # whose node is the second, or one more
-    return bool(counted._use_count() > 2) and edge is not None
+    others = bool(counted._use_count() > 2)
+    del edge
+    return others
 
 
 optimizer_steps = 0  # that torch's optimizers have made, of whatever parameters
