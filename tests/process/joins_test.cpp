@@ -50,19 +50,28 @@ class JoinsTest : public testing::Test {
     answers.pop_front();
     return s;
   }
+  void begin(std::deque<Status> with) {
+    std::lock_guard<std::mutex> lock(mutex);
+    answers = std::move(with);
+    calls.clear();
+  }
+  // What was asked since. A connection that ends hands over nothing but its end: the lock orders
+  // what its thread noted before.
+  std::string asked() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return calls;
+  }
   // "" where it is well.
   std::string join(uint32_t rank, std::deque<Status> with = {}) {
     frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
     config.rank = rank;
-    answers = std::move(with);
-    calls.clear();
+    begin(std::move(with));
     reply = {};
     const Joins::Scope one(joins, rank);
     return said(joins.join(config, &reply, [&] { return note("room") == FRUGAL_OK; }));
   }
   std::string lose(uint32_t rank, uint64_t joined, std::deque<Status> with = {}) {
-    answers = std::move(with);
-    calls.clear();
+    begin(std::move(with));
     const Joins::Scope one(joins, rank);
     return said(joins.lose(rank, joined));
   }
@@ -124,7 +133,7 @@ TEST_F(JoinsTest, OneOfManyThreadsIsAlone) {
 
 TEST_F(JoinsTest, GivesWhatTheControllerAnswers) {
   EXPECT_EQ(join(3), "");
-  EXPECT_EQ(calls, "join 3");
+  EXPECT_EQ(asked(), "join 3");
   EXPECT_EQ(reply.numbers, (Vector<uint64_t>{7, 9}));
 }
 
@@ -133,7 +142,7 @@ TEST_F(JoinsTest, TellsWhatTheControllerRefuses) {
   for (Status s : {FRUGAL_ERR_EXISTS, FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_OUT_OF_MEMORY,
                    FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_PEER_LOST, FRUGAL_ERR_UNHEALTHY}) {
     EXPECT_EQ(join(1, {s}), so_says(s));
-    EXPECT_EQ(calls, "join 1");
+    EXPECT_EQ(asked(), "join 1");
     EXPECT_TRUE(reply.numbers.empty());
   }
 }
@@ -141,11 +150,11 @@ TEST_F(JoinsTest, TellsWhatTheControllerRefuses) {
 TEST_F(JoinsTest, MakesRoomOnceWhereThereIsAny) {
   const std::string busy = so_says(FRUGAL_ERR_BUSY);
   EXPECT_EQ(join(1, {FRUGAL_ERR_BUSY}), "");
-  EXPECT_EQ(calls, "join 1, room, join 1");
+  EXPECT_EQ(asked(), "join 1, room, join 1");
   EXPECT_EQ(join(1, {FRUGAL_ERR_BUSY, FRUGAL_ERR_NOT_FOUND}), busy);
-  EXPECT_EQ(calls, "join 1, room");
+  EXPECT_EQ(asked(), "join 1, room");
   EXPECT_EQ(join(1, {FRUGAL_ERR_BUSY, FRUGAL_OK, FRUGAL_ERR_BUSY}), busy);
-  EXPECT_EQ(calls, "join 1, room, join 1");
+  EXPECT_EQ(asked(), "join 1, room, join 1");
 }
 
 // --- Calls that have failed ----------------------------------------------------------------------
@@ -154,12 +163,12 @@ TEST_F(JoinsTest, LosesBeforeWhatAFailedCallMayHaveJoined) {
   for (Status why : {FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_OUT_OF_MEMORY}) {
     joins.failed(1, why, false);
     EXPECT_EQ(join(2, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
-    EXPECT_EQ(calls, "join 2");  // that is of another rank
+    EXPECT_EQ(asked(), "join 2");  // that is of another rank
     EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS}), "");
-    EXPECT_EQ(calls, "join 1, lose 1 any, join 1");
+    EXPECT_EQ(asked(), "join 1, lose 1 any, join 1");
     // Now it is known whose it is.
     EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
-    EXPECT_EQ(calls, "join 1");
+    EXPECT_EQ(asked(), "join 1");
   }
 }
 
@@ -168,7 +177,7 @@ TEST_F(JoinsTest, KnowsWhoHasARankThatItHasJoined) {
   joins.failed(1, FRUGAL_ERR_TIMEOUT, false);
   EXPECT_EQ(join(1), "");
   EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
-  EXPECT_EQ(calls, "join 1");
+  EXPECT_EQ(asked(), "join 1");
 }
 
 TEST_F(JoinsTest, LosesNothingThatIsAnothers) {
@@ -177,39 +186,39 @@ TEST_F(JoinsTest, LosesNothingThatIsAnothers) {
     joins.failed(1, why, false);
   joins.failed(1, FRUGAL_ERR_TIMEOUT, true);  // a trainer of this process has it
   EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
-  EXPECT_EQ(calls, "join 1");
+  EXPECT_EQ(asked(), "join 1");
 }
 
 TEST_F(JoinsTest, AnotherHasTheRankThatWasLost) {
   joins.failed(1, FRUGAL_ERR_TIMEOUT, false);
   EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS, FRUGAL_OK, FRUGAL_ERR_EXISTS}),
             so_says(FRUGAL_ERR_EXISTS));
-  EXPECT_EQ(calls, "join 1, lose 1 any, join 1");
+  EXPECT_EQ(asked(), "join 1, lose 1 any, join 1");
   EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
-  EXPECT_EQ(calls, "join 1");
+  EXPECT_EQ(asked(), "join 1");
 }
 
 TEST_F(JoinsTest, TriesAgainToLoseWhatItCouldNot) {
   joins.failed(1, FRUGAL_ERR_OUT_OF_MEMORY, false);
   for (int again = 0; again < 2; ++again) {
     EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS, FRUGAL_ERR_TIMEOUT}), so_says(FRUGAL_ERR_TIMEOUT));
-    EXPECT_EQ(calls, "join 1, lose 1 any");
+    EXPECT_EQ(asked(), "join 1, lose 1 any");
   }
   // Whom the controller does not know has nothing to lose.
   EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS, FRUGAL_ERR_NOT_FOUND}), "");
-  EXPECT_EQ(calls, "join 1, lose 1 any, join 1");
+  EXPECT_EQ(asked(), "join 1, lose 1 any, join 1");
 }
 
 TEST_F(JoinsTest, LosesTheJoinThatItIsTold) {
   EXPECT_EQ(lose(2, 42), "");
-  EXPECT_EQ(calls, "lose 2 42");
+  EXPECT_EQ(asked(), "lose 2 42");
   EXPECT_EQ(lose(2, 43, {FRUGAL_ERR_NOT_FOUND}), "");
   EXPECT_EQ(join(2, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
-  EXPECT_EQ(calls, "join 2");
+  EXPECT_EQ(asked(), "join 2");
   // What stays taken is lost by the next call that joins, whichever join it was.
   EXPECT_EQ(lose(2, 44, {FRUGAL_ERR_TIMEOUT}), so_says(FRUGAL_ERR_TIMEOUT));
   EXPECT_EQ(join(2, {FRUGAL_ERR_EXISTS}), "");
-  EXPECT_EQ(calls, "join 2, lose 2 any, join 2");
+  EXPECT_EQ(asked(), "join 2, lose 2 any, join 2");
 }
 
 // --- The controller goes away --------------------------------------------------------------------
@@ -235,27 +244,27 @@ TEST_P(JoinsAt, TheEndOfTheConnection) {
   EXPECT_NE(lost.find("PEER_LOST: the controller at " + folder.address()), std::string::npos)
       << lost;
   EXPECT_NE(lost.find("is gone, or has ended the connection"), std::string::npos) << lost;
-  EXPECT_EQ(calls, calls_until());
+  EXPECT_EQ(asked(), calls_until());
   // From then on there is nobody to ask.
   EXPECT_EQ(join(1), lost);
   EXPECT_EQ(lose(1, 7), lost);
-  EXPECT_EQ(calls, "");
+  EXPECT_EQ(asked(), "");
 }
 
 TEST_P(JoinsAt, AControllerThatStops) {
   const std::string stops = join_until(FRUGAL_ERR_CLOSED);
   EXPECT_NE(stops.find("PEER_LOST: the controller is stopping"), std::string::npos) << stops;
-  EXPECT_EQ(calls, calls_until());
+  EXPECT_EQ(asked(), calls_until());
 }
 
 TEST_P(JoinsAt, TheEngineIsClosed) {
   const std::string closed = join_until(kWaits);
   EXPECT_NE(closed.find("CLOSED: the connection to the controller was closed"), std::string::npos)
       << closed;
-  EXPECT_EQ(calls, calls_until());
+  EXPECT_EQ(asked(), calls_until());
   EXPECT_EQ(join(1), closed);
   EXPECT_EQ(lose(1, 7), closed);
-  EXPECT_EQ(calls, "");
+  EXPECT_EQ(asked(), "");
 }
 
 INSTANTIATE_TEST_SUITE_P(EachPlace, JoinsAt, testing::Values(0, 1, 2, 4));
