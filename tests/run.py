@@ -62,8 +62,8 @@ class Suite:
 class Build(Suite):
   """A preset of CMakePresets.json, configured and built. A build that fails is a failed test; one that does not is none."""
 
-  def __init__(self, preset, tier, seconds, after=(), options=(), targets=()):
-    super().__init__(f'build-{preset}', tier, seconds, after, processors=0)
+  def __init__(self, preset, tier, seconds, after=(), options=(), targets=(), name=None):
+    super().__init__(f'build-{name or preset}', tier, seconds, after, processors=0)
     self.preset, self.options, self.targets = preset, options, targets
 
   def read(self, line):
@@ -188,7 +188,9 @@ def suites():
       # Where the long builds have ended.
       Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci', 'build-asan'], processors=0),
       Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')], after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
-      Build('clang', 'all', 300, after=['release-all']),
+      Build('tsan', 'all', 60, after=['release-all'], targets=['tests_all'], name='tsan-all'),
+      Tests('tsan-all', 'tsan', 'all', 200, ['-L', only('tier_all')], after=['build-tsan-all']),
+      Build('clang', 'all', 300, after=['tsan-all']),
       Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
       Single('aarch64', 'all', 600, ['tests/aarch64.sh'], after=['clang'], processors=2),
       Program('coverage', 'all', 90, ['tests/coverage.sh', '.', 'build/coverage'], after=['clang'], processors=2),

@@ -12,8 +12,7 @@
 #include "process/proc.h"
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::arena_test {
 
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kRange = size_t{16} << 30;
@@ -140,5 +139,4 @@ TEST(Arenas, OverAMapping) {
   os_release(&m);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::arena_test

@@ -10,8 +10,7 @@
 #include "base/arena.h"
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::buffer_test {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
@@ -282,5 +281,4 @@ TEST(Buffers, WhatIsLeftStays) {
   EXPECT_EQ(there[8 * kMiB - 1], 7);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::buffer_test

@@ -12,8 +12,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::handles_test {
 
 std::shared_ptr<void> object(uint64_t value) { return std::make_shared<uint64_t>(value); }
 
@@ -110,5 +109,4 @@ TEST(Handles, AChildIsToldApart) {
   EXPECT_NE(handle_remove(HandleKind::kEngine, handle), nullptr);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::handles_test

@@ -8,8 +8,7 @@
 
 #include "base/os.h"
 
-namespace frugal {
-namespace {
+namespace frugal::stopwatch_test {
 
 void pass(uint64_t ns) {
   const uint64_t until = now_ns() + ns;
@@ -44,5 +43,4 @@ TEST(Stopwatch, DoesNotGoBackInAThread) {
   EXPECT_EQ(backwards, std::vector<int>(4, 0));
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::stopwatch_test

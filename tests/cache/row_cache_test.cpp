@@ -16,8 +16,7 @@
 #include "support/rows.h"
 #include "window/apply.h"
 
-namespace frugal {
-namespace {
+namespace frugal::row_cache_test {
 
 constexpr uint64_t kNever = UINT64_MAX;
 constexpr uint32_t kNone = RowCache::kNone;
@@ -510,5 +509,4 @@ TEST(RowCacheWalks, AsTheModelSays) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::row_cache_test

@@ -6,8 +6,7 @@
 
 #include "support/engine_parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::abort_test {
 
 using Why = Aborter::Why;
 
@@ -204,5 +203,4 @@ TEST_F(AbortTest, AStepThatIsOwedIsCommittedFirst) {
   EXPECT_EQ(b->abort_notice.load(), 1u);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::abort_test

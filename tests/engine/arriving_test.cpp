@@ -10,8 +10,7 @@
 #include "support/rows.h"
 #include "support/slow_store.h"
 
-namespace frugal {
-namespace {
+namespace frugal::arriving_test {
 
 // Of a table with three places.
 struct ArrivingTest : testing::Test {
@@ -235,5 +234,4 @@ TEST_F(ArrivingTest, APartThatFindsNoPlacesWhenItsStepIsCommittedStopsNobody) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::arriving_test

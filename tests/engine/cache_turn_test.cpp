@@ -3,8 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace frugal {
-namespace {
+namespace frugal::cache_turn_test {
 
 struct CacheTurnTest : testing::Test {
   void pass(uint64_t step) {
@@ -124,5 +123,4 @@ TEST_F(CacheTurnDeathTest, OneHasTheCachesAtATime) {
   EXPECT_DEATH(turn.end_turn(4), "planning_");
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::cache_turn_test

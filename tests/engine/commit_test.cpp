@@ -4,8 +4,7 @@
 
 #include "support/engine_parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::commit_test {
 
 struct CommitTest : testing::TestWithParam<int32_t> {
   CommitParts parts{2, GetParam()};
@@ -189,5 +188,4 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   EXPECT_EQ(parts.pacing.pending(), 0u);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::commit_test

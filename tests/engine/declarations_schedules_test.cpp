@@ -17,8 +17,7 @@
 #include "support/rows.h"
 #include "support/schedule.h"
 
-namespace frugal {
-namespace {
+namespace frugal::declarations_schedules_test {
 
 constexpr auto kUrgent = Window::Urgency::kUrgent;
 constexpr auto kBackground = Window::Urgency::kBackground;
@@ -434,5 +433,4 @@ TEST(DeclarationsSchedules, Declarations) {
       static_cast<unsigned long long>(totals.aborts), static_cast<unsigned long long>(totals.full));
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::declarations_schedules_test

@@ -8,8 +8,7 @@
 #include "support/inside.h"
 #include "support/parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::declarations_test {
 
 constexpr uint32_t kRanks = 3;
 constexpr uint64_t kHorizon = 4;
@@ -305,7 +304,7 @@ TEST_F(DeclarationsTest, RowsAreWarmedInOrderUpToALimit) {
 }
 
 // Of a hashed table, which has two places.
-struct HoldersTest : DeclarationsTest {
+struct DeclaredHoldersTest : DeclarationsTest {
   TableRef of = std::allocate_shared<Table>(HeapAllocator<Table>());
   void SetUp() override {
     of->number = 9;
@@ -364,7 +363,7 @@ struct HoldersTest : DeclarationsTest {
   Slots taken;
 };
 
-TEST_F(HoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
+TEST_F(DeclaredHoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
   const BatchRef first = declare(1, 10);
   resolve();
   undo({10, 11});
@@ -384,7 +383,7 @@ TEST_F(HoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
   EXPECT_EQ(free_places(), 2u);
 }
 
-TEST_F(HoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
+TEST_F(DeclaredHoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
   const BatchRef one = declare(1, 10), other = declare(2, 10);
   resolve();
   resolve();
@@ -397,7 +396,7 @@ TEST_F(HoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
   EXPECT_EQ(free_places(), 2u);
 }
 
-TEST_F(HoldersTest, NobodyKnowsThemWhileAStepRetires) {
+TEST_F(DeclaredHoldersTest, NobodyKnowsThemWhileAStepRetires) {
   declare(1, 10);
   declare(2, 10);
   resolve();
@@ -637,5 +636,4 @@ TEST_F(Model, AnswersAsByLookingAtAllParts) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::declarations_test

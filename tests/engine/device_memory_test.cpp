@@ -7,8 +7,7 @@
 #include "sim/sim.h"
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::device_memory_test {
 
 using device::ErrorKind;
 using device::sim::Sim;
@@ -144,5 +143,4 @@ TEST_F(Pinned, EachTrainerOfADeviceCounts) {
   EXPECT_FALSE(pinner.any());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::device_memory_test

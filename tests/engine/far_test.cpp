@@ -5,8 +5,7 @@
 
 #include "support/far_engine.h"
 
-namespace frugal {
-namespace {
+namespace frugal::far_test {
 
 using FarTest = FarEngine;
 
@@ -192,5 +191,4 @@ TEST_F(FarTest, TheKindOfTheOptimizerStaysWhileRowsAreAway) {
   ASSERT_OK(frugal_table_set_optimizer(handle, 1, &adam));
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::far_test

@@ -5,8 +5,7 @@
 
 #include "support/engine_parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::flusher_test {
 
 struct FlusherTest : testing::Test {
   EngineParts parts{2};
@@ -120,5 +119,4 @@ TEST_F(FlusherTest, AJobWritesAllOfAnUpdate) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::flusher_test

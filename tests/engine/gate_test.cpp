@@ -6,8 +6,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::gate_test {
 
 struct GateTest : testing::Test {
   bool closed[3] = {};
@@ -75,5 +74,4 @@ TEST_F(GateTest, WhoWaitsHelpsFromTheClosedConditionOn) {
   EXPECT_EQ(work[1], 1);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::gate_test

@@ -8,8 +8,7 @@
 #include "support/ledger.h"
 #include "window/apply.h"
 
-namespace frugal {
-namespace {
+namespace frugal::ledger_test {
 
 constexpr uint32_t kDim = 5;
 constexpr uint64_t kRows = 300;
@@ -251,5 +250,4 @@ TEST_F(LedgerTest, WhereSumsLie) {
   os_release(&staging);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::ledger_test

@@ -4,8 +4,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::pacing_test {
 
 constexpr uint64_t kMs = 1'000'000, kMiB = uint64_t{1} << 20, kLarge = 64 * kMiB;
 
@@ -240,5 +239,4 @@ TEST_F(PacingTest, GatesWaitForEverythingUntilAllIsWritten) {
   EXPECT_FALSE(pacing->drains());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::pacing_test

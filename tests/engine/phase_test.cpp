@@ -9,8 +9,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::phase_test {
 
 using P = Phase;
 
@@ -109,5 +108,4 @@ TEST_F(PhaseTest, WhoAwaitsAnActIsToldThatTheEngineIsClosed) {
   EXPECT_TRUE(phase.close()) << "it was before";
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::phase_test

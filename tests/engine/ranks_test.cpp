@@ -8,8 +8,7 @@
 #include "support/inside.h"
 #include "support/trainers.h"
 
-namespace frugal {
-namespace {
+namespace frugal::ranks_test {
 
 struct RanksTest : testing::Test {
   ControlMutex mu;
@@ -368,5 +367,4 @@ TEST_F(RanksTest, CommittedUpdatesWaitForTheCachesThatThereIsRoomFor) {
   EXPECT_TRUE(a->backlog.empty());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::ranks_test

@@ -8,8 +8,7 @@
 #include "support/parts.h"
 #include "support/rows.h"
 
-namespace frugal {
-namespace {
+namespace frugal::row_path_test {
 
 constexpr uint32_t kDim = 4, kRows = 64;
 
@@ -468,5 +467,4 @@ TEST_F(RowPathTest, LentGradientsAreKept) {
   EXPECT_EQ(pushed(other)->first.sums.as<float>()[0], 2);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::row_path_test

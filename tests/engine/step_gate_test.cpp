@@ -4,8 +4,7 @@
 
 #include "support/engine_parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::step_gate_test {
 
 struct StepGateTest : testing::Test {
   void open(int32_t flush_mode = FRUGAL_FLUSH_DEFERRED, uint64_t staleness = 0) {
@@ -207,5 +206,4 @@ TEST_F(StepGateTest, PendingRowsThatTheStepReads) {
   EXPECT_EQ(parts->times(table, 4), 0);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::step_gate_test

@@ -4,8 +4,7 @@
 
 #include "support/engine_parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::step_records_test {
 
 FlightRef flight(uint32_t rank, bool landed, bool failed = false) {
   FlightRef f = std::allocate_shared<Flight>(HeapAllocator<Flight>());
@@ -166,5 +165,4 @@ TEST(StepRecords, AnUndoneStep) {
   EXPECT_FALSE(table->window.any_pending());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::step_records_test

@@ -16,8 +16,7 @@
 #include "support/schedule.h"
 #include "window/apply.h"
 
-namespace frugal {
-namespace {
+namespace frugal::table_cache_schedules_test {
 
 constexpr auto kUrgent = Window::Urgency::kUrgent;
 constexpr uint64_t kFirst = 100;  // step
@@ -515,5 +514,4 @@ void explore_kind(const char* name, bool stale) {
 TEST(TableCacheSchedules, Boundaries) { explore_kind("table_cache.boundaries", false); }
 TEST(TableCacheSchedules, Staleness) { explore_kind("table_cache.staleness", true); }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::table_cache_schedules_test

@@ -7,8 +7,7 @@
 
 #include "support/engine_parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::table_cache_test {
 
 constexpr uint64_t kFirst = 10;
 
@@ -344,5 +343,4 @@ TEST_F(TableCacheTest, WithoutMemory) {
   EXPECT_EQ(read(b, mine[2]), 0);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::table_cache_test

@@ -14,8 +14,7 @@
 #include "support/queue_owner.h"
 #include "support/schedule.h"
 
-namespace frugal {
-namespace {
+namespace frugal::queue_schedules_test {
 
 class World {
  public:
@@ -259,5 +258,4 @@ TEST(QueueSchedules, TreeHeap) {
   explore("queue.tree_heap", 10000, [](Schedule& s) { World(s, true).run(); });
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::queue_schedules_test

@@ -13,8 +13,7 @@
 #include "support/inside.h"
 #include "support/queue_owner.h"
 
-namespace frugal {
-namespace {
+namespace frugal::queue_test {
 
 using Ids = std::vector<uint32_t>;
 
@@ -414,5 +413,4 @@ TEST_P(TwoLevelTest, StalePlacesWithoutMemory) {
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::queue_test

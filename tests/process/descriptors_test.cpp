@@ -7,8 +7,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::descriptors_test {
 
 bool open_(int fd) { return fcntl(fd, F_GETFD) >= 0; }
 
@@ -87,5 +86,4 @@ TEST(Descriptors, AChannel) {
   EXPECT_EQ(h.payload, sizeof seven);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::descriptors_test

@@ -9,8 +9,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::helpers_test {
 
 struct Chunks {
   explicit Chunks(size_t n) : times(n) {}
@@ -95,5 +94,4 @@ TEST(Helpers, StoppedTheyAreGone) {
   EXPECT_TRUE(chunks.once()) << "by the caller";
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::helpers_test

@@ -6,8 +6,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::patience_test {
 
 class PatienceTest : public testing::Test {
  protected:
@@ -61,5 +60,4 @@ TEST_F(PatienceTest, TheProcessorOfTheCaller) {
   }).join();
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::patience_test

@@ -7,8 +7,7 @@
 #include "support/inside.h"
 #include "support/trainers.h"
 
-namespace frugal {
-namespace {
+namespace frugal::reaper_test {
 
 struct Owner final : Reaper::Owner {
   void reap(const TrainerRef& trainer) override {
@@ -86,5 +85,4 @@ TEST(Reaper, ThoseThatAreLeftAreLostByNobody) {
   EXPECT_TRUE(owner.reaping.empty());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::reaper_test

@@ -7,8 +7,7 @@
 
 #include "support/schedule.h"
 
-namespace frugal {
-namespace {
+namespace frugal::ring_schedules_test {
 
 constexpr size_t kCapacity = 64;
 
@@ -113,5 +112,4 @@ TEST(RingSchedules, AWaitInVain) {
   });
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::ring_schedules_test

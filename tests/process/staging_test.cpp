@@ -4,8 +4,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::staging_test {
 
 constexpr size_t kBytes = size_t{2} << 20;
 
@@ -75,5 +74,4 @@ TEST_F(StagingTest, TheChannelLivesUntilAllIsGivenBack) {
   EXPECT_EQ(released(), 0u);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::staging_test

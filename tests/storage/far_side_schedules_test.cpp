@@ -13,8 +13,7 @@
 #include "support/schedule.h"
 #include "support/slow_store.h"
 
-namespace frugal {
-namespace {
+namespace frugal::far_side_schedules_test {
 
 constexpr uint64_t kKeys = 6;
 
@@ -139,5 +138,4 @@ TEST(RowsFarSchedules, LoadsBesideCommitsAbortsAndLettingGo) {
   explore("far_side.life", 10000, [](Schedule& schedule) { World(schedule).run(); });
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::far_side_schedules_test

@@ -10,8 +10,7 @@
 #include "support/rows.h"
 #include "support/slow_store.h"
 
-namespace frugal {
-namespace {
+namespace frugal::far_side_test {
 
 using Missing = Rows::Missing;
 
@@ -367,5 +366,4 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   expect(7, 6);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::far_side_test

@@ -10,8 +10,7 @@
 #include "storage/rows.h"
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::holders_test {
 
 using Missing = Rows::Missing;
 
@@ -318,5 +317,4 @@ TEST_F(PlacesTest, RandomLives) {
   EXPECT_GT(freed, 100u);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::holders_test

@@ -7,8 +7,7 @@
 #include "support/inside.h"
 #include "support/random.h"
 
-namespace frugal {
-namespace {
+namespace frugal::idle_places_test {
 
 TEST(IdlePlaces, TheOldestIsTheFirstThatWasLetGo) {
   IdlePlaces idle;
@@ -54,5 +53,4 @@ TEST(IdlePlaces, BesideAModel) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::idle_places_test

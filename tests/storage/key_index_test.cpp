@@ -8,8 +8,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::key_index_test {
 
 using Keys = std::vector<uint64_t>;
 
@@ -193,5 +192,4 @@ TEST_F(KeyIndexTest, WithoutABudget) {
   check({UINT64_MAX});
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::key_index_test

@@ -6,8 +6,7 @@
 #include "storage/row_versions.h"
 #include "support/schedule.h"
 
-namespace frugal {
-namespace {
+namespace frugal::row_versions_schedules_test {
 
 constexpr size_t kFloats = 5;
 
@@ -79,5 +78,4 @@ TEST(RowVersionsSchedules, AWriterThatNeverEnds) {
   });
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::row_versions_schedules_test

@@ -16,8 +16,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::row_versions_test {
 
 Status always() { return FRUGAL_OK; }
 
@@ -169,5 +168,4 @@ TEST(RowVersions, AWriterThatDies) {
   munmap(memory, sizeof(Shared));
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::row_versions_test

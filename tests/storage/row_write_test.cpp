@@ -12,8 +12,7 @@
 #include "support/inside.h"
 #include "support/rows.h"
 
-namespace frugal {
-namespace {
+namespace frugal::row_write_test {
 
 using What = RowWrite::What;
 using Slots = std::vector<uint32_t>;
@@ -336,5 +335,4 @@ TEST_F(RowWriteTest, Copies) {
   EXPECT_EQ(write.undo(), nullptr);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::row_write_test

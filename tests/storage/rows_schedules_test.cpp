@@ -13,8 +13,7 @@
 #include "support/schedule.h"
 #include "window/part.h"
 
-namespace frugal {
-namespace {
+namespace frugal::rows_schedules_test {
 
 constexpr uint64_t kKeys = 12, kPadding = 999;
 
@@ -159,5 +158,4 @@ TEST(RowsSchedules, WhoHoldsPlaces) {
   explore("rows.places", 10000, [](Schedule& schedule) { World(schedule).run(); });
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::rows_schedules_test

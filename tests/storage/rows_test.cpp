@@ -14,8 +14,7 @@
 #include "support/inside.h"
 #include "support/rows.h"
 
-namespace frugal {
-namespace {
+namespace frugal::rows_test {
 
 using Missing = Rows::Missing;
 using Keys = std::vector<uint64_t>;
@@ -689,5 +688,4 @@ TEST(RowWatchers, OneComesWhileRowsAreMade) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::rows_test

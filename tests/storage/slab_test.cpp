@@ -8,8 +8,7 @@
 
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::slab_test {
 
 // A device that pins, or one that is not there yet, or has no room.
 struct FakePinner : Pinner {
@@ -189,5 +188,4 @@ TEST(Slabs, Swapped) {
   EXPECT_EQ(budget.used.load(), 0u);
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::slab_test

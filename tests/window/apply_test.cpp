@@ -15,8 +15,7 @@
 #include "support/parts.h"
 #include "support/rows.h"
 
-namespace frugal {
-namespace {
+namespace frugal::apply_test {
 
 constexpr uint32_t kRows = 4000;
 
@@ -273,5 +272,4 @@ TEST_F(ApplyTest, WithoutMemory) {
   expect_rows(rows, "without memory");
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::apply_test

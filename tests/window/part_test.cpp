@@ -14,8 +14,7 @@
 #include "support/parts.h"
 #include "support/rows.h"
 
-namespace frugal {
-namespace {
+namespace frugal::part_test {
 
 constexpr uint64_t kCapacity = 1000;
 
@@ -344,5 +343,4 @@ TEST_F(PartTest, RowsAreFound) {
     }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::part_test

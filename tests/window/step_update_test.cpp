@@ -8,8 +8,7 @@
 #include "support/inside.h"
 #include "support/parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::step_update_test {
 
 struct StepUpdateTest : testing::Test {
   // Ranks that touch random rows below `rows`; some none.
@@ -209,5 +208,4 @@ TEST_F(StepUpdateTest, BytesOfLentGradients) {
   EXPECT_EQ(h.bytes(), h.lent->capacity());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::step_update_test

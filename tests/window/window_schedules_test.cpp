@@ -24,8 +24,7 @@
 #include "support/schedule.h"
 #include "window/apply.h"
 
-namespace frugal {
-namespace {
+namespace frugal::window_schedules_test {
 
 constexpr auto kUrgent = Window::Urgency::kUrgent;
 constexpr auto kBackground = Window::Urgency::kBackground;
@@ -530,5 +529,4 @@ TEST(WindowSchedules, NothingDeclared) {
 }
 TEST(WindowSchedules, Caches) { explore_kind("window.caches", 10000, {.caches = true}); }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::window_schedules_test

@@ -20,8 +20,7 @@
 #include "support/inside.h"
 #include "support/parts.h"
 
-namespace frugal {
-namespace {
+namespace frugal::window_test {
 
 constexpr auto kUrgent = Window::Urgency::kUrgent;
 constexpr auto kBackground = Window::Urgency::kBackground;
@@ -1302,5 +1301,4 @@ TEST(WindowThreads, EachUpdateOnceAndInTime) {
       }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::window_test

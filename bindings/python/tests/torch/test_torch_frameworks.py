@@ -13,8 +13,6 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Type
@@ -25,6 +23,8 @@ from torch.amp.grad_scaler import GradScaler
 
 import frugal
 import frugal.torch as ft
+
+import forked
 
 ROWS, DIM, SAMPLES, BATCH = 12, 6, 48, 8
 
@@ -569,12 +569,14 @@ RANKS = """
 import datetime, os, sys, traceback
 import torch, torch.distributed as dist
 import frugal.torch as ft
-folder, which, how, given, out = sys.argv[1:]
+folder, store, which, how, given, out = sys.argv[1:]
 sys.path.insert(0, folder)
 import test_torch_frameworks as t
 kind = {"torch": torch.nn.EmbeddingBag, "frugal": ft.EmbeddingBag}[which]
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-rank = dist.get_rank()
+rank = int(os.environ["RANK"])
+dist.init_process_group(
+    "gloo", init_method="file://" + store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
+)
 
 
 def train(name):
@@ -623,14 +625,14 @@ def ranks(
     program.write_text(RANKS)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "FRUGAL_SERVICE": service,
         "OPTIMIZERS": " ".join(optimizers),
+        "WORLD_SIZE": "2",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    arguments = [str(Path(__file__).parent), kind, how, given, str(out)]
-    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, env=environment)
-    assert ended.returncode == 0 and out.exists(), ended.stderr
+    store = tmp_path / f"store of {kind}, {given}"
+    command = [str(program), str(Path(__file__).parent), str(store), kind, how, given, str(out)]
+    statuses = forked.run(command, [{**environment, "RANK": str(rank)} for rank in range(2)], 200)
+    assert statuses == [0, 0] and out.exists()
     found: Dict[str, Any] = torch.load(out)
     return found
 

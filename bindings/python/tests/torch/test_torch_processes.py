@@ -18,6 +18,8 @@ import frugal
 import frugal.torch as ft
 from frugal.torch import _default, _ranks
 
+import forked
+
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 SMALL = ["--samples", "20000", "--batch", "500", "--hash"]
 
@@ -148,17 +150,11 @@ def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) ->
     program = folder / "program.py"
     program.write_text(BEGIN + source + END)
     for whose in ("torch", "frugal"):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "2"}
+        environment = {**os.environ, "WORLD_SIZE": "2"}
         if whose == "frugal":
             environment["FRUGAL_SERVICE"] = controller.address
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(program), str(folder / f"store of {whose}"), whose, str(folder), *arguments],
-                env={**environment, "RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        assert [rank.wait(600) for rank in ranks] == [0, 0]
+        command = [str(program), str(folder / f"store of {whose}"), whose, str(folder), *arguments]
+        assert forked.run(command, [{**environment, "RANK": str(rank)} for rank in range(2)]) == [0, 0]
     return [[torch.load(folder / f"{whose}{rank}") for rank in range(2)] for whose in ("torch", "frugal")]
 
 
