@@ -610,7 +610,7 @@ class _Single(_Module):
         mine = self._table
         stays = mine.hashed or not mine.goes
         # (All ranks come to the same answer: each has made the steps.)
-        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and mine.owner is None:
+        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and not mine.stepped:
             return mine
         if stays:
             raise NotImplementedError(
