@@ -275,7 +275,7 @@ def test_parameters_that_ranks_assign_are_the_tables(controller: Any, tmp_path: 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-# An optimizer's state goes to another one, as it is and out of the first.
+# An optimizer's state goes to another one, as it is and out of the first, and is reset.
 STATES = """
 torch.manual_seed(0)
 model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(12, 4)])
@@ -301,6 +301,10 @@ for kind in (torch.optim.Adagrad, lambda *a, **k: torch.optim.SGD(*a, momentum=0
     for parameter in model.parameters():
         third.state[parameter] = second.state.pop(parameter)
     found.append(saved(third))
+    train(third)
+    for state in third.state.values():
+        for name in state:
+            state[name].zero_()
     train(third)
 torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
 """

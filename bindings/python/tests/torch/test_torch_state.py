@@ -29,6 +29,10 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.25)
 
 
+def adagrad_of_zeros(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
 KINDS = [momentum, adam, adagrad]
 
 
@@ -62,7 +66,7 @@ def train(optimizer: Any, *modules: Any, steps: int = 2) -> None:
 
 
 def states(optimizer: Any) -> List[Any]:
-    return list(copy.deepcopy(optimizer.state_dict()["state"]).values())
+    return [state for state in copy.deepcopy(optimizer.state_dict()["state"]).values() if state]
 
 
 def tables(kind: Any) -> Tuple[Any, Any]:
@@ -242,3 +246,89 @@ PLAIN: List[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: str(case.__name__))
 def test_sgd_has_what_torch_s_has(case: Any) -> None:
     check(case)
+
+
+# --- what somebody takes out, or sets to what it was at the beginning ---
+
+
+def without_a_buffer(state: Any) -> None:
+    del state["momentum_buffer"]
+
+
+def popped(state: Any) -> None:
+    for name in list(state):
+        state.pop(name, None)
+
+
+def none(state: Any) -> None:
+    state["momentum_buffer"] = None
+
+
+def emptied(state: Any) -> None:
+    state.clear()
+
+
+def zeroed(state: Any) -> None:
+    for name in state:
+        state[name].zero_()
+
+
+def set_to_zeros(state: Any) -> None:
+    for name in state:
+        state[name] = torch.zeros_like(state[name])
+
+
+def as_it_was_made(state: Any) -> None:
+    state["sum"].fill_(0.25)
+    state["step"] = torch.tensor(0.0)
+
+
+def reset(kind: Any, make: Any, change: Callable[[Any], None]) -> Any:
+    module = kind(ROWS, DIM)
+    optimizer = make(module.parameters())
+    train(optimizer, module)
+    state = optimizer.state[module.weight]
+    change(state)
+    found = plain({name: state[name] for name in state}), len(state), "sum" in state, "exp_avg" in state, states(optimizer)
+    train(optimizer, module)
+    return found, module.weight, states(optimizer)
+
+
+RESETS: List[Tuple[Any, Callable[[Any], None]]] = [
+    (momentum, without_a_buffer), (momentum, popped), (momentum, none), (momentum, emptied), (momentum, zeroed),
+    (adam, popped), (adam, emptied), (adam, zeroed), (adam, set_to_zeros),
+    (adagrad, zeroed), (adagrad, as_it_was_made), (adagrad_of_zeros, zeroed), (adagrad_of_zeros, set_to_zeros),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, change", RESETS, ids=lambda each: str(each.__name__))
+def test_what_is_reset_begins_anew(make: Any, change: Any) -> None:
+    check(reset, make, change)
+
+
+def copied(kind: Any, make: Any) -> Any:
+    module = kind(ROWS, DIM)
+    optimizer = make(module.parameters())
+    train(optimizer, module)
+    optimizer.state[module.weight] = optimizer.state[module.weight].copy()
+    train(optimizer, module)
+    return module.weight, states(optimizer)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_state_s_copy_has_it_all(make: Any) -> None:
+    check(copied, make)
+
+
+def test_what_is_popped_is_what_was_there() -> None:
+    module = ft.Embedding(ROWS, DIM)
+    optimizer: Any = adam(module.parameters())
+    train(optimizer, module)
+    state = optimizer.state[module.weight]
+    expected, other = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+    assert torch.equal(state.pop("exp_avg"), expected) and "exp_avg" not in state
+    assert state.pop("exp_avg", 3) == 3 and torch.equal(state["exp_avg_sq"], other)
+    with pytest.raises(KeyError, match="exp_avg"):
+        state.pop("exp_avg")
+    with pytest.raises(KeyError, match="exp_avg"):
+        del state["exp_avg"]

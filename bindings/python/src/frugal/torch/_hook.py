@@ -122,6 +122,25 @@ class _Own(Dict[str, Any]):
         counted = name == _STEP and type(dict.get(self, _STEP)) is _Count
         super().__setitem__(name, _Count(value) if counted else value)
 
+    def __delitem__(self, name: str) -> None:
+        if name in self.names and name in self:
+            self.take_out()
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self:
+            return super().pop(name, *default)
+        value = self[name]
+        del self[name]
+        return value
+
+    def copy(self) -> Dict[str, Any]:
+        return dict(self)
+
+    def clear(self) -> None:
+        super().clear()
+        self._let_go()
+
     def __missing__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise KeyError(name)
@@ -767,7 +786,8 @@ def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], mad
         return value.numel() == 1
     # What Adagrad makes of a weight is a new row's state until the first step.
     new = getattr(made, "initial_accumulator", None)
-    return new is not None and not dict.get(state, _STEP, 1) and bool((value == new).all())
+    begins = type(dict.get(state, _STEP)) is not _Count and not dict.get(state, _STEP, 1)
+    return new is not None and begins and bool((value == new).all())
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
@@ -908,7 +928,7 @@ def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any],
     load = functools.partial(_state.load_moments, table, parts, None if keys is None else keys.view(torch.int64))
     _by_rank_0(table, load, "has loaded the", "load an optimizer's state_dict on all ranks")
     for name in _OF_ROWS.intersection(_here(state)):
-        del state[name]
+        dict.__delitem__(state, name)
 
 
 def _by_rank_0(table: Table, call: Callable[[], None], has: str, advice: str) -> None:
