@@ -104,10 +104,10 @@ inline at::Tensor copy_of(const at::Tensor& tensor) {
 // Does what Anchor.hold does, if nothing stands in the way. `shared`: somebody else has the
 // gradient, who may use its memory again.
 inline bool Backward::hold(const at::Tensor& grad, bool shared) const {
-  const Ref hooks = get(of->anchor, names.hooks), owner = get(of->table, names.owner),
+  const Ref hooks = get(of->anchor, names.hooks), stepped = get(of->table, names.stepped),
             adding = get(of->anchor, names.adding);
   if (integer(get(of->steps, names.world_size)) != 1) return false;
-  if (!hooks || !owner || !adding || PyObject_Size(hooks.get()) != 0 || owner.get() == Py_None)
+  if (!hooks || stepped.get() != Py_True || !adding || PyObject_Size(hooks.get()) != 0)
     return false;
   const Ref numbers = get(of->steps, names.backwards);
   const Ref number(numbers ? PyIter_Next(numbers.get()) : nullptr);

@@ -35,13 +35,13 @@ class Ref {
   X(_cancelled) X(_dropped) X(_handle) X(_instead) X(_interrupted) X(_keeper) X(_lookup)          \
   X(_parameters) X(_shown) X(_slice) X(_take_grad) X(_turn) X(_untold) X(acquire) X(adding)       \
   X(anchor) X(aside) X(backward) X(backwards) X(begin) X(begun) X(by_step) X(change)              \
-  X(clip_limit) X(common) X(factor) X(features) X(found_inf) X(given) X(grad) X(grad_scale)       \
-  X(group) X(groups) X(handle) X(held) X(hidden) X(hooks) X(include_last_offset) X(is_of)         \
-  X(kind) X(lock) X(locked) X(look) X(lookup) X(made) X(max_norm) X(names) X(native) X(next)      \
-  X(number) X(on_gpu) X(open) X(optimizer) X(owner) X(param_groups) X(parts) X(plain) X(refused)  \
-  X(refused_step) X(release) X(rounds) X(scale_grad_by_freq) X(seen) X(state) X(step) X(steps)    \
-  X(table) X(tensors) X(unusual) X(version) X(weighted_rows) X(with_scale) X(world_size)          \
-  X(writes) X(written)
+  X(clip_limit) X(common) X(counts) X(factor) X(features) X(found_inf) X(given) X(grad)           \
+  X(grad_scale) X(group) X(groups) X(handle) X(held) X(hidden) X(hooks) X(include_last_offset)    \
+  X(is_of) X(kind) X(lock) X(locked) X(look) X(lookup) X(made) X(max_norm) X(names) X(native)     \
+  X(next) X(number) X(on_gpu) X(open) X(optimizer) X(param_groups) X(parts) X(plain) X(refused)   \
+  X(refused_step) X(release) X(rounds) X(scale_grad_by_freq) X(seen) X(state) X(state_of)         \
+  X(stateless) X(step) X(stepped) X(steps) X(table) X(tensors) X(unusual) X(version)              \
+  X(weighted_rows) X(with_scale) X(world_size) X(writes) X(written)
 
 struct Names {
 #define FRUGAL_NAME(name) PyObject* name;

@@ -17,7 +17,8 @@ struct StepCalls {
 
 // A table of the optimizer that has a gradient.
 struct Stepped {
-  Ref anchor, table, gradient, state, count, optimizer;
+  Ref anchor, table, gradient, optimizer;
+  Ref state, count;  // where steps are counted
   bool changed;  // the optimizer
 };
 
@@ -131,16 +132,37 @@ inline Ref optimizer_of(PyObject* own, const Ref& table, int64_t count, const Re
   return call(own, names.with_scale, found.get(), gradient.get());
 }
 
+// Looks at what the optimizer's state has of a table, and counts: false, where it is not all in the
+// table.
+inline bool take_state(Stepped& one, const Ref& made, PyObject* states, int64_t& next) {
+  const Ref counts = get(made, names.counts), stateless = get(made, names.stateless);
+  if (!counts || !stateless) return false;
+  PyObject* state = PyDict_GetItemWithError(states, one.anchor.get());
+  if (!state ? PyErr_Occurred() != nullptr : !PyDict_Check(state)) return false;
+  if (stateless.get() == Py_True) return !state || PyDict_Size(state) == 0;
+  const Ref holder = get(one.table, names.state_of);  // a weak reference
+  if (!state || !holder || holder.get() == Py_None ||
+      Ref(PyObject_CallNoArgs(holder.get())).get() != state)
+    return false;
+  if (counts.get() != Py_True) return PyDict_Size(state) == 0;
+  const Ref count = Ref::to(in(state, names.step));
+  if (PyDict_Size(state) != 1 || !is(count, classes.count)) return false;
+  next = integer(count) + 1;
+  const Ref number(PyLong_FromLongLong(next));
+  one.state = Ref::to(state);
+  one.count = Ref(PyObject_CallOneArg(classes.count, number.get()));
+  return static_cast<bool>(one.count);
+}
+
 // Takes a table's part in, or returns false. `skip`: there is none, as it has no gradient.
-inline bool take(Step& step, PyObject* optimizer, PyObject* entry, PyObject* groups,
-                 PyObject* states, PyObject* kind, PyObject* param_groups, bool& skip) {
+inline bool take(Step& step, PyObject* entry, PyObject* groups, PyObject* states, PyObject* kind,
+                 PyObject* param_groups, bool& skip) {
   Stepped one;
   one.anchor = get(entry, names.anchor);
   one.table = get(entry, names.table);
   const Ref at = get(entry, names.group), keeper = get(one.table, names._keeper),
-            owner = get(one.table, names.owner);
-  const Ref steps = get(one.table, names.steps);
-  if (!one.anchor || !at || keeper.get() != Py_None || !owner || owner.get() == Py_None || !steps)
+            stepped = get(one.table, names.stepped), steps = get(one.table, names.steps);
+  if (!one.anchor || !at || keeper.get() != Py_None || stepped.get() != Py_True || !steps)
     return false;
   const at::Tensor& anchor = tensor_of(one.anchor.get());
   if (integer(get(one.anchor, names.seen)) != static_cast<int64_t>(anchor._version())) return false;
@@ -148,9 +170,6 @@ inline bool take(Step& step, PyObject* optimizer, PyObject* entry, PyObject* gro
   skip = !anchor.grad().defined();
   if (skip) return true;
   if (step.steps.get() != steps.get()) return false;
-  // A weak reference.
-  const Ref stepped_by(PyObject_CallNoArgs(owner.get()));
-  if (stepped_by.get() != optimizer) return false;
 
   one.gradient = Ref(THPVariable_Wrap(anchor.grad()));
   if (!is(one.gradient, classes.gradient)) return false;
@@ -168,22 +187,14 @@ inline bool take(Step& step, PyObject* optimizer, PyObject* entry, PyObject* gro
     if (!std::isfinite(now) || !add_pushes(step, part.get())) return false;
   }
 
-  one.state = Ref::to(PyDict_GetItemWithError(states, one.anchor.get()));
-  if (!one.state || !PyDict_Check(one.state.get()) || PyDict_Size(one.state.get()) != 1)
-    return false;
-  const Ref count = Ref::to(in(one.state.get(), names.step));
-  if (!is(count, classes.count)) return false;
-  const int64_t next = integer(count) + 1;
-  const Ref number(PyLong_FromLongLong(next));
-  one.count = Ref(PyObject_CallOneArg(classes.count, number.get()));
-  if (!one.count) return false;
-
   const Py_ssize_t place = PyLong_AsSsize_t(at.get());
   if (place < 0 || place >= PyList_GET_SIZE(groups) || place >= PyList_GET_SIZE(param_groups))
     return false;
   PyObject *own = PyList_GET_ITEM(groups, place), *group = PyList_GET_ITEM(param_groups, place);
   if (!PyDict_Check(group)) return false;
   if (!is_as_seen(own, group, kind) && !call(own, names.look, kind, group)) return false;
+  int64_t next = 1;
+  if (!take_state(one, get(own, names.made), states, next)) return false;
   const bool scaled = common != 1.0 || PyFloat_AsDouble(limit.get()) != 0.0;
   one.optimizer = optimizer_of(own, one.table, next, one.gradient, scaled);
   const Ref before = get(one.table, names.optimizer);
@@ -312,14 +323,14 @@ inline PyObject* step_tables(const StepCalls& calls, PyObject* optimizer, PyObje
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); ++i) {
     bool skip = false;
     const Ref entry = Ref::to(PyList_GET_ITEM(entries, i));
-    if (!take(step, optimizer, entry.get(), groups.get(), states.get(), kind, param_groups.get(),
-              skip))
+    if (!take(step, entry.get(), groups.get(), states.get(), kind, param_groups.get(), skip))
       return not_usual();
   }
   if (!step.tables.empty()) {
     if (!apply(calls, step)) return not_usual();
     for (const Stepped& one : step.tables)
-      if (PyDict_SetItem(one.state.get(), names.step, one.count.get())) return nullptr;
+      if (one.count && PyDict_SetItem(one.state.get(), names.step, one.count.get()))
+        return nullptr;
   }
   return hide(known, entries) ? Py_NewRef(Py_True) : nullptr;
 }

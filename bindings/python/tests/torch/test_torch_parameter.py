@@ -121,6 +121,31 @@ def of_two_modules(kind: Any) -> Any:
     return [module(KEYS) for module in modules], modules[0].weight is modules[1].weight
 
 
+def loaded_by_assignment(kind: Any) -> Any:
+    module, given = kind(ROWS, DIM), parameter()
+    module.weight.requires_grad_(False)
+    module.load_state_dict({"weight": given}, assign=True)
+    frozen = given.requires_grad
+    given.requires_grad_(True)
+    train(module, torch.optim.SGD([given], lr=0.125))
+    return module(KEYS), given, frozen, module.weight is given
+
+
+def loaded_by_assignment_of_another_s(kind: Any) -> Any:
+    modules = [kind(ROWS, DIM) for _ in range(2)]
+    modules[1].load_state_dict(dict(modules[0].named_parameters()), assign=True)
+    train(modules[0], torch.optim.Adam(modules[0].parameters(), lr=0.1))
+    return [module(KEYS) for module in modules], modules[0].weight is modules[1].weight
+
+
+def loaded_by_assignment_of_its_own(kind: Any) -> Any:
+    module = kind(ROWS, DIM)
+    weight, optimizer = module.weight, torch.optim.SGD(module.parameters(), lr=0.125)
+    module.load_state_dict(module.state_dict(keep_vars=True), assign=True)
+    train(module, optimizer)
+    return module(KEYS), module.weight is weight
+
+
 def frozen_by_a_decoder(kind: Any) -> Any:
     module, head = kind(ROWS, DIM), decoder()
     module.weight = head.weight
@@ -178,6 +203,7 @@ HAVE: List[Callable[[Any], Any]] = [
     of_a_view_of_itself, tied_to_a_layer_with_sparse_gradients,
     written_afterwards, initialized_by_a_decoder, loaded_by_a_decoder, in_a_list, trained_with_a_decoder,
     trained_by_an_optimizer_of_it, trained_before, of_two_modules, frozen_by_a_decoder, with_a_gradient, with_a_hook,
+    loaded_by_assignment, loaded_by_assignment_of_another_s, loaded_by_assignment_of_its_own,
     of_half_precision,
 ]  # fmt: skip
 

@@ -271,6 +271,46 @@ def test_parameters_that_ranks_assign_are_the_tables(controller: Any, tmp_path: 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# An optimizer's state goes to another one, as it is and out of the first, and is reset.
+STATES = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(12, 4)])
+model.forward = lambda keys: model[0](keys) * model[1](keys)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+found = []
+def train(optimizer):
+    for step in range(2):
+        optimizer.zero_grad()
+        ((rank + 1) * ddp(torch.arange(12)).square().mean()).backward()
+        optimizer.step()
+    found.append([[parameter.detach().clone() for parameter in model.parameters()], saved(optimizer)])
+def saved(optimizer):
+    states = copy.deepcopy(optimizer.state_dict()["state"])
+    return [{name: value for name, value in state.items() if name != "step"} for state in states.values()]
+for kind in (torch.optim.Adagrad, lambda *a, **k: torch.optim.SGD(*a, momentum=0.9, **k)):
+    first = kind(model.parameters(), lr=0.1)
+    train(first)
+    second, third = [kind(model.parameters(), lr=0.05) for _ in range(2)]
+    for parameter in model.parameters():
+        second.state[parameter] = first.state[parameter]
+    train(second)
+    for parameter in model.parameters():
+        third.state[parameter] = second.state.pop(parameter)
+    found.append(saved(third))
+    train(third)
+    for state in third.state.values():
+        for name in state:
+            state[name].zero_()
+    train(third)
+torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_ranks_move_an_optimizer_s_state(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(STATES, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])
 def test_a_rank_waits_for_nothing_that_rank_0_has_not_made(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = getattr(dist, "HashStore")()  # not among its types

@@ -400,7 +400,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         """Adds a backward's gradient, of these features of its module, to the anchor's."""
-        if self.table.owner is None:
+        if not self.table.stepped:
             self.table.count_backward()
         if self.hooks:
             self.give(held, features, False)

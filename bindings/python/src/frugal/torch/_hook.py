@@ -68,9 +68,9 @@ class _Count(int):
 
 
 class _Own(Dict[str, Any]):
-    """What an optimizer has of a table in its `state`: the count of steps. What it has of each row is in the table, and is
-    read there by the names of torch's optimizers, of which each is listed. While another optimizer steps the table, or
-    until what somebody has set is the table's, it is here."""
+    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each row is
+    in the table, and is read there by the names of torch's optimizers, of which each is listed. While another optimizer
+    steps the table, or until what somebody has set is the table's, it is here."""
 
     def __new__(cls, has: Any, anchor: Optional[Anchor] = None, optimizer: Any = None) -> Any:
         # Who makes another of this class of what it has, as Lightning does, gets that alone.
@@ -83,19 +83,16 @@ class _Own(Dict[str, Any]):
         self.counts_in_tensors = not isinstance(optimizer, (torch.optim.SGD, torch.optim.SparseAdam))
         self.steps: Optional[_Moment] = None  # a _Steps
         self.new: Optional[float] = None  # what all rows have until the first step
+        self.lost = False  # another optimizer has stepped the table, and nobody has kept what it had of the rows
 
     def is_in_table(self) -> bool:
-        """Whether the table's state is this optimizer's."""
+        """Whether the table has what this has of the rows."""
         table = self.anchor.table
-        if type(table.optimizer) is not self.kind:
-            return False
-        owner = None if table.owner is None else table.owner()
-        now = None if owner is None else owner.state.get(self.anchor)
-        return now is None or now is self or (type(now) is _Own and now.anchor is not self.anchor)  # it has been moved
+        return table.holder() is self and type(table.optimizer) is self.kind
 
     def __contains__(self, name: object) -> bool:
         here = _here(self)
-        return name in here or (name in self.names and (_STATE in here or self.is_new() or self.is_in_table()))
+        return name in here or (name in self.names and (_STATE in here or self.new is not None or self.is_in_table()))
 
     def __iter__(self) -> Iterator[str]:
         yield from _here(self)
@@ -113,10 +110,6 @@ class _Own(Dict[str, Any]):
     def items(self) -> Any:
         return ItemsView(self)
 
-    def is_new(self) -> bool:
-        """Whether it is what the optimizer was made with."""
-        return self.new is not None and type(dict.get(self, _STEP)) is not _Count
-
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         if type(value) is not _Count or not self.counts_in_tensors:
@@ -129,19 +122,40 @@ class _Own(Dict[str, Any]):
         counted = name == _STEP and type(dict.get(self, _STEP)) is _Count
         super().__setitem__(name, _Count(value) if counted else value)
 
+    def __delitem__(self, name: str) -> None:
+        if name in self.names and name in self:
+            self.take_out()
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self:
+            return super().pop(name, *default)
+        value = self[name]
+        del self[name]
+        return value
+
+    def copy(self) -> Dict[str, Any]:
+        return dict(self)
+
+    def clear(self) -> None:
+        super().clear()
+        self._let_go()
+
     def __missing__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise KeyError(name)
         return _Moment.of(self, name, self.read(name))
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of what the rows have by this name."""
-        table, names = self.anchor.table, self.names
+        """What the rows have by this name, as a copy where the table has it."""
+        table, names, here = self.anchor.table, self.names, dict.get(self, name)
+        if isinstance(here, torch.Tensor):
+            return here
         if _STATE in _here(self):
             parts = self[_STATE].tensor_split(len(names), dim=1)
-        elif self.is_new():
+        elif self.new is not None:
             shape = table.capacity, table.dim
-            return torch.full(shape, self.new or 0.0, dtype=torch.float32, device=table.device)
+            return torch.full(shape, self.new, dtype=torch.float32, device=table.device)
         else:
             parts = _state.moments(table, [table.dim] * len(names))[0]
         return cast(torch.Tensor, parts[names.index(name)].to(table.device))
@@ -151,13 +165,13 @@ class _Own(Dict[str, Any]):
 
     def of_rows(self) -> Dict[str, Any]:
         """What state_dict() has of the rows: of a dense table what torch's optimizer would have."""
-        if not self.is_in_table():
-            return {name: value for name, value in dict.items(self) if name != _STEP}
-        table = self.anchor.table
-        if table.hashed:
+        table, found = self.anchor.table, {}
+        if self.new is not None:
+            found = {name: self.read(name) for name in self.names}
+        elif self.is_in_table() and table.hashed:
             (state,), keys = _state.moments(table, [table.state_floats])
             found = {_STATE: state, _KEYS: keys.view(torch.float32)}
-        else:
+        elif self.is_in_table():
             found = dict(zip(self.names, _state.moments(table, [table.dim] * len(self.names))[0]))
         found.update(dict.items(self))  # of several, somebody has set some
         found.pop(_STEP, None)
@@ -171,10 +185,23 @@ class _Own(Dict[str, Any]):
             found[_STEP] = int(count) if type(count) is _Count and not self.counts_in_tensors else torch.tensor(float(count))
         return found
 
+    def take_out(self) -> None:
+        """What the table has of the rows is here from now on, and no longer the table's."""
+        self.update(self.of_rows())
+        self._let_go()
+
     def put_aside(self) -> None:
         """Before another optimizer steps the table, which has one state of each row."""
         if self.anchor.table.steps.world_size == 1:
-            self.update(self.of_rows())
+            self.take_out()
+        else:
+            self.lost = self.is_in_table()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.new = None
+        if self.anchor.table.holder() is self:
+            self.anchor.table.state_of = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, ({name: self[name] if name in _here(self) else self.read(name) for name in self},)
@@ -192,14 +219,14 @@ class _Moment(torch.Tensor):
     _own: _Own
     _name: str
     _all: torch.Tensor  # whose memory this has
-    _read_at: List[Any]  # after which step of the table; of all views
+    _read_at: List[int]  # before which step; of all views
 
     @classmethod
     def of(cls, own: _Own, name: str, rows: torch.Tensor, view: Optional[torch.Tensor] = None) -> "_Moment":
         moment = (rows if view is None else view).as_subclass(cls)
         moment._own, moment._name, moment._all = own, name, rows
         if view is None:
-            moment._read_at = [dict.get(own, _STEP)]
+            moment._read_at = [own.anchor.table.steps.next]
         return moment
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
@@ -210,7 +237,7 @@ class _Moment(torch.Tensor):
 
     def _before(self) -> None:
         """Comes before whatever is done with it: what was read before a step is read again."""
-        own, name, now = self._own, self._name, [dict.get(self._own, _STEP)]
+        own, name, now = self._own, self._name, [self._own.anchor.table.steps.next]
         if self._read_at == now or dict.get(own, name) is self._all or name not in own:
             return
         self._read_at[:] = now
@@ -309,6 +336,8 @@ class _Made:
         self.translator = _translator(kind)
         decays = self.translator is _adagrad and bool(group["lr_decay"])
         self.by_step = self.translator is _adam or decays  # each step has another
+        self.counts = self.translator is not _sgd  # steps, in the optimizer's state
+        self.stateless = not self.counts and not group["momentum"]  # and has no state of a table, as torch's has none
         self.plain: Dict[Tuple[int, Tuple[bool, float, float, float]], frugal.Optimizer] = {}
         self.scaled: Dict[Tuple[int, float, float], Tuple[frugal.Optimizer, frugal.Optimizer]] = {}
 
@@ -553,26 +582,23 @@ def _show(known: _Known) -> None:
 register_optimizer_step_pre_hook(_before)
 
 
-def _bring_home(optimizer: torch.optim.Optimizer, entries: List[_Entry]) -> None:
-    """Gives a table the state of another one, where somebody has moved that in `optimizer.state`."""
-    states, moved = optimizer.state, []
-    for entry in entries:
-        own = states.get(entry.anchor)
-        if type(own) is _Own and own.anchor is not entry.anchor:
-            moved.append((entry.anchor, own))
+def _bring_home(optimizer: torch.optim.Optimizer) -> None:
+    """Gives a parameter the state of a table, where somebody has moved that in `optimizer.state`."""
+    states = optimizer.state
+    moved = [(to, own) for to, own in states.items() if type(own) is _Own and own.anchor is not to]
     found = [own.for_another() for _, own in moved]  # before any is another's
-    for (anchor, _), state in zip(moved, found):
-        states[anchor] = state
+    for (to, _), state in zip(moved, found):
+        states[to] = state
 
 
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
-    _bring_home(optimizer, known.entries)
     if known.hidden:
         _show(known)  # of a step that has failed
     if _usual.step(optimizer, known):
         if kept:
             changed([anchor.table for anchor, _ in known.hidden])
         return
+    _bring_home(optimizer)
     for entry in known.rounds[1] if len(known.rounds) > 1 else ():
         if optimizer.param_groups[entry.group].get("momentum"):
             raise NotImplementedError(f"table {entry.table.name!r}: a group with momentum has its parameter twice")
@@ -591,18 +617,13 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
 
 def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_Entry], again: bool) -> None:
     """One step of the engine for each trainer whose tables the optimizer has: all of them, or none."""
-    by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient], Dict[str, Any]]]] = {}
-    states = optimizer.state
+    by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient]]]] = {}
     for entry in entries:
-        anchor, table = entry.anchor, entry.table
-        gradient = anchor.gradient()
-        steps = table.steps
-        if (gradient is None and steps.world_size == 1) or table.kept_by() is not None:
+        gradient = entry.anchor.gradient()
+        steps = entry.table.steps
+        if (gradient is None and steps.world_size == 1) or entry.table.kept_by() is not None:
             continue  # as PyTorch leaves a parameter without a gradient alone
-        state = states[anchor]
-        if type(state) is not _Own:
-            state = states[anchor] = _Own(state, anchor, optimizer)
-        by_steps.setdefault(steps, []).append((entry, gradient, state))
+        by_steps.setdefault(steps, []).append((entry, gradient))
     if by_steps:
         factor, skip = scaling(optimizer)
         kind, groups = type(optimizer), known.groups
@@ -613,10 +634,9 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
         made: List[Tuple[Steps, List[Update]]] = []
         for steps, items in by_steps.items():
             updates = [
-                _update(optimizer, entry, gradient, state, groups[entry.group], factor)
-                for entry, gradient, state in items
+                _update(optimizer, entry, gradient, groups[entry.group], factor) for entry, gradient in items
             ]
-            if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient, _ in items]):
+            if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient in items]):
                 made.append((steps, updates))
             elif not skip:
                 for update in updates:
@@ -629,8 +649,9 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             first.apply(updates, skip, others)
         if not skip:
             for items in by_steps.values():
-                for _, gradient, state in items:  # also one of zeros, as PyTorch counts
-                    if gradient is not None:
+                for entry, gradient in items:  # also one of zeros, as PyTorch counts
+                    if gradient is not None and groups[entry.group].made.counts:
+                        state = optimizer.state[entry.anchor]
                         state[_STEP] = _Count(dict.get(state, _STEP, 0) + 1)
 
 
@@ -652,35 +673,20 @@ def _as_now(value: Any) -> Any:
 
 
 def _update(
-    optimizer: torch.optim.Optimizer,
-    entry: _Entry,
-    gradient: Optional[Gradient],
-    state: Dict[str, Any],
-    group: _Group,
-    factor: float,
+    optimizer: torch.optim.Optimizer, entry: _Entry, gradient: Optional[Gradient], group: _Group, factor: float
 ) -> Update:
-    table, count = entry.table, dict.get(state, _STEP, 0)
-    counted = type(count) is _Count
-    owned = table.owner is not None and table.owner() is optimizer
-    count = int(count)
-    made = group.optimizer(count + 1, table.common)
-    if counted and owned and len(_here(state)) == 1 and factor == 1.0 and table.is_of(made):  # the usual case
-        return Update(table, gradient, group.with_scale(made, gradient))
-    if set(_here(state)) != {_STEP}:
-        _translate(optimizer, table, state, made)
-    if not owned:
-        _take_over(table, optimizer, count > 0, state, made)
-    elif not counted and not _has_moments(state) and table.state_floats:
-        _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
-    elif table.owner is not None and {type(made), type(table.optimizer)} == {frugal.SGD, frugal.Momentum}:
-        # A group's momentum is 0 from now on, or is no more. PyTorch's buffers stay as they are meanwhile.
-        if type(state) is _Own:
-            state.put_aside()
-        _begin_anew(optimizer, table, made)
-    if not counted:
-        state[_STEP] = _Count(count)
-    if _has_moments(state):
-        _load(optimizer, table, state, made)
+    table, given = entry.table, optimizer.state.get(entry.anchor)
+    if given is None:
+        given = {}
+    counts = group.made.counts
+    count = dict.get(given, _STEP, 0) if counts else 0
+    made = group.optimizer(int(count) + 1, table.common)
+    usual = table.stepped if group.made.stateless else table.holder() is given
+    if not usual or len(_here(given)) != counts or not table.is_of(made):
+        state = given if type(given) is _Own else _Own(given, entry.anchor, optimizer)
+        _settle(optimizer, table, state, made)
+        if counts and type(count) is not _Count:
+            state[_STEP] = _Count(count)
     if gradient is not None and factor != 1.0:
         gradient.rescale(factor)
     return Update(table, gradient, group.with_scale(made, gradient))
@@ -691,25 +697,30 @@ def _has_moments(state: Dict[str, Any]) -> bool:
     return any(name in _OF_ROWS for name in _here(state))
 
 
-def _take_over(
-    table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, state: Dict[str, Any], made: frugal.Optimizer
-) -> None:
-    """An optimizer steps a table that another has stepped, whose state of it goes aside. One that has no state of it begins
-    with new state, as PyTorch's do."""
-    before = None if table.owner is None else table.owner()
-    if before is not None and before is not optimizer:
-        left = before.state.get(table.anchor)
-        if type(left) is _Own:
-            left.put_aside()
-    loaded, alike = _has_moments(state), table.is_of(made)
-    if table.owner is not None and (not alike or (table.state_floats and not loaded)):
-        if goes_on and not loaded and type(made) is not frugal.SGD:
-            raise RuntimeError(
-                f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
-                " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
-            )
-        _begin_anew(optimizer, table, made)
-    table.owner = weakref.ref(optimizer)
+def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: frugal.Optimizer) -> None:
+    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there is none,
+    it is that of new rows, as PyTorch's optimizers begin."""
+    holder = table.holder()
+    if holder is not None and (holder is not state or (state.is_in_table() and not table.is_of(made))):
+        holder.put_aside()  # its own, where a group's momentum is 0 from now on: PyTorch's buffers stay as they are meanwhile
+    if _here(state) - {_STEP}:
+        _translate(optimizer, table, state, made)
+    loaded = _has_moments(state)
+    if table.holder() is not state:
+        stateless = type(made) is frugal.SGD
+        if table.stepped and (not table.is_of(made) or (table.state_floats and not loaded)):
+            if state.lost and not loaded and not stateless:
+                raise RuntimeError(
+                    f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
+                    " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
+                )
+            _begin_anew(optimizer, table, made)
+        table.stepped, table.state_of = True, None if stateless else weakref.ref(state)
+        state.new, state.lost = None, False
+        if not stateless:
+            optimizer.state[state.anchor] = state
+    if loaded:
+        _load(optimizer, table, state, made)
 
 
 def _begin_anew(optimizer: torch.optim.Optimizer, table: Table, made: frugal.Optimizer) -> None:
@@ -726,7 +737,7 @@ def _begin_anew(optimizer: torch.optim.Optimizer, table: Table, made: frugal.Opt
 
 
 def _translate(
-    optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer
+    optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: frugal.Optimizer
 ) -> None:
     """Completes the state of rows that was loaded or set, in the form of torch's optimizer of a dense weight."""
     theirs = {}
@@ -738,14 +749,15 @@ def _translate(
             del state[name]
         else:
             theirs[name] = state[name]
-    if not theirs and _STATE not in _here(state) and table.state_floats and type(dict.get(state, _STEP, 0)) is not _Count:
+    counted = type(dict.get(state, _STEP, _Count())) is _Count
+    if not theirs and _STATE not in _here(state) and table.state_floats and not counted:
         # Loaded, of an optimizer of which there is none here.
         theirs = {name: value for name, value in dict.items(state) if getattr(value, "shape", None) == shape}
     if not theirs:
         return
     _, names = _theirs(optimizer)
     for name in names:
-        if name not in theirs and type(state) is _Own and name in state:
+        if name not in theirs and name in state:
             theirs[name] = state[name]  # of several, somebody has set some
     if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
@@ -754,7 +766,7 @@ def _translate(
             f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a dense"
             " table's shape: load a state_dict of the same optimizer and table"
         )
-    state.pop(_STATE, None)
+    dict.pop(state, _STATE, None)
     state.update(theirs)
 
 
@@ -774,7 +786,8 @@ def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], mad
         return value.numel() == 1
     # What Adagrad makes of a weight is a new row's state until the first step.
     new = getattr(made, "initial_accumulator", None)
-    return new is not None and not dict.get(state, _STEP, 1) and bool((value == new).all())
+    begins = type(dict.get(state, _STEP)) is not _Count and not dict.get(state, _STEP, 1)
+    return new is not None and begins and bool((value == new).all())
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
@@ -835,7 +848,7 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
             numbers.setdefault(id(parameter), len(numbers))
     for entry in _known_of(optimizer).look(optimizer):
         number = numbers[id(entry.anchor)]
-        saved = _saved(optimizer, entry, optimizer.state.get(entry.anchor) or {})
+        saved = _saved(optimizer, entry.table, optimizer.state.get(entry.anchor) or {})
         if saved:
             state_dict["state"][number] = saved
         else:
@@ -843,21 +856,13 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
     return None
 
 
-def _saved(optimizer: torch.optim.Optimizer, entry: _Entry, own: Dict[str, Any]) -> Dict[str, Any]:
+def _saved(optimizer: torch.optim.Optimizer, table: Table, own: Dict[str, Any]) -> Dict[str, Any]:
     """What an optimizer's state_dict has of a table: nothing, if it has never stepped it. Adagrad makes the state of a
     weight before."""
-    table = entry.table
-    shape = (table.capacity, table.dim)
     steps = dict.get(own, _STEP, 0)
-    if type(own) is _Own:
-        found = own.of_rows()
-    else:
-        found = {name: value for name, value in own.items() if name != _STEP}
-    if shape != SHAPE:
+    found = own.of_rows() if type(own) is _Own else {name: value for name, value in own.items() if name != _STEP}
+    if (table.capacity, table.dim) != SHAPE:
         found = {name: value for name, value in found.items() if getattr(value, "shape", None) != SHAPE}
-    if not found and isinstance(optimizer, torch.optim.Adagrad) and not table.hashed and table.kept_by() is None:
-        new = float(optimizer.param_groups[entry.group]["initial_accumulator_value"])
-        steps, found = 0, {"sum": torch.full(shape, new, dtype=torch.float32, device="cpu")}
     if not found or isinstance(optimizer, torch.optim.SGD):
         return found
     return {_STEP: _steps_as_theirs(optimizer, steps), **found}
@@ -882,7 +887,7 @@ def _with_tables(name: str) -> None:
     def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         entries = _known_of(optimizer).look(optimizer)
         if entries:
-            _bring_home(optimizer, entries)
+            _bring_home(optimizer)
             hooks: Any = optimizer
             _put(hooks._optimizer_state_dict_post_hooks, _save, last=False)
             _put(hooks._optimizer_load_state_dict_pre_hooks, _keep, last=True)
@@ -923,7 +928,7 @@ def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any],
     load = functools.partial(_state.load_moments, table, parts, None if keys is None else keys.view(torch.int64))
     _by_rank_0(table, load, "has loaded the", "load an optimizer's state_dict on all ranks")
     for name in _OF_ROWS.intersection(_here(state)):
-        del state[name]
+        dict.__delitem__(state, name)
 
 
 def _by_rank_0(table: Table, call: Callable[[], None], has: str, advice: str) -> None:

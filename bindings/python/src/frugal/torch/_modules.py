@@ -356,9 +356,13 @@ class _Module(torch.nn.Module):
                 missing_keys.append(begin + "weight")
                 continue
             try:
-                loaded = rows[begin + "weight"]
+                loaded, assigns = rows[begin + "weight"], local_metadata.get("assign_to_params_buffers")
+                single = isinstance(self, _Single) and not table.hashed
+                if assigns and single and isinstance(loaded, torch.nn.Parameter):
+                    self.weight = loaded.requires_grad_(table.trains())  # the module's own, as it is in PyTorch
+                    continue
                 _state.load_rows(self._steps, table, loaded, rows.get(begin + "keys"))
-                if local_metadata.get("assign_to_params_buffers") and loaded.dtype.is_floating_point:
+                if assigns and loaded.dtype.is_floating_point:
                     table.anchor.become(loaded.dtype, None)  # outputs have the dtype of what is loaded
             except (ValueError, TypeError, RuntimeError, frugal.Error) as error:
                 error_msgs.append(f"{begin}weight: {error}")
@@ -610,7 +614,7 @@ class _Single(_Module):
         mine = self._table
         stays = mine.hashed or not mine.goes
         # (All ranks come to the same answer: each has made the steps.)
-        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and mine.owner is None:
+        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and not mine.stepped:
             return mine
         if stays:
             raise NotImplementedError(

@@ -111,7 +111,8 @@ class Table:
         self.shown: List["weakref.ref[Any]"] = []  # what weight.data has given of all rows
         self.grad_read_at = -1  # the steps' count of writes, when somebody read weight.grad last
         self.state_floats = 0 if self.empty else info.state_floats
-        self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
+        self.stepped = False  # by an optimizer, or left to one that steps it alone
+        self.state_of: Optional["weakref.ref[Any]"] = None  # see `holder`
         self._keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
         self._warned = False
@@ -259,7 +260,7 @@ class Table:
     def warn_if_nobody_steps(self) -> None:
         """One warning for a table whose gradients nobody uses."""
         by_hand = self.written_at > self.grad_read_at >= 0  # rows were written after weight.grad was read
-        if self.owner is None and not self._warned and not by_hand:
+        if not self.stepped and not self._warned and not by_hand:
             self._warned = True
             warnings.warn(
                 f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its rows"
@@ -270,7 +271,15 @@ class Table:
 
     def keep(self, optimizer: Any) -> None:
         """A frugal.torch.Optimizer makes the table's steps from now on."""
-        self._keeper = self.owner = weakref.ref(optimizer)
+        holder = self.holder()
+        if holder is not None:
+            holder.put_aside()
+        self._keeper, self.stepped = weakref.ref(optimizer), True
+
+    def holder(self) -> Any:
+        """Of the states that optimizers of torch have of this table in `optimizer.state`, the one whose rows' state the
+        table has; or None."""
+        return None if self.state_of is None else self.state_of()
 
     def kept_by(self) -> Any:
         """The frugal.torch.Optimizer that makes the table's steps, or None."""

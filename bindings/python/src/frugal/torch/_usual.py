@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._lookup import Lookup
 
 _NAME = "_direct"
-_REVISION = 11  # of what is said to each other here and there
+_REVISION = 12  # of what is said to each other here and there
 
 
 def _load() -> Any:
