@@ -171,8 +171,8 @@ TEST_F(WorkersTest, EachChunkRunsOnceWhoeverRunsIt) {
     faulty.faulty = 8;
     EXPECT_EQ(workers->parallel(9, Loop::run, &faulty), FRUGAL_ERR_INTERNAL);
     EXPECT_TRUE(threads == 0 || (lacking.each_once() && faulty.each_once()));
-    EXPECT_FALSE(workers->sharing());
     workers->stop();
+    EXPECT_FALSE(workers->sharing());
   }
 }
 
