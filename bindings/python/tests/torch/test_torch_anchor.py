@@ -334,7 +334,8 @@ def test_moments_are_read_by_name(trainer: frugal.Trainer, kind: str) -> None:
     with pytest.raises(ValueError, match="read-only"):
         state[name].numpy()[:] = 0.0
     copied = copy.deepcopy(state)
-    assert [copied[step] for step in steps] == [3] * len(steps) and torch.equal(copied[name], state[name]) and type(copied[name]) is torch.Tensor
+    assert [copied[step] for step in steps] == [3] * len(steps)
+    assert torch.equal(copied[name], state[name]) and type(copied[name]) is torch.Tensor
     assert_same(*models, rtol=1e-3, atol=1e-3)
 
 

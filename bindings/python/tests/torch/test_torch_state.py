@@ -1,5 +1,5 @@
-"""What an optimizer of torch has of a table in its state, as programs move it, reset it and take from it. Each case beside
-torch.nn."""
+"""What an optimizer of torch has of a table in its state, as programs move it, reset it and take from it. Each case
+beside torch.nn."""
 
 from __future__ import annotations
 
@@ -289,7 +289,8 @@ def reset(kind: Any, make: Any, change: Callable[[Any], None]) -> Any:
     train(optimizer, module)
     state = optimizer.state[module.weight]
     change(state)
-    found = plain({name: state[name] for name in state}), len(state), "sum" in state, "exp_avg" in state, states(optimizer)
+    has = "sum" in state, "exp_avg" in state
+    found = plain({name: state[name] for name in state}), len(state), has, states(optimizer)
     train(optimizer, module)
     return found, module.weight, states(optimizer)
 

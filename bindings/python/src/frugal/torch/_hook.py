@@ -68,9 +68,9 @@ class _Count(int):
 
 
 class _Own(Dict[str, Any]):
-    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each row is
-    in the table, and is read there by the names of torch's optimizers, of which each is listed. While another optimizer
-    steps the table, or until what somebody has set is the table's, it is here."""
+    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each row
+    is in the table, and is read there by the names of torch's optimizers, of which each is listed. While another
+    optimizer steps the table, or until what somebody has set is the table's, it is here."""
 
     def __new__(cls, has: Any, anchor: Optional[Anchor] = None, optimizer: Any = None) -> Any:
         # Who makes another of this class of what it has, as Lightning does, gets that alone.
@@ -698,11 +698,12 @@ def _has_moments(state: Dict[str, Any]) -> bool:
 
 
 def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: frugal.Optimizer) -> None:
-    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there is none,
-    it is that of new rows, as PyTorch's optimizers begin."""
+    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there is
+    none, it is that of new rows, as PyTorch's optimizers begin."""
     holder = table.holder()
     if holder is not None and (holder is not state or (state.is_in_table() and not table.is_of(made))):
-        holder.put_aside()  # its own, where a group's momentum is 0 from now on: PyTorch's buffers stay as they are meanwhile
+        # (Its own, where a group's momentum is 0 from now on: PyTorch's buffers stay as they are meanwhile.)
+        holder.put_aside()
     if _here(state) - {_STEP}:
         _translate(optimizer, table, state, made)
     loaded = _has_moments(state)
@@ -711,8 +712,8 @@ def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: f
         if table.stepped and (not table.is_of(made) or (table.state_floats and not loaded)):
             if state.lost and not loaded and not stateless:
                 raise RuntimeError(
-                    f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
-                    " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
+                    f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did,"
+                    " and the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
                 )
             _begin_anew(optimizer, table, made)
         table.stepped, table.state_of = True, None if stateless else weakref.ref(state)
