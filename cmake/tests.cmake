@@ -1,9 +1,11 @@
 # frugal_test(NAME name COMMAND command... [LABEL label] [TIER tier] [COST seconds] [TIMEOUT seconds] [SERIAL]
-#             [SHARDS number] [PROPERTIES name value...])
+#             [ONE_THREAD] [SHARDS number] [PROPERTIES name value...])
 # adds a test. docs/testing.md tells what the labels and tiers are.
 #   LABEL  unit (the default), header, oracle or system. A unit test should take FRUGAL_UNIT_SECONDS of processor time at most.
 #   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all.
 #   COST   seconds of the whole test; ctest begins with the longest.
+#   ONE_THREAD: what it shows, one thread shows. Under ThreadSanitizer it is of the tier all, and its program, if that has
+#          the test's name, is built by the target tests_all.
 #   SHARDS of a GoogleTest program that mostly waits: that many tests, NAME_1 and so on, which can run side by side.
 #          GoogleTest itself deals the cases out to them, so that none is left out.
 if(FRUGAL_SANITIZE)
@@ -12,11 +14,12 @@ else()
   set(FRUGAL_UNIT_SECONDS 30)
 endif()
 
+add_custom_target(tests_all)
 add_executable(frugal_budget ${CMAKE_SOURCE_DIR}/tests/support/budget.c)
 set_target_properties(frugal_budget PROPERTIES C_EXTENSIONS ON)
 
 function(frugal_test)
-  cmake_parse_arguments(PARSE_ARGV 0 t "SERIAL" "NAME;LABEL;TIER;COST;TIMEOUT;SHARDS" "COMMAND;PROPERTIES")
+  cmake_parse_arguments(PARSE_ARGV 0 t "SERIAL;ONE_THREAD" "NAME;LABEL;TIER;COST;TIMEOUT;SHARDS" "COMMAND;PROPERTIES")
   if(t_UNPARSED_ARGUMENTS OR NOT t_COMMAND)
     message(FATAL_ERROR "frugal_test: ${t_NAME}: ${t_UNPARSED_ARGUMENTS}")
   endif()
@@ -27,6 +30,13 @@ function(frugal_test)
       list(GET default 1 t_${name})
     endif()
   endforeach()
+  if(t_ONE_THREAD AND FRUGAL_SANITIZE MATCHES "thread")
+    set(t_TIER all)
+    if(TARGET ${t_NAME})
+      set_target_properties(${t_NAME} PROPERTIES EXCLUDE_FROM_ALL ON)
+      add_dependencies(tests_all ${t_NAME})
+    endif()
+  endif()
   list(POP_FRONT t_COMMAND program)
   get_property(together GLOBAL PROPERTY frugal_${program}_is_in)
   if(together)
@@ -35,7 +45,7 @@ function(frugal_test)
       set(t_COMMAND --gtest_filter=${suites})
     elseif(t_COMMAND MATCHES "^--gtest_filter=-[^;]*$")
       string(REPLACE "filter=" "filter=${suites}" t_COMMAND ${t_COMMAND})
-    endif()
+    endif()  # a filter that chooses is the caller's
     set(program ${together})
   endif()
   if(TARGET ${program})

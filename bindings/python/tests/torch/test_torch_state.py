@@ -132,23 +132,25 @@ def exchanged_and_another_steps(kind: Any, make: Any) -> Any:
 # --- exchanges with what is no table's ---
 
 
-def exchanged_with_a_plain_parameter(kind: Any, make: Any) -> Any:
+def exchanged(kind: Any, make: Any) -> Tuple[Any, Any, Any]:
+    """A table's module and a layer, whose trained states are each other's; and their optimizer."""
     module, head = kind(ROWS, DIM), torch.nn.Linear(DIM, ROWS, bias=False)
     optimizer = make([module.weight, head.weight])
     train(optimizer, module, head)
     state = optimizer.state
     state[module.weight], state[head.weight] = state[head.weight], state[module.weight]
+    return module, head, optimizer
+
+
+def exchanged_with_a_plain_parameter(kind: Any, make: Any) -> Any:
+    module, head, optimizer = exchanged(kind, make)
     saved = states(optimizer)
     train(optimizer, module, head)
     return saved, module.weight, head.weight, states(optimizer)
 
 
 def exchanged_and_the_table_waits(kind: Any, make: Any) -> Any:
-    module, head = kind(ROWS, DIM), torch.nn.Linear(DIM, ROWS, bias=False)
-    optimizer = make([module.weight, head.weight])
-    train(optimizer, module, head)
-    state = optimizer.state
-    state[module.weight], state[head.weight] = state[head.weight], state[module.weight]
+    module, head, optimizer = exchanged(kind, make)
     train(optimizer, head)
     train(optimizer, module)
     return module.weight, head.weight, states(optimizer)
