@@ -34,7 +34,7 @@ UNITS = {
                    'processes': 'rows/s'},
     'stall': 'us', 'stall_mean': 'us', 'calls': 'us', 'calls_nothing_pending': 'us',
     'entry_time': 'us', 'apply_time': 'us', 'gate_wait': 'us', 'cpu_per_step': 'us',
-    'lookup_time': 'us', 'push_time': 'us', 'prefetch_time': 'us', 'step_begin_time': 'us',
+    'lookup_time': 'us', 'again_time': 'us', 'push_time': 'us', 'prefetch_time': 'us', 'step_begin_time': 'us',
     'step_end_time': 'us', 'deferred_share': '1', 'next_step_share': '1',
     'throughput_without_fill': 'keys/s', 'gather': 'keys/s', 'sort': 'keys/s',
     'update': 'keys/s', 'fill': 'keys/s', 'enqueue': 'entries/s', 'adjust': 'entries/s',
@@ -248,7 +248,7 @@ class Before:
                       for side in ('@before', '@again')]
 
   def judge(self, entry, before, again):
-    for metric in ('throughput', 'stall', 'lookup_time'):
+    for metric in ('throughput', 'stall', 'lookup_time', 'again_time'):
       if metric not in entry.samples or (metric == 'lookup_time' and not entry.worker.startswith('calls')):
         continue
       if metric == 'stall' and min(before.samples[metric]) < 50:
@@ -721,13 +721,17 @@ def bench_calls(workers, report):
   """Steps of few keys, and of many tables: what a call costs beside the rows that it moves."""
   machine(workers)
   a_key = {}
-  for tables, backwards in ((1, 0), (10, 0), (1000, 0), (1000, 1)):
-    case = pairs(tables=tables, keys=64, dim=32, threads=1) + (' backwards=1' if backwards else '')
+  for tables, backwards, again in ((1, 0, 0), (1, 0, 20), (10, 0, 0), (1000, 0, 0), (1000, 1, 0)):
+    case = (pairs(tables=tables, keys=64, dim=32, threads=1) + (' backwards=1' if backwards else '') +
+            (f' again={again}' if again else ''))
     if not wanted(case):
       continue
     entry = Entry(case, 'frugal', 'calls', f'rows=10000 {case}')
     alternate(workers, [entry], 5 if ARGS.quick else 15, 0.3)
     report.add(entry)
+    if again:
+      say(f'calls  {case}: a lookup {entry.median("again_time"):.3f} us')
+      continue
     a_key[tables, backwards] = 1e9 / entry.median()
     say(f'calls  {case}: {a_key[tables, backwards]:.0f} ns a key, '
         f'lookups of a step {entry.median("lookup_time"):.2f} us')
