@@ -127,7 +127,7 @@ const char* status_name(Status status) {
   }
 }
 
-const char* met_message() {
+const char* recorded_message() {
   const ThisThread* t = this_thread();
   return t ? t->met.message : no_thread();
 }

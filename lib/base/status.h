@@ -39,7 +39,7 @@ bool begin_call();
 Status end_call(Status status);
 void last_error(frugal_error* out);
 // What the last fail() of this thread has recorded, before any end_call.
-const char* met_message();
+const char* recorded_message();
 
 // What this thread has recorded is so again at the end: for clean-up after a failure, which may
 // meet others.

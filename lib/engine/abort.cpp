@@ -1,8 +1,8 @@
 #include "engine/abort.h"
 
 #include "base/assert.h"
-#include "base/insist.h"
 #include "base/os.h"
+#include "base/retry.h"
 
 namespace frugal {
 
@@ -143,7 +143,7 @@ Status Aborter::undo(Trainer& by, Why why) {
 }
 
 Status Aborter::undo_surely(Trainer& by, Why why) {
-  return insist([&] { return undo(by, why); }, [this](int) { return !insists_.load(); });
+  return retry_for_memory([&] { return undo(by, why); }, [this](int) { return !retries_.load(); });
 }
 
 }  // namespace frugal

@@ -29,7 +29,7 @@ class Aborter {
   // The same for whoever could not be told that there was no memory: until there is, or the engine
   // is about to be closed.
   Status undo_surely(Trainer& by, Why why);
-  void insist_no_more() { insists_.store(false); }
+  void stop_retrying() { retries_.store(false); }
 
   // The next two are for calls of the rank, with its call_mu held.
   // Undoes its part of uncommitted steps, but for its created rows, which the abort takes back when
@@ -55,7 +55,7 @@ class Aborter {
   Mutex one_;             // abort at a time. Before all other locks
   // The ranks beside that which aborts. Has room: nothing wants memory.
   Vector<TrainerRef> others_ GUARDED_BY(one_);
-  std::atomic<bool> insists_{true};
+  std::atomic<bool> retries_{true};
 };
 
 }  // namespace frugal

@@ -80,8 +80,8 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
 }
 
 // Undeclared rows: their pending updates become urgent, and are waited for.
-Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
-                     Deadline deadline) {
+Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, size_t n,
+                            uint64_t step, Deadline deadline) {
   Status s = FRUGAL_OK;
   if (workers_.applying())
     s = wait(deadline, t, [&] { return !workers_.applying(); },
@@ -166,13 +166,13 @@ TableCache* Engine::lines_for(Trainer& t, const Access& a) {
 }
 
 // Rows that the gate has not seen to.
-Status Engine::fresh_access(Trainer& t, const Access& a) {
+Status Engine::wait_written_access(Trainer& t, const Access& a) {
   if (a.whole) {
     TableCache* of = t.has_cache.load() ? cache_in(t, own(*a.table)) : nullptr;
     if (!of || !of->there() || a.part->sources || a.part->distinct == 0) return FRUGAL_OK;
   }
-  return fresh(&t, own(*a.table), a.part->slots.as<uint32_t>(), a.part->n, t.step,
-               deadline(FRUGAL_TIMEOUT_DEFAULT));
+  return wait_written(&t, own(*a.table), a.part->slots.as<uint32_t>(), a.part->n, t.step,
+                      deadline(FRUGAL_TIMEOUT_DEFAULT));
 }
 
 Status Engine::row_awaited(Deadline* until) const {
@@ -263,7 +263,7 @@ Status Engine::LocalStep::create() {
 }
 
 Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
-  FRUGAL_TRY(engine_.fresh_access(t_, a));
+  FRUGAL_TRY(engine_.wait_written_access(t_, a));
   Table& table = own(*a.table);
   engine_.host_rows(table, out);
   if (!t_.has_cache.load() && !stale()) return FRUGAL_OK;

@@ -81,8 +81,8 @@ struct ReduceContext {
   float* sums;
   size_t stride;
   size_t chunk;
-  const device::HeavyRow* heavy;  // rows with more than a run of occurrences, ascending
-  size_t heavies;
+  const device::FrequentRow* frequent_list;  // rows with more than a run of occurrences, ascending
+  size_t frequent_count;
   float* runs;
   size_t all_runs;
   bool streaming;
@@ -97,10 +97,10 @@ void reduce_chunk(void* context, size_t i) {
   const uint64_t* pairs = c.part->pairs.as<uint64_t>();
   const uint32_t* start = c.part->row_start();
   size_t at = i * c.chunk, end = std::min(at + c.chunk, c.part->distinct);
-  const device::HeavyRow* h =
-      std::lower_bound(c.heavy, c.heavy + c.heavies, at,
-                       [](const device::HeavyRow& x, size_t row) { return x.row < row; });
-  const device::HeavyRow* last = c.heavy + c.heavies;
+  const device::FrequentRow* h =
+      std::lower_bound(c.frequent_list, c.frequent_list + c.frequent_count, at,
+                       [](const device::FrequentRow& x, size_t row) { return x.row < row; });
+  const device::FrequentRow* last = c.frequent_list + c.frequent_count;
   bool nan = false;
   while (at < end) {
     size_t stop = h != last && h->row < end ? h->row : end;
@@ -151,7 +151,7 @@ void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
 
 const device::Element* row_of_zeros() { return g_zeros; }
 
-uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out) {
+uint32_t frequent_rows(const Part& part, Vector<device::FrequentRow>* out) {
   out->clear();
   if (part.occurrences < part.distinct + device::kRun) return 0;
   uint32_t runs = 0;
@@ -229,7 +229,7 @@ Status room_for_sums(PushSums* state, uint32_t dim, BufferPool& pool) {
   Handover& h = state->first;
   const Part& part = *h.part;
   FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
-  state->all_runs = frequent_rows(part, &state->heavy);
+  state->all_runs = frequent_rows(part, &state->frequent_list);
   return pool.get(2 * size_t{state->all_runs} * dim * sizeof(float), &state->runs);
 }
 
@@ -244,8 +244,8 @@ Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSour
   c.source = source;
   c.sums = h.sums.as<float>();
   c.stride = h.stride;
-  c.heavy = state->heavy.data();
-  c.heavies = state->heavy.size();
+  c.frequent_list = state->frequent_list.data();
+  c.frequent_count = state->frequent_list.size();
   c.runs = state->runs.as<float>();
   c.all_runs = state->all_runs;
   c.streaming = streaming;
@@ -294,7 +294,7 @@ Status join_pushes(const PushSums& p, uint32_t dim, uint32_t rank, BufferPool& r
   FRUGAL_TRY(sums_pool.get(slots.size() * stride * sizeof(float), &sums));
   Vector<size_t> cursor(p.tail.size(), 0);
   Vector<float> runs;
-  size_t at_first = 0, at_heavy = 0;
+  size_t at_first = 0, at_frequent = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
     // The sums of the runs so far; `open` terms are in the last one.
     runs.clear();
@@ -303,9 +303,10 @@ Status join_pushes(const PushSums& p, uint32_t dim, uint32_t rank, BufferPool& r
       const Part& f = *p.first.part;
       size_t n = f.row_start()[at_first + 1] - f.row_start()[at_first];
       if (n > arith::kFoldRun) {
-        while (p.heavy[at_heavy].row != at_first) ++at_heavy;
+        while (p.frequent_list[at_frequent].row != at_first) ++at_frequent;
         size_t m = (n + arith::kFoldRun - 1) / arith::kFoldRun;
-        const float* from = p.runs.as<float>() + size_t{p.heavy[at_heavy].first_run} * dim;
+        const float* from =
+            p.runs.as<float>() + size_t{p.frequent_list[at_frequent].first_run} * dim;
         runs.assign(from, from + m * dim);
       } else {
         const float* from = p.first.sums.as<float>() + at_first * stride;

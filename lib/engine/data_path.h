@@ -16,7 +16,7 @@ struct PushSums {
   Handover first;
   // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
   // occurrences (row index, offset of its first run in `runs`).
-  Vector<device::HeavyRow> heavy;
+  Vector<device::FrequentRow> frequent_list;
   Buffer runs;          // all of them, and as much again to work in
   uint32_t all_runs = 0;
   // Later pushes, expanded to a gradient for each key.
@@ -29,7 +29,7 @@ struct PushSums {
 
 // Rows of a part with more occurrences than a run of fold32, ascending. Returns how many runs they
 // have.
-uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out);
+uint32_t frequent_rows(const Part& part, Vector<device::FrequentRow>* out);
 
 // Where the gradient of each of an op's keys is. Bags and divisors are buffers of `pool`.
 struct PushSource {

@@ -310,7 +310,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
           *out = {b, i, nullptr};
           return false;
         }
-        if (table.tight.load()) {  // no row is to be reserved now
+        if (table.reserving_paused.load()) {  // no row is to be reserved now
           set_state(*b, i, Part::kStale);
           *stale = true;
           continue;

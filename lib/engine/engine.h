@@ -66,7 +66,8 @@ struct RemotePart {
   PartRef part;
   bool whole = false;   // a declaration, resolved
   bool used = false;    // its rows exist: sums of them may be handed over
-  bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
+  // the rows are up to date: else they are to be asked for as if they were undeclared
+  bool up_to_date = false;
   bool cached = false;  // the trainer caches rows of the table
   uint64_t stale = 0;   // keys of rows that have updates pending
   bool in_lines = false;  // rows of the part are cached:
@@ -171,7 +172,7 @@ class Engine final : public Session, private DataPath {
   // OUT_OF_MEMORY: not now; nothing has been done.
   Status may_close(const Trainer& t);
   // The engine is about to be closed: who waits for memory to undo steps (undo_surely) gives up.
-  void insist_no_more() { aborter_.insist_no_more(); }
+  void stop_retrying() { aborter_.stop_retrying(); }
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
@@ -221,10 +222,10 @@ class Engine final : public Session, private DataPath {
   bool resolve_one(uint64_t up_to, bool gate = false);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
-  bool foretell(StepRecord* record, TableRef* table, UpdateRef* update) REQUIRES(control);
+  bool predict_update(StepRecord* record, TableRef* table, UpdateRef* update) REQUIRES(control);
   bool prepare_one();
-  Workers::Did warm_one();
-  void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
+  Workers::Outcome warm_one();
+  void add_rewarm(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots)
       REQUIRES(control);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return workers_.parallel(chunks, run, context);
@@ -319,14 +320,14 @@ class Engine final : public Session, private DataPath {
   void create_rows(Trainer& t, const Vector<Access>& accesses);
   void create_used(Trainer& t, const Vector<RemotePart>& used);
   void tell_used(const Trainer& by);
-  Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
-               Deadline deadline);
+  Status wait_written(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
+                      Deadline deadline);
   // While a row is written by others, until the deadline, which begins with the first look.
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.
   void host_rows(const Table& table, RowSource* from) const;
   TableCache* lines_for(Trainer& t, const Access& access);
-  Status fresh_access(Trainer& t, const Access& access);
+  Status wait_written_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;
   }

@@ -1,7 +1,7 @@
 // What trainers on GPUs have in flight: joining, landing, failing (docs/cuda.md, section 7).
 #include <algorithm>
 
-#include "base/insist.h"
+#include "base/retry.h"
 #include "base/thread.h"
 #include "engine/wait.h"
 
@@ -22,9 +22,9 @@ Status Engine::join_gpu(const char* device, Trainer& t) {
 
 bool Engine::pin_one() {
   bool changed;
-  const bool did = pins_.one(&changed);
+  const bool worked = pins_.one(&changed);
   if (changed) workers_.progress();
-  return did;
+  return worked;
 }
 
 // Before a rank's kernels may read rows.
@@ -155,8 +155,8 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
       // Until the engine is closed: that waits for what is in flight, which this makes an end of.
-      (void)insist([&] { return aborter_.undo(*t, Aborter::Why::kFailed); },
-                   [this](int) { return closed(); });
+      (void)retry_for_memory([&] { return aborter_.undo(*t, Aborter::Why::kFailed); },
+                             [this](int) { return closed(); });
     }));
   } catch (...) {
     t->reaped.store(false);  // no memory for a thread: who looks next tries again

@@ -66,7 +66,7 @@ struct PlanOnDevice : OnDevice {
 // A part's arrays on the device, uploaded once.
 struct PartOnDevice : OnDevice {
   device::PartPtr part{};
-  Vector<device::HeavyRow> frequent;  // rows with more than a run of positions
+  Vector<device::FrequentRow> frequent;  // rows with more than a run of positions
   uint32_t runs = 0;                // of the frequent rows
   // Where some row is frequent: all runs of all rows, those of the frequent ones last; the source
   // of each row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
@@ -74,7 +74,7 @@ struct PartOnDevice : OnDevice {
   uint32_t item_count = 0;
   device::Ptr<device::Source> source;
   device::Ptr<uint32_t> staged;
-  device::Ptr<device::HeavyRow> heavy;  // `frequent`
+  device::Ptr<device::FrequentRow> frequent_list;  // `frequent`
   std::shared_ptr<SourcesOnDevice> cached;  // once there is a cache, and it is known
 };
 

@@ -322,16 +322,16 @@ Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source
   a.sums_stride = stride;
   if (d->item_count) {
     a.items = d->items + (d->item_count - d->runs);
-    a.heavy_runs = d->runs;
+    a.frequent_runs = d->runs;
     a.runs = seen<float>(runs);
   }
   if (nan) a.nan = seen_at(nan);
   FRUGAL_TRY(launch(Kernel::reduce_runs, device::reduce_shape(a, extent_), a));
   if (!d->item_count) return FRUGAL_OK;
   device::CombineArgs c{};
-  c.heavy = d->heavy;
-  c.heavies = static_cast<uint32_t>(d->frequent.size());
-  c.heavy_runs = d->runs;
+  c.frequent_list = d->frequent_list;
+  c.frequent_count = static_cast<uint32_t>(d->frequent.size());
+  c.frequent_runs = d->runs;
   c.dim = dim;
   c.runs = a.runs;
   c.sums = a.sums;

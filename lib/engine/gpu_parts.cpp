@@ -93,7 +93,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
                items_at = pieces.of<device::Item>(d.item_count),
                source_at = pieces.of<Source>(d.item_count ? n : 0),
                staged_at = pieces.of<uint32_t>(d.frequent.size()),
-               heavy_at = pieces.of<device::HeavyRow>(d.frequent.size());
+               frequent_at = pieces.of<device::FrequentRow>(d.frequent.size());
   if (const Status s = room(pieces.bytes(), &d)) {
     Lock lock(upload_mu_);
     return known() ? FRUGAL_OK : s;  // who was faster has the memory
@@ -121,10 +121,10 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     auto* source = here<Source>(d, source_at);
     auto* staged = here<uint32_t>(d, staged_at);
     std::fill_n(source, n, Source{});
-    std::memcpy(here<char>(d, heavy_at), d.frequent.data(),
-                d.frequent.size() * sizeof(device::HeavyRow));
+    std::memcpy(here<char>(d, frequent_at), d.frequent.data(),
+                d.frequent.size() * sizeof(device::FrequentRow));
     uint32_t k = 0;
-    for (const device::HeavyRow& f : d.frequent) {
+    for (const device::FrequentRow& f : d.frequent) {
       const uint32_t runs = (start[f.row + 1] - start[f.row] + device::kRun - 1) / device::kRun;
       for (uint32_t r = 0; r < runs; ++r) *item++ = {f.row, r};
       source[f.row] = Source::staged(k);
@@ -133,7 +133,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     d.items = there<device::Item>(d, items_at);
     d.source = there<Source>(d, source_at);
     d.staged = there<uint32_t>(d, staged_at);
-    d.heavy = there<device::HeavyRow>(d, heavy_at);
+    d.frequent_list = there<device::FrequentRow>(d, frequent_at);
   }
   Lock lock(upload_mu_);
   if (known()) return FRUGAL_OK;  // somebody else was faster

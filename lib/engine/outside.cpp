@@ -152,7 +152,7 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
   const Unhold unhold{t.rows, s, n};
-  FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  FRUGAL_TRY(wait_written(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
   AwayRows away;
   FRUGAL_TRY(read_away(t, keys, n, s, &away));
   const RowLayout& l = t.rows.layout();
@@ -316,7 +316,7 @@ Status Engine::read_op(Trainer* trainer, Table& table, const frugal_op& op, cons
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(table.rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr));
   const Unhold unhold{table.rows, s, op.count};
-  FRUGAL_TRY(fresh(trainer, table, s, op.count, step, deadline));
+  FRUGAL_TRY(wait_written(trainer, table, s, op.count, step, deadline));
   AwayRows away;
   FRUGAL_TRY(read_away(table, op.keys, op.count, s, &away));
   if (op.found_out)

@@ -43,7 +43,7 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
     p.part = of.part;
     p.whole = of.whole;
     p.used = !p.table->any_key;
-    if (p.whole) p.fresh = describe_lines(t, &p);
+    if (p.whole) p.up_to_date = describe_lines(t, &p);
     if (p.whole) p.stale = stale_keys(*p.table, p.part->slots.as<uint32_t>(), p.part->n);
     out->push_back(std::move(p));
   }
@@ -159,11 +159,11 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& nu
   Vector<RemotePart> parts(n);
   for (size_t i = 0; i < n; ++i) {
     const Access& a = step.accesses[i];
-    FRUGAL_TRY(in_op(fresh_access(t, a), numbers.at[i], numbers.of, a.table));
+    FRUGAL_TRY(in_op(wait_written_access(t, a), numbers.at[i], numbers.of, a.table));
     parts[i].table = std::static_pointer_cast<Table>(a.table);
     parts[i].part = a.part;
     parts[i].whole = a.whole;
-    parts[i].fresh = parts[i].used = true;
+    parts[i].up_to_date = parts[i].used = true;
     parts[i].stale = stale_keys(*parts[i].table, a.part->slots.as<uint32_t>(), a.part->n);
     if (a.whole) describe_lines(t, &parts[i]);
   }

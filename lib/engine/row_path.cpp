@@ -110,7 +110,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
   size_t keys = op.count;
   const StepPart* found = nullptr;
   const StepPart* named = part_of_handle(op);
-  if (named && named->fresh && named->table == out->table &&
+  if (named && named->up_to_date && named->table == out->table &&
       (!padded(op) || same_padding(op, *named->part))) {
     keys = named->part->n;
     found = named;
@@ -126,7 +126,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
   FRUGAL_TRY(check_op(op, table.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (found) {
     out->number = static_cast<size_t>(found - t_.parts.data());
-    if (found->whole && found->fresh) {
+    if (found->whole && found->up_to_date) {
       out->part = lends ? PartRef(PartRef(), found->part.get()) : found->part;
       out->whole = true;
       return FRUGAL_OK;
@@ -257,7 +257,7 @@ Status RowPath::push(const frugal_op* ops, size_t n) {
 Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
   t_.call_mu.assert_held();
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
-  Map<const AnyTable*, PushState> fresh;
+  Map<const AnyTable*, PushState> added;
   Map<const AnyTable*, size_t> tails;
   Vector<Buffer> weight_grads(n);
   StepView::Counts counts;
@@ -270,7 +270,7 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
       counts.keys += a.part->n;
       auto old = t_.pushes.find(a.table.get());
       if (old != t_.pushes.end()) tails.emplace(a.table.get(), old->second.tail.size());
-      PushState* state = old != t_.pushes.end() ? &old->second : &fresh[a.table.get()];
+      PushState* state = old != t_.pushes.end() ? &old->second : &added[a.table.get()];
       if (gpu && gpu[i].rows_on_device) {
         status = push_on_device(a, gpu[i], state, &reading);
         continue;
@@ -299,7 +299,7 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     }
     return status;
   }
-  t_.pushes.merge(fresh);  // moves nodes: cannot fail
+  t_.pushes.merge(added);  // moves nodes: cannot fail
   for (size_t i = 0; i < n; ++i)
     if (weight_grads[i])
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(),

@@ -51,7 +51,7 @@ struct StepPart {
   AnyTableRef table;
   PartRef part;
   bool whole = false;         // a declaration, resolved
-  bool fresh = false;         // nobody is to be asked before its rows are read
+  bool up_to_date = false;    // nobody is to be asked before its rows are read
   // Of trainers that have attached:
   bool cached = false;        // the trainer caches rows of the table
   bool used = false;          // the controller knows, or need not

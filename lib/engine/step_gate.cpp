@@ -56,7 +56,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](Pass& p) REQUIRES(control) {
          const bool any = of_.pacing.drains();
          p.table = of_.tables.first_pending(
-             [&](Window& w) { return w.any_pending() && (any || w.crowded()); });
+             [&](Window& w) { return w.any_pending() && (any || w.backlogged()); });
          p.everything = p.table != of_.tables.size();
          if (any && !p.everything) of_.pacing.drained();
          return !p.everything;

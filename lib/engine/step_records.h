@@ -22,7 +22,7 @@ struct PreparedUpdate {
 };
 
 // Rows of a step's prepared updates that the very next step reads: its gate will have to write them.
-struct SoonRows : HeapObject {
+struct RewarmRows : HeapObject {
   struct OfTable {
     TableRef table;
     Vector<uint32_t> slots;
@@ -61,7 +61,7 @@ struct StepRecord {
   Map<const Table*, TableHandovers> handovers;
   Vector<CreatedRows> created;
   Map<const Table*, PreparedUpdate> prepared;
-  std::shared_ptr<SoonRows> soon GUARDED_BY(control);  // or null
+  std::shared_ptr<RewarmRows> rewarm GUARDED_BY(control);  // or null
   bool prepare_scheduled = false;
   size_t stage_at = 0;  // tables before this have been looked at
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet

@@ -110,7 +110,7 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
     p.index = static_cast<uint32_t>(i);
     p.table = b.tables[i];
     p.part = b.parts[i];
-    p.whole = p.fresh = p.part->resolved();
+    p.whole = p.up_to_date = p.part->resolved();
     t.parts.push_back(std::move(p));
   });
 }
@@ -230,7 +230,7 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
 void Engine::end_holding(Table& table) {
   --table.calls;
   declarations_.recount_unsure(table);
-  if (table.tight.load()) workers_.progress();
+  if (table.reserving_paused.load()) workers_.progress();
 }
 
 // --- Abort ---------------------------------------------------------------------------------------

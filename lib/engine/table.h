@@ -25,7 +25,8 @@ struct Table : AnyTable {
   std::atomic<bool> has_state{false};  // there is state that is not a new row's: the kind is fixed
   // That hold places, besides the declarations that do; a part that somebody resolves is one.
   std::atomic<uint32_t> calls{0};
-  std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
+  // calls that need every place: nothing is reserved ahead
+  std::atomic<uint32_t> reserving_paused{0};
   const frugal_optimizer& optimizer_at(uint64_t step) const REQUIRES(control) {
     return std::prev(schedule.upper_bound(step))->second;
   }

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "base/handles.h"
-#include "base/insist.h"
+#include "base/retry.h"
 #include "base/thread.h"
 #include "engine/config_check.h"
 #include "engine/wait.h"
@@ -59,7 +59,7 @@ Status Engine::start() {
 // Before all else that closing does: calls of this process's ranks tell of that, and not of what the
 // end of ranks in other processes undoes.
 void Engine::close_ranks() {
-  aborter_.insist_no_more();
+  aborter_.stop_retrying();
   {
     ControlLock lock(mu_);  // of all at once: who is told leaves, which undoes others' steps
     for (const TrainerRef& t : ranks_)
@@ -73,8 +73,8 @@ void Engine::close_ranks() {
 // that it is closed and keep what they use alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
-  insist([this] { return land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
-         [](int tries) { return tries >= kLandTries; });
+  retry_for_memory([this] { return land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
+                   [](int tries) { return tries >= kLandTries; });
   bool again;
   {
     ControlLock lock(mu_);

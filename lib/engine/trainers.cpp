@@ -283,7 +283,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
 
 // A call needs the places of a full table that declarations have reserved. Those for steps that
 // their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
-// again. Until the caller takes `tight` back no declaration reserves a row of the table.
+// again. Until the caller takes `reserving_paused` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
   ControlLock lock(mu_);
   const Declarations::Which of_table{.table = &table};

@@ -29,9 +29,9 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     } catch (const std::bad_alloc&) {
       lacking = true;
     }
-    const bool did = help();
-    if (!did && lacking) throw std::bad_alloc();
-    return did;
+    const bool worked = help();
+    if (!worked && lacking) throw std::bad_alloc();
+    return worked;
   };
   return workers_.wait(deadline.at, ended, ready, land_or_help, [&] { return in_flight(); });
 }
@@ -57,23 +57,23 @@ template <class Call>
 Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   Status s = call();
   if (s != FRUGAL_ERR_TABLE_FULL) return s;
-  struct Tight {
+  struct PauseReserving {
     Vector<TableRef> tables;
-    ~Tight() {
-      for (const TableRef& t : tables) --t->tight;
+    ~PauseReserving() {
+      for (const TableRef& t : tables) --t->reserving_paused;
     }
-  } tight{{}};
-  tight.tables.reserve(n);
+  } paused{{}};
+  paused.tables.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     const TableRef table = std::static_pointer_cast<Table>(object_of<AnyTable>(ops[i].table));
     if (!table || table->rows.keys_are_slots()) continue;
     // (Also where nothing is reserved by now: a declaration that found no room had taken some for a
     // moment.)
-    ++table->tight;
-    tight.tables.push_back(table);
+    ++table->reserving_paused;
+    paused.tables.push_back(table);
     give_up_reserved(*table);
   }
-  return tight.tables.empty() ? s : call();
+  return paused.tables.empty() ? s : call();
 }
 
 }  // namespace frugal

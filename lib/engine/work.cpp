@@ -7,7 +7,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
+constexpr uint64_t kNearSteps = 3;   // steps whose declarations do not wait for idle time
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
 constexpr uint32_t kWarmRounds = 32;
 constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would push each other out
@@ -26,22 +26,22 @@ void Engine::log(int level, const char* text) {
 
 // The engine's background work, in the order of urgency.
 void Engine::list_work() {
-  using Did = Workers::Did;
+  using Outcome = Workers::Outcome;
   using Urgency = Workers::Urgency;
   auto add = [&](Urgency urgency, auto one) {
-    workers_.add(urgency, [one] { return one() ? Did::kWork : Did::kNothing; });
+    workers_.add(urgency, [one] { return one() ? Outcome::kWork : Outcome::kNothing; });
   };
   auto declared = [this](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
   // What GPUs have in flight is looked at from time to time.
   workers_.add(Urgency::kSoon, [this] {
-    return land() ? Did::kWork : in_flight() ? Did::kHeld : Did::kNothing;
+    return land() ? Outcome::kWork : in_flight() ? Outcome::kHeld : Outcome::kNothing;
   });
   add(Urgency::kSoon, [this] { return workers_.help(false); });
   add(Urgency::kSoon, [this] { return pin_one(); });
   add(Urgency::kSoon, [this] { return flusher_.write(ranks_.soonest()); });
-  add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
+  add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kNearSteps); });
   add(Urgency::kSoon, [this] { return load_one(); });
   add(Urgency::kSoon, [this] { return pacing_.deferred() && prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
@@ -144,7 +144,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 
 // The next table of the step whose update can be foretold, and the update, without its sums. Each
 // table is looked at once: all that is declared for the step has passed its gate.
-bool Engine::foretell(StepRecord* record, TableRef* table, UpdateRef* update) {
+bool Engine::predict_update(StepRecord* record, TableRef* table, UpdateRef* update) {
   const uint64_t step = ranks_.to_commit();
   Lock declared(declarations_.mutex());
   for (; record->stage_at < tables_.size() && !*table; ++record->stage_at) {
@@ -187,7 +187,7 @@ bool Engine::prepare_one() {
     if (!phase_.may(Phase::kStage)) return false;
     record = records_.scheduled();
     if (!record) return false;
-    if (!foretell(record, &table, &update)) {
+    if (!predict_update(record, &table, &update)) {
       record->prepare_scheduled = false;
       return false;
     }
@@ -195,7 +195,7 @@ bool Engine::prepare_one() {
   TraceSpan span(meters_.trace, SpanKind::kStage);
   span.step(update->step).table(table->number);
   for (const Handover& h : update->ranks) span.more(h.part->distinct);
-  Vector<uint32_t> soon;
+  Vector<uint32_t> rewarm;
   bool staged = true;
   try {
     {
@@ -213,9 +213,9 @@ bool Engine::prepare_one() {
     table->window.unstage(update);
   }
   try {
-    if (staged) table->window.staged_for_next(*update, &soon);
+    if (staged) table->window.staged_for_next(*update, &rewarm);
   } catch (const std::bad_alloc&) {
-    soon.clear();  // as add_soon
+    rewarm.clear();  // as add_rewarm
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
@@ -226,22 +226,23 @@ bool Engine::prepare_one() {
       record->prepared.erase(table.get());
       table->predict_pause = 1;
     }
-    if (!soon.empty()) add_soon(record, table, std::move(soon));
+    if (!rewarm.empty()) add_rewarm(record, table, std::move(rewarm));
   }
   workers_.progress();
   return true;
 }
 
 // A favour: if there is no memory for it, these rows are not warmed.
-void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots) {
+void Engine::add_rewarm(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots) {
   const size_t bytes = table->rows.layout().bytes();
   try {
-    if (!record->soon) record->soon = std::allocate_shared<SoonRows>(HeapAllocator<SoonRows>());
-    SoonRows& soon = *record->soon;
-    slots.resize(std::min(slots.size(), (kWarmBytes - soon.bytes) / bytes));
+    if (!record->rewarm)
+      record->rewarm = std::allocate_shared<RewarmRows>(HeapAllocator<RewarmRows>());
+    RewarmRows& rewarm = *record->rewarm;
+    slots.resize(std::min(slots.size(), (kWarmBytes - rewarm.bytes) / bytes));
     if (slots.empty()) return;
-    soon.tables.push_back({table, std::move(slots)});
-    soon.bytes += soon.tables.back().slots.size() * bytes;
+    rewarm.tables.push_back({table, std::move(slots)});
+    rewarm.bytes += rewarm.tables.back().slots.size() * bytes;
   } catch (const std::bad_alloc&) {
   }
 }
@@ -253,41 +254,43 @@ void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t
 //
 // Caches forget: other programs use them as well. What the gate will write is few, and is brought in again and
 // again, for as long as a step usually takes.
-Workers::Did Engine::warm_one() {
-  using Did = Workers::Did;
+Workers::Outcome Engine::warm_one() {
+  using Outcome = Workers::Outcome;
   const uint64_t next = ranks_.begun();
   if (!pacing_.deferred() || ranks_.pushed() == next)
-    return Did::kNothing;
+    return Outcome::kNothing;
   Declarations::Item item;
-  std::shared_ptr<SoonRows> soon;
+  std::shared_ptr<RewarmRows> rewarm;
   TableRef table;
   const uint32_t* slots = nullptr;
   size_t from = 0, end = 0;
   // A call under way wants the memory's bandwidth itself.
   const bool held = calls_.load() != 0;
   if (declarations_.next_to_warm(next, kWarmBytes, kWarmRows, !held, &item, &from, &end)) {
-    if (held) return Did::kHeld;
+    if (held) return Outcome::kHeld;
     table = item.table();
     slots = item.part()->row_slots();
   } else {
     ControlLock lock(mu_);
-    if (const StepRecord* record = records_.find(next - 1)) soon = record->soon;
-    if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
-    if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
-      return Did::kLater;
-    if (held) return Did::kHeld;
-    const SoonRows::OfTable& of = soon->tables[soon->table];
+    if (const StepRecord* record = records_.find(next - 1)) rewarm = record->rewarm;
+    if (!rewarm || rewarm->tables.empty() || rewarm->rounds == kWarmRounds)
+      return Outcome::kNothing;
+    if (rewarm->rounds && rewarm->table == 0 && rewarm->row == 0 &&
+        now_ns() - rewarm->since < kLaterNs)
+      return Outcome::kLater;
+    if (held) return Outcome::kHeld;
+    const RewarmRows::OfTable& of = rewarm->tables[rewarm->table];
     table = of.table;
     slots = of.slots.data();
-    from = soon->row;
+    from = rewarm->row;
     end = std::min(of.slots.size(), from + kWarmRows);
-    soon->row = end;
+    rewarm->row = end;
     if (end == of.slots.size()) {
-      soon->row = 0;
-      if (++soon->table == soon->tables.size()) {
-        soon->table = 0;
-        ++soon->rounds;
-        soon->since = now_ns();
+      rewarm->row = 0;
+      if (++rewarm->table == rewarm->tables.size()) {
+        rewarm->table = 0;
+        ++rewarm->rounds;
+        rewarm->since = now_ns();
       }
     }
   }
@@ -295,7 +298,7 @@ Workers::Did Engine::warm_one() {
   span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
   const device::RowsView rows = table->rows.ref_now();
-  const size_t state_bytes = soon ? rows.state_pitch : 0;
+  const size_t state_bytes = rewarm ? rows.state_pitch : 0;
   // Who shares a job out meanwhile wants the thread at once.
   for (size_t i = from; i < end && !workers_.sharing(); ++i) {
     const char* row = reinterpret_cast<const char*>(rows.row(slots[i]));
@@ -305,7 +308,7 @@ Workers::Did Engine::warm_one() {
     for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
   pacing_.warmed(now_ns() - begun);
-  return Did::kWork;
+  return Outcome::kWork;
 }
 
 }  // namespace frugal

@@ -81,50 +81,50 @@ void Workers::main(uint32_t number) {
   trace_thread(number);
   // Who wakes a flush thread is on its way through a call: it keeps its processor.
   os_batch_thread();
-  Did last = Did::kNothing;
+  Outcome last = Outcome::kNothing;
   for (;;) {
     const uint64_t seen = work_.load();
     if (stopping_.load()) return;
-    Did did = Did::kNothing;
+    Outcome outcome = Outcome::kNothing;
     try {
-      did = one();
+      outcome = one();
     } catch (...) {
       fail(FRUGAL_ERR_INTERNAL);
     }
     // Looks again for a while: long before it is held, since a call may want help soon, and once.
-    const bool first = did != last;
-    last = did;
-    if (did == Did::kWork) continue;
-    const uint64_t spin = did == Did::kNothing ? kSpinNs / 4 : first ? kSpinNs : 0;
+    const bool first = outcome != last;
+    last = outcome;
+    if (outcome == Outcome::kWork) continue;
+    const uint64_t spin = outcome == Outcome::kNothing ? kSpinNs / 4 : first ? kSpinNs : 0;
     if (moves(work_, seen, spin)) continue;
     Counted sleeping(sleepers_);
     UniqueLock lock(mu_);
     auto called = [&] { return work_.load() != seen || stopping_.load(); };
-    if (did == Did::kNothing)
+    if (outcome == Outcome::kNothing)
       cv_work_.wait(lock, called);
     else
-      cv_work_.wait_until(lock, now_ns() + (did == Did::kHeld ? kHoldNs : kIdleNs), called);
+      cv_work_.wait_until(lock, now_ns() + (outcome == Outcome::kHeld ? kHoldNs : kIdleNs), called);
   }
 }
 
 // One unit of the most urgent work that there is. Work that lacks memory is passed over: what is
 // behind it may give some back.
-Workers::Did Workers::one() {
-  if (health() != FRUGAL_OK || callers_work()) return Did::kNothing;
-  Did found = Did::kNothing;
+Workers::Outcome Workers::one() {
+  if (health() != FRUGAL_OK || callers_work()) return Outcome::kNothing;
+  Outcome found = Outcome::kNothing;
   bool lacking = false;
   for (const Work& w : works_) {
-    if (w.urgency != Urgency::kSoon && !lacking && rules_.hold()) return Did::kHeld;
+    if (w.urgency != Urgency::kSoon && !lacking && rules_.hold()) return Outcome::kHeld;
     if (w.urgency == Urgency::kFavour && lacking) break;
     try {
-      const Did did = w.one();
-      if (did == Did::kWork) return did;
-      found = std::min(found, did);
+      const Outcome outcome = w.one();
+      if (outcome == Outcome::kWork) return outcome;
+      found = std::min(found, outcome);
     } catch (const std::bad_alloc&) {
       lacking = true;
     }
   }
-  return lacking ? Did::kLater : found;
+  return lacking ? Outcome::kLater : found;
 }
 
 // --- Jobs ----------------------------------------------------------------------------------------

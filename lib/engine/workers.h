@@ -53,7 +53,7 @@ using JobRef = std::shared_ptr<Job>;
 class Workers {
  public:
   // What a look at one work came to. kHeld: there may be some, but not now; kLater: nor soon.
-  enum class Did { kWork, kHeld, kLater, kNothing };
+  enum class Outcome { kWork, kHeld, kLater, kNothing };
   enum class Urgency {
     kSoon,    // a gate waits for it, or is about to
     kIdle,    // waits while calls want the processors
@@ -73,7 +73,7 @@ class Workers {
 
   // Before start(); in the order of urgency. `one` does a unit of the work. What throws bad_alloc
   // has begun nothing that is not as it was.
-  void add(Urgency urgency, std::function<Did()> one) {
+  void add(Urgency urgency, std::function<Outcome()> one) {
     works_.push_back({urgency, std::move(one)});
   }
   void start();
@@ -133,10 +133,10 @@ class Workers {
  private:
   struct Work {
     Urgency urgency;
-    std::function<Did()> one;
+    std::function<Outcome()> one;
   };
   void main(uint32_t number);
-  Did one();
+  Outcome one();
   // Until progress_ is not `seen` any more, or the time has come.
   void sleep(uint64_t seen, uint64_t until);
   void run_chunk(const JobRef& job, size_t chunk);
@@ -179,14 +179,14 @@ Status Workers::wait(uint64_t until, Ended ended, Ready ready, Help help, Flight
     FRUGAL_TRY(ended());
     // A job that has failed counts as done, too, after health has told.
     if (ready()) return healthy();
-    bool did;
+    bool worked;
     try {
-      did = help();
+      worked = help();
     } catch (const std::bad_alloc&) {
       return frugal::fail(FRUGAL_ERR_OUT_OF_MEMORY,
                           "no memory for work of the engine that the call waits for; call again");
     }
-    if (did) {
+    if (worked) {
       spun = 0;
       continue;
     }

@@ -24,7 +24,7 @@ constexpr uint32_t kRing = 64;       // priorities of steps
 constexpr uint8_t kInfinity = 64;    // no declared read
 
 // The distance of a priority from the step `base`: ring positions in step order, infinity last.
-inline uint32_t prio_rank(uint8_t prio, uint64_t base) {
+inline uint32_t prio_distance(uint8_t prio, uint64_t base) {
   return prio == kInfinity ? kRing : static_cast<uint32_t>((prio - base) & (kRing - 1));
 }
 
@@ -41,8 +41,8 @@ class Queue : public HeapObject {
   virtual void push(uint32_t id, uint8_t prio) = 0;
   virtual void move(uint32_t id, uint8_t prio) = 0;
   // Takes up to `max` places of the lowest priority counted from step `base`, which it tells,
-  // unless its rank is above `limit_rank` (kRing: none is). 0: there are none.
-  virtual size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max,
+  // unless its rank is above `limit_distance` (kRing: none is). 0: there are none.
+  virtual size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max,
                      uint8_t* prio) = 0;
   // Staging: places of entries of a step that is not committed yet, which pops do not give.
   // commit_stage() makes them places like others, all at once, in O(ring) for the two-level queue.

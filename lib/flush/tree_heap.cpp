@@ -91,7 +91,7 @@ class TreeHeap final : public Queue {
     staged_.clear();
   }
 
-  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max,
+  size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max,
              uint8_t* prio) override {
     size_t n = 0;
     while (n < max) {
@@ -99,7 +99,7 @@ class TreeHeap final : public Queue {
       uint32_t top;
       {
         std::lock_guard<SpinLock> guard(size_lock_);
-        if (size_ == 0 || prio_rank(prio_[node_[1]], base) > limit_rank) break;
+        if (size_ == 0 || prio_distance(prio_[node_[1]], base) > limit_distance) break;
         if (n && prio_[node_[1]] != *prio) break;
         last = size_--;
         top = node_[1];
@@ -123,7 +123,7 @@ class TreeHeap final : public Queue {
  private:
   // Ring positions as numbers that keep their order while the base moves on.
   uint64_t key(uint8_t prio) const {
-    return prio == kInfinity ? UINT64_MAX : base_ + prio_rank(prio, base_);
+    return prio == kInfinity ? UINT64_MAX : base_ + prio_distance(prio, base_);
   }
 
   void swap_nodes(size_t a, size_t b) {

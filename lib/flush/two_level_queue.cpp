@@ -105,7 +105,7 @@ class TwoLevelQueue final : public Queue {
     staged_places_ = 0;
   }
 
-  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max,
+  size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max,
              uint8_t* prio) override {
     if (live_) {
       int turn = static_cast<int>(base & (kRing - 1));
@@ -113,7 +113,7 @@ class TwoLevelQueue final : public Queue {
     } else {
       *prio = kInfinity;
     }
-    if (prio_rank(*prio, base) > limit_rank) return 0;
+    if (prio_distance(*prio, base) > limit_distance) return 0;
     Bag& bag = bags_[*prio];
     size_t n = 0;
     for (Block* b; n < max && (b = bag.first);) {

@@ -19,7 +19,7 @@
 #include "base/assert.h"
 #include "base/condition.h"
 #include "base/handles.h"
-#include "base/insist.h"
+#include "base/retry.h"
 #include "base/os.h"
 #include "process/control_message.h"
 #include "process/control_socket.h"
@@ -372,7 +372,7 @@ class ControlServer::Impl::Connection : public HeapObject {
     }
     FRUGAL_ASSERT(busy_.load() == 0);  // the last call has come back
     end();
-    if (attached()) insist([&] { server_.handler->gone(peer_); });
+    if (attached()) retry_for_memory([&] { server_.handler->gone(peer_); });
     {
       Lock lock(server_.mutex);
       ended_.store(true);

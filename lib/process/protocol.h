@@ -92,7 +92,7 @@ struct PartPlace {
 };
 constexpr uint32_t kPartPadding = 1;  // has a padding key
 constexpr uint32_t kPartWhole = 2;    // a declaration, resolved
-constexpr uint32_t kPartFresh = 4;    // its rows are up to date
+constexpr uint32_t kPartUpToDate = 4;  // its rows are up to date
 constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
 
 // What a step's boundary does to the lines of a table, which are in memory of the trainer's device.

@@ -20,7 +20,7 @@ void Reaper::reserve(size_t ranks) {
   silent_.reserve(ranks);  // one of a rank, until it is taken out
 }
 
-void Reaper::lose_soon(const TrainerRef& trainer) {
+void Reaper::lose_async(const TrainerRef& trainer) {
   Lock lock(mu_);
   if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) {
     FRUGAL_ASSERT(silent_.size() < silent_.capacity());  // nothing wants memory

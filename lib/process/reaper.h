@@ -25,7 +25,7 @@ class Reaper {
   Status start();
   // Before the first: so many ranks.
   void reserve(size_t ranks);
-  void lose_soon(const TrainerRef& trainer);
+  void lose_async(const TrainerRef& trainer);
   // Whether it is about a trainer of this rank.
   bool has(uint32_t rank);
   // Those that are left are lost by nobody.

@@ -53,7 +53,7 @@ Status RemoteTrainer::answer_late(uint64_t until) {
   RemoteBatch& batch = *late.batch;
   batch.failed = s;
   try {
-    batch.why = met_message();
+    batch.why = recorded_message();
   } catch (const std::bad_alloc&) {
   }
   return FRUGAL_OK;
@@ -173,7 +173,7 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
              b != batches.end() && p.index < b->second->tables.size())
       s.table = b->second->tables[p.index];
     s.whole = p.flags & kPartWhole;
-    s.fresh = p.flags & kPartFresh;
+    s.up_to_date = p.flags & kPartUpToDate;
     s.cached = p.flags & kPartCached;
     s.stale_keys = p.stale;
     auto see = [&](uint64_t at_place, uint64_t count, size_t element, Buffer* out) -> Status {

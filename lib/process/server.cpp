@@ -8,7 +8,7 @@
 
 #include "base/condition.h"
 #include "base/handles.h"
-#include "base/insist.h"
+#include "base/retry.h"
 #include "engine/config_check.h"
 #include "process/attached.h"
 #include "process/descriptors.h"
@@ -57,10 +57,10 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
 
   void listen() {
     reaper_.reserve(engine_->config().world_size);
-    engine_->on_silent([this](const TrainerRef& t) { reaper_.lose_soon(t); });
+    engine_->on_silent([this](const TrainerRef& t) { reaper_.lose_async(t); });
   }
   void reap(const TrainerRef& trainer) override {
-    insist([&] { take_over(trainer->rank, trainer.get()); });
+    retry_for_memory([&] { take_over(trainer->rank, trainer.get()); });
   }
   void reaped() override {
     Lock waiters(mu_);
@@ -69,12 +69,12 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its
   // ranks.
   void broken(uint64_t peer, const TrainerRef& trainer) noexcept override {
-    insist([&] {
+    retry_for_memory([&] {
       Lock lock(mu_);
       auto at = processes_.find(peer);
       if (at == processes_.end()) return;
       for (auto& lane : at->second->trainers)
-        if (!trainer || lane->trainer() == trainer) reaper_.lose_soon(lane->trainer());
+        if (!trainer || lane->trainer() == trainer) reaper_.lose_async(lane->trainer());
     });
   }
   void stop_reaper() {
@@ -330,8 +330,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   // The rank is free afterwards, however long memory is short: nobody else would make it so.
   void take_out(const TrainerRef& trainer) {
     handle_remove(HandleKind::kTrainer, trainer->handle);
-    insist([&] { return engine_->lose_trainer(trainer); },
-           [&](int tries) { return tries >= kForASecond && ending_.load(); });
+    retry_for_memory([&] { return engine_->lose_trainer(trainer); },
+                     [&](int tries) { return tries >= kForASecond && ending_.load(); });
   }
 
   // The lane that has this rank, in its process's list, or null.
@@ -436,7 +436,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     take_out(trainer);
     // What it has handed over for steps that are committed is read from its memory: not after this.
     // It may go on, if it was only stopped, and write there.
-    (void)insist([&] { return engine_->flush({UINT64_MAX}); });
+    (void)retry_for_memory([&] { return engine_->flush({UINT64_MAX}); });
   }
 
   Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) override {
@@ -577,7 +577,7 @@ void Server::stop() {
   impl_->ending_.store(true);
   {
     Lock lock(impl_->mu_);  // somebody may be opening it
-    if (impl_->engine_) impl_->engine_->insist_no_more();
+    if (impl_->engine_) impl_->engine_->stop_retrying();
   }
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();

@@ -289,7 +289,7 @@ Status TrainerLane::answer_parts(size_t from) {
     place.padding = p.padding;
     place.stale = r.stale;
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) |
-                  (r.fresh ? kPartFresh : 0) | (r.cached ? kPartCached : 0);
+                  (r.up_to_date ? kPartUpToDate : 0) | (r.cached ? kPartCached : 0);
     place.slots = place.pairs = place.rows = place.start = place.keys = place.sources =
         place.line_values = kNoPlace;
     // Where they are slots they are let go of when they are resolved, whenever that is.

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "base/forked.h"
-#include "base/insist.h"
 #include "base/os.h"
+#include "base/retry.h"
 
 namespace frugal {
 
@@ -124,7 +124,7 @@ void Watch::loop() {
       }
     }
     if (some) (*some)();
-    else insist(gone);
+    else retry_for_memory(gone);
     gone = nullptr;
     {
       Lock lock(mutex_);

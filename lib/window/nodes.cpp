@@ -87,7 +87,7 @@ void Nodes::reprioritize(const Node& node, uint8_t prio) noexcept {
       --queued_[old];
       ++queued_[prio];
     }
-    prio_rank(prio, base_) < prio_rank(old, base_) ? ++stats_.rises : ++stats_.falls;
+    prio_distance(prio, base_) < prio_distance(old, base_) ? ++stats_.rises : ++stats_.falls;
     --count_[old];
     ++count_[prio];
   }
@@ -245,7 +245,7 @@ void Nodes::release(StepUpdate& u) {
 
 // --- Taking rows ---------------------------------------------------------------------------------
 
-uint32_t Nodes::limit_rank(uint64_t step) const {
+uint32_t Nodes::limit_distance(uint64_t step) const {
   if (step == UINT64_MAX || astray_) return kRing;
   return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
 }
@@ -260,7 +260,7 @@ void Nodes::note_soonest() {
 }
 
 bool Nodes::in_flight_until(uint64_t step) const {
-  uint32_t limit = limit_rank(step);
+  uint32_t limit = limit_distance(step);
   for (uint32_t r = 0; r <= std::min(limit, kRing - 1); ++r) {
     uint32_t p = (base_ + r) & (kRing - 1);
     if (count_[p] != queued_[p]) return true;
@@ -279,8 +279,8 @@ void Nodes::pop(uint64_t step, size_t max, Claim* c) {
   for (bool more = true; more && kept < max;) {
     uint32_t* const ids = c->ids.data() + kept;
     uint8_t lowest = 0;
-    const size_t n =
-        astray_ ? search(ids, max) : queue_->pop(base_, limit_rank(step), ids, max - kept, &lowest);
+    const size_t n = astray_ ? search(ids, max)
+                             : queue_->pop(base_, limit_distance(step), ids, max - kept, &lowest);
     more = n != 0 && !astray_;
     for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[ids[i]], 1);
     for (size_t i = 0; i < n; ++i) {

@@ -163,7 +163,7 @@ class Nodes {
   StepUpdate* find_update(uint32_t seq) const REQUIRES(mu);
   Node find_node(StepUpdate& u, uint32_t slot) REQUIRES(mu);
   void release(StepUpdate& u) REQUIRES(mu);
-  uint32_t limit_rank(uint64_t step) const REQUIRES(mu);
+  uint32_t limit_distance(uint64_t step) const REQUIRES(mu);
   size_t search(uint32_t* ids, size_t max) REQUIRES(mu);
   void written(const Claim& c, const Claim::Run& run) REQUIRES(mu);
   void settle(Claim::Run& run) REQUIRES(mu);

@@ -66,7 +66,7 @@ class Window : public HeapObject {
   // nothing.
   void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
-  bool crowded() const { return nodes_.updates() > kPast; }
+  bool backlogged() const { return nodes_.updates() > kPast; }
   // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`:
   // they are the linked parts of its ranks.
   bool stage(StepUpdate& update, bool declared, size_t most, Urgency urgency);

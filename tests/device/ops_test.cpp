@@ -232,7 +232,7 @@ struct Batch {
     for (uint32_t i = 0; i < distinct.size(); ++i) {
       const uint32_t n = runs_of(i);
       if (n == 1) continue;
-      heavy.push_back({i, static_cast<uint32_t>(items.size())});
+      frequent_list.push_back({i, static_cast<uint32_t>(items.size())});
       for (uint32_t run = 0; run < n; ++run) items.push_back({i, run});
     }
     memory[0] = make(d, random.chance(0.5) ? Where::kHost : Where::kDevice, distinct);
@@ -248,7 +248,7 @@ struct Batch {
   std::vector<uint32_t> slots;  // of keys
   std::vector<uint64_t> pairs;
   std::vector<uint32_t> distinct, start, positions;
-  std::vector<HeavyRow> heavy;
+  std::vector<FrequentRow> frequent_list;
   std::vector<Item> items;  // runs of heavy rows
   std::unique_ptr<Array<uint32_t>> memory[3];
   PartPtr part;
@@ -378,7 +378,7 @@ TEST_F(ReadTest, GatherRows) {
     const uint32_t rows = dim > 1000 ? 4 : static_cast<uint32_t>(random.from(1, 200));
     const Batch batch = dim > 1000 ? Batch(*runtime_, random, rows, {33}, 4, 2)
                                    : random_batch(*runtime_, random, rows, dim);
-    const bool simple = batch.heavy.empty() && random.chance(0.5);  // no sources, no items
+    const bool simple = batch.frequent_list.empty() && random.chance(0.5);  // no sources, no items
     Places places(*runtime_, random, rows, dim, batch, !simple && random.chance(0.8), false);
     stage(random, batch, places, dim, true);
 
@@ -844,14 +844,14 @@ TEST_F(OpsTest, ReduceAndCombine) {
     auto runs = make(*runtime_, anywhere(random),
                      filled<float>(batch.items.size() * dim, random, 0.1));
     auto items = make(*runtime_, anywhere(random), batch.items);
-    auto heavy = make(*runtime_, anywhere(random), batch.heavy);
+    auto frequent_list = make(*runtime_, anywhere(random), batch.frequent_list);
     auto nan = make(*runtime_, anywhere(random), std::vector<uint32_t>{0u});
     const bool wants_nan = random.chance(0.8);
     ReduceArgs a{};
     a.part = batch.part;
     a.source = grads.device;
     a.items = items->ptr();
-    a.heavy_runs = static_cast<uint32_t>(batch.items.size());
+    a.frequent_runs = static_cast<uint32_t>(batch.items.size());
     a.dim = dim;
     a.sums = sums->ptr();
     a.sums_stride = stride;
@@ -865,9 +865,9 @@ TEST_F(OpsTest, ReduceAndCombine) {
     const bool expected_nan =
         cpu_.reduce(batch.pairs.data(), batch.start.data(), 0, distinct, dim, grads.source,
                     all.data(), stride, false);
-    auto take = [&](bool is_heavy) {
+    auto take = [&](bool is_frequent) {
       for (uint32_t i = 0; i < distinct; ++i) {
-        if ((batch.runs_of(i) > 1) == is_heavy) {
+        if ((batch.runs_of(i) > 1) == is_frequent) {
           std::copy_n(all.begin() + i * stride, dim, expected.begin() + i * stride);
         }
       }
@@ -886,9 +886,9 @@ TEST_F(OpsTest, ReduceAndCombine) {
     EXPECT_EQ(nan->now()[0], wants_nan && expected_nan ? 1u : 0u);
 
     CombineArgs c{};
-    c.heavy = heavy->ptr();
-    c.heavies = static_cast<uint32_t>(batch.heavy.size());
-    c.heavy_runs = a.heavy_runs;
+    c.frequent_list = frequent_list->ptr();
+    c.frequent_count = static_cast<uint32_t>(batch.frequent_list.size());
+    c.frequent_runs = a.frequent_runs;
     c.dim = dim;
     c.runs = runs->ptr();
     c.sums = sums->ptr();
@@ -904,27 +904,27 @@ TEST_F(OpsTest, ReduceAndCombine) {
 TEST_F(OpsTest, CombineManyRuns) {
   for_seeds(60, [&](Random& random) {
     const uint32_t dim = random.one_of({1u, 4u, 5u, 32u, 128u, 132u});
-    std::vector<HeavyRow> heavy;
+    std::vector<FrequentRow> frequent_list;
     uint32_t runs = 0;
     const uint32_t rows = static_cast<uint32_t>(random.from(1, 12));
     for (uint32_t i = 0; i < rows; ++i) {
-      heavy.push_back({2 * i + 1, runs});
+      frequent_list.push_back({2 * i + 1, runs});
       runs += static_cast<uint32_t>(random.chance(0.1)   ? random.from(500, 5000 / dim + 600)
                                     : random.chance(0.5) ? random.from(2, 10)
                                                          : random.from(2, 200));
     }
     const size_t stride = row_stride(dim);
     auto values = make(*runtime_, Where::kDevice, filled<float>(size_t{runs} * dim, random, 0.001));
-    auto list = make(*runtime_, anywhere(random), heavy);
+    auto list = make(*runtime_, anywhere(random), frequent_list);
     auto sums = make(*runtime_, Where::kHost, filled<float>((2 * rows + 1) * stride, random, 0.0));
     CombineArgs c{list->ptr(), rows, runs, dim, values->ptr(), sums->ptr(), stride};
     launch(Kernel::combine_runs, combine_shape(c, extent(random)), c);
     std::vector<float> expected = sums->made();
     for (uint32_t i = 0; i < rows; ++i) {
-      const uint32_t end = i + 1 < rows ? heavy[i + 1].first_run : runs;
+      const uint32_t end = i + 1 < rows ? frequent_list[i + 1].first_run : runs;
       for (uint32_t column = 0; column < dim; ++column) {
         std::vector<float> level;
-        for (uint32_t r = heavy[i].first_run; r < end; ++r) {
+        for (uint32_t r = frequent_list[i].first_run; r < end; ++r) {
           level.push_back(values->made()[size_t{r} * dim + column]);
         }
         while (level.size() > 1) {
@@ -934,7 +934,7 @@ TEST_F(OpsTest, CombineManyRuns) {
           }
           level = up;
         }
-        expected[heavy[i].row * stride + column] = level[0];
+        expected[frequent_list[i].row * stride + column] = level[0];
       }
     }
     EXPECT_TRUE(same(sums->now(), expected, true)) << "dim " << dim << ", runs " << runs;

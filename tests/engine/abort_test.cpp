@@ -192,7 +192,7 @@ TEST_F(AbortTest, AStepThatIsOwedIsCommittedFirst) {
   // Who cannot be told tries again until there is memory, or the engine is about to be closed.
   owe(2);
   begin(3);
-  parts.aborter.insist_no_more();
+  parts.aborter.stop_retrying();
   {
     HeapFails heap(1);
     EXPECT_EQ(parts.aborter.undo_surely(*a, Why::kLeaving), FRUGAL_ERR_OUT_OF_MEMORY);

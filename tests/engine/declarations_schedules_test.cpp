@@ -291,7 +291,7 @@ class World {
   }
   // A call; as Engine::with_room and its hold.
   void use_undeclared(Rank& of, const Vector<uint64_t>& keys) {
-    bool tight = false;
+    bool reserving_paused = false;
     for (;;) {
       const PartRef p = make_part();
       check(p->take_keys(pool_, rows_, keys.data(), keys.size(), false, 0) == FRUGAL_OK);
@@ -301,13 +301,13 @@ class World {
       if (s == FRUGAL_OK) p->let_go(rows_);
       --table_->calls;
       all_.recount_unsure(*table_);
-      if (s == FRUGAL_OK || tight) break;
+      if (s == FRUGAL_OK || reserving_paused) break;
       HOLDS(s_, s == FRUGAL_ERR_TABLE_FULL);
-      tight = true;
-      ++table_->tight;
+      reserving_paused = true;
+      ++table_->reserving_paused;
       give_up_reserved();
     }
-    if (tight) --table_->tight;
+    if (reserving_paused) --table_->reserving_paused;
   }
   // As Engine::give_up_reserved.
   void give_up_reserved() {

@@ -257,7 +257,7 @@ TEST_F(DeclarationsTest, ARankFindsItsOwnAmongManyRanks) {
 
 TEST_F(DeclarationsTest, TablesThatAreTightAreNotResolvedAhead) {
   enter(1, 0, {0, 1});
-  ++tables[0]->tight;
+  ++tables[0]->reserving_paused;
   Declarations::Item item;
   bool stale;
   ASSERT_TRUE(all.next_to_resolve(1, &item, &stale));

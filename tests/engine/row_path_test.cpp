@@ -178,7 +178,7 @@ class RowPathTest : public testing::Test {
       EXPECT_OK(p.part->take_keys(pool, own(*of).rows, keys.data(), keys.size(), padding != nullptr,
                                   padding ? *padding : 0));
       EXPECT_OK(p.part->resolve(pool, own(*of).rows, Rows::Missing::kReserve, nullptr));
-      p.whole = p.fresh = true;
+      p.whole = p.up_to_date = true;
       trainer.parts.push_back(p);
       batch->tables.push_back(of);
     }
@@ -295,7 +295,7 @@ TEST_F(RowPathTest, BatchesThatAreNotTheOpsOwn) {
   const std::vector<uint64_t> keys{3};
   const auto batch = declare({{table, keys}});
   trainer.call_mu.assert_held();
-  trainer.parts[0].fresh = false;  // else the handle alone is looked at
+  trainer.parts[0].up_to_date = false;  // else the handle alone is looked at
   const frugal_op good = op(table, batch);
   ASSERT_OK(find(good));
   EXPECT_EQ(found.declared, trainer.parts[0].part) << "somebody is to be asked before it is read";

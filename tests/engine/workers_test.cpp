@@ -11,7 +11,7 @@
 namespace frugal {
 namespace {
 
-using Did = Workers::Did;
+using Outcome = Workers::Outcome;
 using Urgency = Workers::Urgency;
 
 struct WorkersTest : testing::Test {
@@ -32,12 +32,12 @@ struct WorkersTest : testing::Test {
     if (workers) workers->stop();
   }
   // Of a work that has been done so often as there is of it.
-  static std::function<Did()> of(std::atomic<int>& left, std::function<void()> doing = [] {}) {
+  static std::function<Outcome()> of(std::atomic<int>& left, std::function<void()> doing = [] {}) {
     return [&left, doing] {
-      if (left.load() <= 0) return Did::kNothing;
+      if (left.load() <= 0) return Outcome::kNothing;
       doing();
       --left;
-      return Did::kWork;
+      return Outcome::kWork;
     };
   }
   void until(std::function<bool()> done) {
@@ -77,10 +77,10 @@ TEST_F(WorkersTest, WorkThatLacksMemoryIsPassedOver) {
   make(1);
   std::atomic<int> lacks{3}, idle{1}, favour{1};
   hold = true;  // what is not urgent gives memory back
-  workers->add(Urgency::kSoon, [&]() -> Did {
+  workers->add(Urgency::kSoon, [&]() -> Outcome {
     if (lacks > 0 && idle == 0) --lacks;
     if (lacks > 0) throw std::bad_alloc();
-    return Did::kNothing;
+    return Outcome::kNothing;
   });
   workers->add(Urgency::kIdle, of(idle));
   workers->add(Urgency::kFavour, of(favour, [&] { EXPECT_EQ(lacks.load(), 0); }));
@@ -108,7 +108,7 @@ TEST_F(WorkersTest, RestingThreadsAreNotWokenAndDoNothing) {
 
 TEST_F(WorkersTest, AFailureIsKeptAndEndsWaits) {
   make(1);
-  workers->add(Urgency::kSoon, []() -> Did { throw std::runtime_error("a fault"); });
+  workers->add(Urgency::kSoon, []() -> Outcome { throw std::runtime_error("a fault"); });
   workers->start();
   auto never = [] { return false; };
   const Status s =
@@ -158,7 +158,7 @@ TEST_F(WorkersTest, EachChunkRunsOnceWhoeverRunsIt) {
   for (uint32_t threads : {0, 1, 3}) {
     make(threads);
     workers->add(Urgency::kSoon,
-                 [this] { return workers->help(false) ? Did::kWork : Did::kNothing; });
+                 [this] { return workers->help(false) ? Outcome::kWork : Outcome::kNothing; });
     workers->start();
     for (size_t chunks : {1, 2, 7, 300}) {
       Loop loop(chunks);
@@ -223,7 +223,7 @@ TEST_F(WorkersTest, UpdatesMayBeLeftToFlushThreads) {
     std::atomic<bool> may{false};
     std::atomic<int> finished{0};
     workers->add(Urgency::kSoon, [&] {
-      return may && workers->help(false) ? Did::kWork : Did::kNothing;
+      return may && workers->help(false) ? Outcome::kWork : Outcome::kNothing;
     });
     workers->start();
     Loop loop(3), last(2);

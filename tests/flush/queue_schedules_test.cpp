@@ -135,16 +135,16 @@ class World {
         const auto at = entries_.find(ids[i]);
         HOLDS(s_, at != entries_.end());
         HOLDS(s_, !at->second.staged);
-        const uint32_t rank = prio_rank(at->second.prio, base_);
+        const uint32_t rank = prio_distance(at->second.prio, base_);
         HOLDS(s_, rank <= limit);
         for (const auto& [id, entry] : entries_)
-          HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) >= rank);
+          HOLDS(s_, entry.staged || prio_distance(entry.prio, base_) >= rank);
         entries_.erase(at);
         held.push_back(ids[i]);
       }
       if (n < most)
         for (const auto& [id, entry] : entries_)
-          HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) > limit);
+          HOLDS(s_, entry.staged || prio_distance(entry.prio, base_) > limit);
     }
     s_.note("has taken %llu", held.size());
     schedule_point();

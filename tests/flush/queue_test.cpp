@@ -21,9 +21,9 @@ struct QueueTest : testing::TestWithParam<bool> {
   QueueTest() : queue(std::make_unique<QueueOwner>(GetParam(), kIds)) {}
   static constexpr uint32_t kIds = 20000;
 
-  Ids pop(uint64_t base, uint32_t limit_rank, size_t max) {
+  Ids pop(uint64_t base, uint32_t limit_distance, size_t max) {
     Ids out(max + 1, UINT32_MAX);
-    out.resize(queue->pop(base, limit_rank, out.data(), max));
+    out.resize(queue->pop(base, limit_distance, out.data(), max));
     EXPECT_LE(out.size(), max);
     return out;
   }
@@ -170,7 +170,7 @@ TEST_P(QueueTest, RandomOperations) {
     std::map<uint32_t, uint8_t> queued, staged;
     uint64_t base = random.below(200);
     queue->set_base(base);
-    const auto rank = [&](uint8_t prio) { return prio_rank(prio, base); };
+    const auto rank = [&](uint8_t prio) { return prio_distance(prio, base); };
     const auto any_prio = [&] {
       return random.one_in(4) ? kInfinity : static_cast<uint8_t>((base + random.below(12)) % kRing);
     };
@@ -323,7 +323,7 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   EXPECT_LE(count.so_far(), 150);
   const Ids got = pop(0, kRing, all.size() + 1);
   for (size_t i = 1; i < got.size(); ++i)
-    ASSERT_LE(prio_rank(prio[got[i - 1]], 0), prio_rank(prio[got[i]], 0));
+    ASSERT_LE(prio_distance(prio[got[i - 1]], 0), prio_distance(prio[got[i]], 0));
   EXPECT_EQ(sorted(got), all);
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }

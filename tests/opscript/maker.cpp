@@ -93,7 +93,7 @@ struct Table {
   std::string name;
   frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
   std::vector<uint64_t> universe;  // the keys that the script uses
-  bool tight = false;              // has room for some of them only, and is never declared
+  bool reserving_paused = false;   // has room for some of them only, and is never declared
 };
 
 struct Rank {
@@ -301,7 +301,7 @@ class Maker {
       config.dim = random_.OneOf<uint32_t>({1, 2, 3, 4, 8, 8, 16, 17, 33});
       const size_t keys = random_.Between(5, 60);
       config.rows = keys;
-      table.tight = t == 3;
+      table.reserving_paused = t == 3;
       if (config.key_space == FRUGAL_DENSE) {
         for (uint64_t key = 0; key < keys; ++key) table.universe.push_back(key);
         if (random_.Chance(0.3)) config.flags = FRUGAL_TABLE_LAZY;
@@ -309,7 +309,7 @@ class Maker {
         std::set<uint64_t> drawn = {0, UINT64_MAX};
         while (drawn.size() < keys) drawn.insert(random_.Next());
         table.universe.assign(drawn.begin(), drawn.end());
-        if (table.tight) config.rows = (keys + 1) / 2;
+        if (table.reserving_paused) config.rows = (keys + 1) / 2;
       }
       random_.Shuffle(&table.universe);
       config.init = static_cast<int32_t>(random_.Below(5));
@@ -406,7 +406,7 @@ class Maker {
     Part part;
     do {
       part.table = random_.Below(tables_.size());
-    } while (declared && tables_[part.table].tight);
+    } while (declared && tables_[part.table].reserving_paused);
     const uint32_t dim = tables_[part.table].config.dim;
     size_t count = random_.Between(1, dim <= 8 ? 14 : 6);
     double hot = 0;
@@ -517,7 +517,7 @@ class Maker {
     std::map<size_t, std::set<uint64_t>> fresh;
     for (const Op& op : ops) {
       const size_t t = op.part.table;
-      if (!tables_[t].tight) continue;
+      if (!tables_[t].reserving_paused) continue;
       for (size_t i = 0; i < op.part.keys.size(); ++i) {
         std::vector<float> row;
         if (!op.IsPadding(i) && !reference_.Get(t, op.part.keys[i], &row)) {

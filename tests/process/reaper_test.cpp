@@ -19,7 +19,7 @@ struct Owner final : Reaper::Owner {
     }
     // Whoever finds a trainer silent meanwhile comes in.
     EXPECT_TRUE(reaper.has(trainer->rank));
-    reaper.lose_soon(trainer);
+    reaper.lose_async(trainer);
   }
   void reaped() override {
     UniqueLock lock(mu);
@@ -43,9 +43,9 @@ TEST(Reaper, EachIsTakenOutOnce) {
   Owner owner;
   owner.reaper.reserve(3);
   const TrainerRef two = trainer_of(2), zero = trainer_of(0);
-  owner.reaper.lose_soon(two);
-  owner.reaper.lose_soon(zero);
-  owner.reaper.lose_soon(two);
+  owner.reaper.lose_async(two);
+  owner.reaper.lose_async(zero);
+  owner.reaper.lose_async(two);
   EXPECT_TRUE(owner.reaper.has(2));
   EXPECT_TRUE(owner.reaper.has(0));
   EXPECT_FALSE(owner.reaper.has(1));
@@ -60,12 +60,12 @@ TEST(Reaper, OneIsAskedForWhileAnotherIsTakenOut) {
   owner.open = false;
   owner.reaper.reserve(2);
   ASSERT_OK(owner.reaper.start());
-  owner.reaper.lose_soon(trainer_of(1));
+  owner.reaper.lose_async(trainer_of(1));
   {
     UniqueLock lock(owner.mu);
     owner.changed.wait(lock, [&] { return !owner.reaping.empty(); });
   }
-  owner.reaper.lose_soon(trainer_of(0));
+  owner.reaper.lose_async(trainer_of(0));
   {
     Lock lock(owner.mu);
     owner.open = true;
@@ -80,7 +80,7 @@ TEST(Reaper, ThoseThatAreLeftAreLostByNobody) {
   Owner owner;
   owner.reaper.reserve(1);
   owner.reaper.stop();  // it was not started
-  owner.reaper.lose_soon(trainer_of(0));
+  owner.reaper.lose_async(trainer_of(0));
   owner.reaper.stop();
   EXPECT_TRUE(owner.reaping.empty());
 }

@@ -15,7 +15,7 @@
 namespace frugal {
 
 // What the last failure in this thread has said. A part's is not one of the C ABI as yet.
-inline std::string LastMessage() { return met_message(); }
+inline std::string LastMessage() { return recorded_message(); }
 
 // Another one in each run. FRUGAL_TEST_SEED in the environment repeats one.
 inline uint64_t test_seed() {

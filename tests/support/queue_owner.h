@@ -48,10 +48,10 @@ class QueueOwner {
   // Taken without a pop.
   void forget(uint32_t id) { marks_[id] = kAbsent; }
   // Up to `max` entries with the lowest priorities.
-  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) {
+  size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max) {
     size_t n = 0, places;
     uint8_t prio;
-    while (n < max && (places = queue_->pop(base, limit_rank, ids + n, max - n, &prio)) != 0)
+    while (n < max && (places = queue_->pop(base, limit_distance, ids + n, max - n, &prio)) != 0)
       for (uint32_t *at = ids + n, *end = at + places; at < end; ++at) {
         if (marks_[*at] != prio || std::count(staged_.begin(), staged_.end(), *at)) continue;
         marks_[*at] = kAbsent;

@@ -108,7 +108,7 @@ TEST_F(WindowTest, Opening) {
   EXPECT_FALSE(window.in_flight_until(UINT64_MAX));
   Claim c;
   EXPECT_FALSE(window.claim(UINT64_MAX, 5, &c));
-  EXPECT_FALSE(window.crowded());
+  EXPECT_FALSE(window.backlogged());
 }
 
 // Each declaration of a row learns which one reads it next, in whatever order they come.
@@ -543,12 +543,12 @@ TEST_F(WindowTest, PendingRowsOfSeveralWindows) {
 TEST_F(WindowTest, Crowded) {
   open();
   for (uint64_t i = 0; i <= Window::kPast; ++i) {
-    EXPECT_FALSE(window.crowded());
+    EXPECT_FALSE(window.backlogged());
     commit(100 + i, Slots{static_cast<uint32_t>(i)});
   }
-  EXPECT_TRUE(window.crowded());
+  EXPECT_TRUE(window.backlogged());
   write(UINT64_MAX);
-  EXPECT_FALSE(window.crowded());
+  EXPECT_FALSE(window.backlogged());
 }
 
 // --- Memory that fails ---------------------------------------------------------------------------
@@ -696,7 +696,7 @@ TEST_F(WindowTest, AnUpdateWithoutMemory) {
       break;
     }
     if (added) fresh.unstage(u);
-    EXPECT_FALSE(fresh.crowded());
+    EXPECT_FALSE(fresh.backlogged());
     EXPECT_FALSE(fresh.any_pending());
     UpdateRef again = make_update(pool, 100, {resolved_part(pool, 100, 0, many)});
     again->make_list();

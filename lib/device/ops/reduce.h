@@ -36,7 +36,7 @@ struct ReduceArgs {
   PartPtr part;
   GradPtr source;
   Ptr<Item> items;       // the runs of heavy rows in the order of `runs`
-  uint32_t heavy_runs;   // their number
+  uint32_t frequent_runs;  // their number
   uint32_t dim;
   Ptr<float> sums;       // of distinct rows; the hand-over, in host memory
   uint64_t sums_stride;  // floats
@@ -73,7 +73,7 @@ FRUGAL_DEVICE V sum_run(const PartPtr& part, const GradPtr& source, Span span, u
 template <class V>
 FRUGAL_DEVICE void reduce_vectors(const ReduceArgs& a) {
   Walk walk(cut_rows<V>(a.dim), block(), blocks());
-  const uint64_t items = uint64_t{a.part.distinct} + a.heavy_runs;
+  const uint64_t items = uint64_t{a.part.distinct} + a.frequent_runs;
   bool nan = false;
   for (; walk.item() < items; walk.next()) {
     if (!walk.in_row()) continue;
@@ -104,14 +104,14 @@ FRUGAL_DEVICE void reduce_runs_body(const ReduceArgs& a) {
 // --- Sums of heavy rows -------------------------------------------------------------------------
 
 // A row with more than 32 positions, and where its runs begin.
-struct alignas(8) HeavyRow {
+struct alignas(8) FrequentRow {
   uint32_t row, first_run;
 };
 
 struct CombineArgs {
-  Ptr<HeavyRow> heavy;   // ascending
-  uint32_t heavies;
-  uint32_t heavy_runs;   // of all of them
+  Ptr<FrequentRow> frequent_list;  // ascending
+  uint32_t frequent_count;
+  uint32_t frequent_runs;  // of all of them
   uint32_t dim;
   Ptr<float> runs;       // as reduce_runs leaves them; only read
   Ptr<float> sums;
@@ -154,20 +154,21 @@ FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
   const Cut cut = cut_rows<V>(a.dim);
   const uint32_t groups = threads() / cut.lanes, group = thread() / cut.lanes;
   V* sums = reinterpret_cast<V*>(shared());  // of pieces, one a thread
-  for (uint64_t unit = block(); unit < uint64_t{a.heavies} * cut.tiles; unit += blocks()) {
+  for (uint64_t unit = block(); unit < uint64_t{a.frequent_count} * cut.tiles; unit += blocks()) {
     const uint64_t h = unit / cut.tiles;
     const uint32_t vector =
         static_cast<uint32_t>(unit % cut.tiles) * cut.lanes + thread() % cut.lanes;
-    const HeavyRow heavy = load(a.heavy + h);
-    const uint64_t end = h + 1 < a.heavies ? load(a.heavy + (h + 1)).first_run : a.heavy_runs;
-    const uint64_t n = end - heavy.first_run;
+    const FrequentRow frequent = load(a.frequent_list + h);
+    const uint64_t end =
+        h + 1 < a.frequent_count ? load(a.frequent_list + (h + 1)).first_run : a.frequent_runs;
+    const uint64_t n = end - frequent.first_run;
     const uint64_t piece = runs_of_piece(n, groups);
     const uint64_t pieces = (n + piece - 1) / piece;
     const bool takes_part = group < pieces && vector < cut.vectors;
     V sum = {};
     if (takes_part) {
       const uint64_t first = group * piece;
-      sum = sum_piece<V>(a.runs, a.dim, heavy.first_run + first,
+      sum = sum_piece<V>(a.runs, a.dim, frequent.first_run + first,
                          n - first < piece ? n - first : piece, vector);
     }
     for (uint32_t step = 1; step < pieces; step *= 2) {
@@ -180,7 +181,7 @@ FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
     }
     sync();  // before the next unit uses the memory
     if (takes_part && group == 0) {
-      store_vector<V>(a.sums + heavy.row * a.sums_stride, vector, sum);
+      store_vector<V>(a.sums + frequent.row * a.sums_stride, vector, sum);
     }
   }
 }

@@ -93,18 +93,18 @@ inline Shape same_keys_shape(const SameKeysArgs& a, const Extent& e = {}) {
 }
 
 inline Shape reduce_shape(const ReduceArgs& a, const Extent& e = {}) {
-  return shape_of(row_lanes(uint64_t{a.part.distinct} + a.heavy_runs, a.dim), all_blocks(e), e);
+  return shape_of(row_lanes(uint64_t{a.part.distinct} + a.frequent_runs, a.dim), all_blocks(e), e);
 }
 
 inline Shape combine_shape(const CombineArgs& a, const Extent& e = {}) {
   const Cut cut = a.dim % 4 == 0 ? cut_rows<Float4>(a.dim) : cut_rows<float>(a.dim);
   // No row has more runs than all of them.
   auto levels = [&](uint32_t threads) {
-    return fold_levels((runs_of_piece(a.heavy_runs, threads / cut.lanes) + 3) / 4);
+    return fold_levels((runs_of_piece(a.frequent_runs, threads / cut.lanes) + 3) / 4);
   };
   uint32_t threads = e.threads, most = levels(threads);
   if (most > 8 && threads > 64) most = levels(threads = 64);  // 28 KiB, whatever there is
-  const uint64_t units = uint64_t{a.heavies} * cut.tiles;
+  const uint64_t units = uint64_t{a.frequent_count} * cut.tiles;
   Extent shared = e;
   shared.threads = threads;
   Shape s = shape_of(units * threads, all_blocks(shared), shared);

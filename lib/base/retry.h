@@ -10,7 +10,7 @@ namespace frugal {
 // Makes a call again where it throws or answers OUT_OF_MEMORY: it is memory that is short, mostly
 // for a moment. After each try in vain stop(tries) may end that.
 template <class Call, class Stop>
-Status insist(const Call& call, const Stop& stop) noexcept {
+Status retry_for_memory(const Call& call, const Stop& stop) noexcept {
   for (int tries = 1;; ++tries) {
     Status s = FRUGAL_ERR_OUT_OF_MEMORY;
     try {
@@ -30,8 +30,8 @@ Status insist(const Call& call, const Stop& stop) noexcept {
 constexpr int kForASecond = 100;  // tries
 
 template <class Call>
-Status insist(const Call& call) noexcept {
-  return insist(call, [](int tries) { return tries >= kForASecond; });
+Status retry_for_memory(const Call& call) noexcept {
+  return retry_for_memory(call, [](int tries) { return tries >= kForASecond; });
 }
 
 }  // namespace frugal
