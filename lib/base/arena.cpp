@@ -26,7 +26,7 @@ Status Arena::open(size_t bytes) try {
   Mapping first;
   FRUGAL_TRY(os_reserve(kHugePage, true, &first));
   os_release(&first);
-  teller_ = std::allocate_shared<Teller>(HeapAllocator<Teller>());
+  region_publisher_ = std::allocate_shared<RegionPublisher>(HeapAllocator<RegionPublisher>());
   places_.resize(in_huge_pages(bytes) / kHugePage);
   FRUGAL_TRY(os_reserve_range(bytes, &mapping_));
   own_ = true;
@@ -89,7 +89,7 @@ Status Arena::add_segment(size_t bytes) {
   FRUGAL_TRY(made_so);
   uint64_t place = 0;
   made_so = os_commit(made, 0, bytes);
-  if (made_so == FRUGAL_OK) made_so = teller_->come(made, &place);
+  if (made_so == FRUGAL_OK) made_so = region_publisher_->come(made, &place);
   if (made_so != FRUGAL_OK) {
     (void)os_empty(made.base, size);
     ForkedDescriptors::close(made.fd);
@@ -170,7 +170,7 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   Segment& of = segment_of(first);
   if (own_ && next->first == of.first && next->end == of.end &&
       os_empty(mapping_.base + of.first, of.end - of.first)) {
-    teller_->go(places_[of.first / kHugePage]);
+    region_publisher_->go(places_[of.first / kHugePage]);
     closed.fd = of.fd;
     held_.fetch_sub(of.committed - of.first);
     segments_.erase(segments_.begin() + (&of - segments_.data()));

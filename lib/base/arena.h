@@ -4,8 +4,8 @@
 // nobody has a piece of it. (No part of it can: it is sealed against all other writers, base/os.h.)
 // Large pieces have segments of their own as long as there are not too many, and those for small
 // ones, which live long, have no large ones. Each is a region that other processes are told of
-// (base/teller.h) before a piece of it is given out. An arena may also be a part of somebody else's
-// mapping, whose memory stays. Thread-safe.
+// (base/region_publisher.h) before a piece of it is given out. An arena may also be a part of
+// somebody else's mapping, whose memory stays. Thread-safe.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,9 +13,9 @@
 
 #include "base/heap.h"
 #include "base/os.h"
+#include "base/region_publisher.h"
 #include "base/status.h"
 #include "base/sync.h"
-#include "base/teller.h"
 
 namespace frugal {
 
@@ -52,7 +52,7 @@ class Arena {
   void count_in(MemoryBudget* budget);
   // What who reads in another process is told, and knows a byte of a piece by. Of an arena's own
   // memory.
-  const std::shared_ptr<Teller>& teller() const { return teller_; }
+  const std::shared_ptr<RegionPublisher>& region_publisher() const { return region_publisher_; }
   uint64_t place(const void* p) const {
     return places_[offset(p) / kHugePage] + offset(p) % kHugePage;
   }
@@ -84,7 +84,7 @@ class Arena {
   MemoryBudget* budget_ GUARDED_BY(mu_) = nullptr;
   // Of each 2 MiB. Not guarded: who has a piece has its own, which stay.
   Vector<uint64_t> places_;
-  std::shared_ptr<Teller> teller_;
+  std::shared_ptr<RegionPublisher> region_publisher_;
 };
 
 }  // namespace frugal

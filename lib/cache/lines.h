@@ -4,7 +4,7 @@
 // At a boundary lines get what was committed since the last one, and the rows that come in, all as
 // a CachePlan says. Who does that differs with where they are: in host memory the caller's thread
 // (HostLines), on a GPU its kernels (DeviceLines, engine/gpu.h), on a GPU of another process that
-// process, which is told (LinesElsewhere, engine/trainer.h).
+// process, which is told (AttachedCachedRows, engine/trainer.h).
 //
 // Threads: as the cache's index.
 #pragma once

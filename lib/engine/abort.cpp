@@ -90,7 +90,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
       t->undo_pending.store(true);
       t->lost_peer.store(why == Why::kLost ? by.rank : kNoRank);
       t->abort_notice.fetch_add(1);
-      if (auto* elsewhere = t->process.notices.load()) elsewhere->fetch_add(1);
+      if (auto* attached = t->process.notices.load()) attached->fetch_add(1);
       others_.push_back(t);
     }
   if (!leaving) by.undo_pending.store(true);

@@ -50,7 +50,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
 Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out) {
   if (t.remote_lines.exist) {
     RemoteBoundary* const boundary = &t.remote_lines.boundary;
-    *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger(), boundary);
+    *out = std::make_unique<AttachedCachedRows>(table, lines, memory_.pool, *ledger(), boundary);
     return FRUGAL_OK;
   }
   const Status s = t.gpu ? DeviceLines::open(*t.gpu, table->rows.ref(), lines, out)

@@ -92,7 +92,8 @@ class Declarations {
   // put_back(). (Its step may be committed meanwhile. Then it is none any more, and those two let
   // go of what it has got.) False, and `out` names one: it waits for places, and those behind it
   // wait, too.
-  // `stale`: there were some of tables whose reserving is paused: the calls of their step resolve them.
+  // `stale`: there were some of tables whose reserving is paused; the calls of their step resolve
+  // them.
   bool next_to_resolve(uint64_t up_to, Item* out, bool* stale);
   void resolved(const Item& item, bool done);
   // It has found no places now (Rows::far()), and is the next again.

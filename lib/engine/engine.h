@@ -129,8 +129,8 @@ class Engine final : public Session, private DataPath {
   }
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
-  // `elsewhere`: on a device of another process, which is none of the engine's.
-  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere);
+  // `attached`: on a device of another process, which is none of the engine's.
+  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool attached);
   Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) override;
   Status close_trainer(const TrainerRef& trainer);  // whose handle is gone
   Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
@@ -173,11 +173,11 @@ class Engine final : public Session, private DataPath {
   Status may_close(const Trainer& t);
   // The engine is about to be closed: who waits for memory to undo steps (undo_surely) gives up.
   void stop_retrying() { aborter_.stop_retrying(); }
-  // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
-  // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
-  // the trainer to another thread. Null: nobody is told any more.
-  void on_silent(std::function<void(const TrainerRef&)> silent) {
-    ranks_.on_silent(std::move(silent));
+  // `callback` is told of trainers in other processes that have not been heard of while a gate
+  // waited for them for the engine's whole time-out; it is to have them lost. It runs under the
+  // engine's mutex: it hands the trainer to another thread. Null: nobody is told any more.
+  void on_unresponsive(std::function<void(const TrainerRef&)> callback) {
+    ranks_.on_unresponsive(std::move(callback));
   }
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
@@ -284,7 +284,7 @@ class Engine final : public Session, private DataPath {
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
-  bool find_silent();  // was there one?
+  bool find_unresponsive();  // was there one?
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
@@ -358,7 +358,7 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
   Workers workers_;
 
-  const Silence silence_ = Silence::of(config_.timeout_ms);
+  const Liveness liveness_ = Liveness::of(config_.timeout_ms);
   // What it guards: who is there, what is known of steps, which tables there are, and what runs
   // beside what.
   ControlMutex mu_;

@@ -60,7 +60,7 @@ Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed,
 
 uint64_t Ledger::find(const void* p) const {
   const uint64_t place = place_of(p);
-  return place == kNoPlace ? arena_.teller()->place_of(p) : place;
+  return place == kNoPlace ? arena_.region_publisher()->place_of(p) : place;
 }
 
 Status Ledger::add_table(uint64_t handle, const RowLayout& layout, const arith::InitSpec& init,

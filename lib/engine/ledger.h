@@ -1,13 +1,14 @@
 // The ledger: what a process that has mapped the tables needs to read them out, as of the last
 // committed step, when the process that writes them has been killed between any two instructions.
 //
-// It lies in the arena, in places of it (base/teller.h). The root tells the last committed step;
-// the record of a table has the list of its committed updates that are not wholly written:
-// hyper-parameters, lists of rows, places of sums, and which rows are written. Who writes a row
-// copies it first into an image of the table, and names it there: a row in the middle of its write
-// is found whole in an image. An update's rows have one image after the other in the same memory,
-// which stays in the nearest cache, and the copy is made where the row is read anyway, by the
-// kernels (device::Undo). So rows + images + unwritten updates are the tables (process/readout.h).
+// It lies in the arena, in places of it (base/region_publisher.h). The root tells the last
+// committed step; the record of a table has the list of its committed updates that are not wholly
+// written: hyper-parameters, lists of rows, places of sums, and which rows are written. Who writes
+// a row copies it first into an image of the table, and names it there: a row in the middle of its
+// write is found whole in an image. An update's rows have one image after the other in the same
+// memory, which stays in the nearest cache, and the copy is made where the row is read anyway, by
+// the kernels (device::Undo). So rows + images + unwritten updates are the tables
+// (process/readout.h).
 //
 // A killed thread has done what its program says up to some instruction, and nothing behind it: the
 // order of stores in the program is all that counts. An update is in its list before the step is

@@ -129,7 +129,7 @@ Status check_ops(const Session& session, const frugal_op* ops, size_t n, Use use
   return FRUGAL_OK;
 }
 
-Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool offsets_elsewhere) {
+Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool offsets_on_device) {
   auto last = [&](uint64_t offset) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the last of %zu offsets is %llu: it must be %zu, the number of keys", op.bags + 1,
@@ -138,7 +138,7 @@ Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool of
   size_t rows = keys;
   if (op.pooling != FRUGAL_POOL_NONE) {
     rows = op.bags;
-    if (offsets_elsewhere) {
+    if (offsets_on_device) {
       if (op.bags == 0 && keys) return last(0);
     } else {
       if (op.offsets[0] != 0)

@@ -28,10 +28,10 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows);
 
 // An op by itself, before anything that it points to is looked at.
 Status check_form(const frugal_op& op, Use use);
-// What follows from its table, and from the number of its keys. `offsets_elsewhere`: on a device,
+// What follows from its table, and from the number of its keys. `offsets_on_device`: on a device,
 // where kernels will look at them.
 Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use,
-                bool offsets_elsewhere = false);
+                bool offsets_on_device = false);
 
 // A push of step `step` is refused: gradients of the op have a NaN, of rows of `dim`. Looks for the
 // first one, to name it.

@@ -57,8 +57,8 @@ class Pacing {
   // So long somebody has brought rows into the caches, having nothing else to do.
   void warmed(uint64_t ns) { warm_ns_.fetch_add(ns, std::memory_order_relaxed); }
   // So long trainers in other processes have had processors.
-  void trained_elsewhere(uint64_t cpu_ns) {
-    elsewhere_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
+  void trained_attached(uint64_t cpu_ns) {
+    attached_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
   }
 
   // --- A step is committed, by one thread at a time
@@ -86,7 +86,7 @@ class Pacing {
     last_step_.store(std::exchange(committing_, 0), std::memory_order_relaxed);
     if (mode_ != FRUGAL_FLUSH_AUTO || ++steps_ % kSteps != 0) return false;
     Measured now = measure();
-    now.cpu += elsewhere_ns_.load(std::memory_order_relaxed);
+    now.cpu += attached_ns_.load(std::memory_order_relaxed);
     return decide(may_rest, now);
   }
 
@@ -117,7 +117,7 @@ class Pacing {
   std::atomic<uint64_t> pending_{0};
   std::atomic<uint64_t> last_step_{0};  // sums of the one that was committed last
   uint64_t committing_ = 0;
-  std::atomic<uint64_t> warm_ns_{0}, elsewhere_ns_{0};
+  std::atomic<uint64_t> warm_ns_{0}, attached_ns_{0};
   uint64_t steps_ = 1, most_ = 0, bytes_ = 0, warm_ = 0;
   Measured last_;
   bool paid_ = false;

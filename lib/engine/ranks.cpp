@@ -50,22 +50,22 @@ void Ranks::note_awaited(uint64_t step) {
 }
 
 // Threads of this process are never taken for dead.
-bool Ranks::find_silent(const Silence& silence) {
-  if (silence.limit == UINT64_MAX) return false;
+bool Ranks::find_unresponsive(const Liveness& liveness) {
+  if (liveness.limit == UINT64_MAX) return false;
   ControlLock lock(mu_);
   const uint64_t step = to_commit(), now = now_ns();
-  if (now - std::exchange(looked_, now) > silence.gap) went_on_ = now;
-  if (!silent_ || step == kNoStep || awaited_step_ != step) return false;
-  if (now - std::max(awaited_since_, went_on_) < silence.limit) return false;
+  if (now - std::exchange(looked_, now) > liveness.gap) went_on_ = now;
+  if (!on_unresponsive_ || step == kNoStep || awaited_step_ != step) return false;
+  if (now - std::max(awaited_since_, went_on_) < liveness.limit) return false;
   bool found = false;
   for (const TrainerRef& t : trainers_) {
     if (!t || lost_[t->rank] || t->closing.load() || !late(*t, step)) continue;
     const uint64_t heard = t->process.heard.load(), from = std::max(heard, went_on_);
-    if (heard == 0 || now < from || now - from < silence.limit) continue;
+    if (heard == 0 || now < from || now - from < liveness.limit) continue;
     // Inside a call it is the engine that takes its time.
     if (!t->call_mu.try_lock()) continue;
     t->call_mu.unlock();
-    silent_(t);
+    on_unresponsive_(t);
     lose(t->rank);
     t->lost_peer.store(t->rank);  // what its own calls answer
     t->closing.store(true);

@@ -22,13 +22,13 @@ namespace frugal {
 // Who waits looks several times in so long a time, whether in one call or in many. Where nobody
 // has, this process may have stood still, with its whole machine, and cannot tell who was silent:
 // all have the whole time again.
-struct Silence {
+struct Liveness {
   uint64_t limit;  // ns; UINT64_MAX: never
   uint64_t gap;    // of looks
   uint64_t look() const { return gap / 3; }
 
   // A little less than the time-out: who waits for all of that began a moment before it was looked.
-  static Silence of(int64_t timeout_ms) {
+  static Liveness of(int64_t timeout_ms) {
     const uint64_t ns = ns_of_ms(timeout_ms);
     const uint64_t limit = ns == UINT64_MAX ? ns : ns - std::min<uint64_t>(ns / 8, 100'000'000);
     return {limit, 3 * std::clamp<uint64_t>(limit / 8, 50'000'000, 1'000'000'000)};
@@ -83,13 +83,13 @@ class Ranks {
   }
   // The first such rank; kNoRank: there is none.
   uint32_t lost() const REQUIRES(control) { return first_lost_; }
-  // `silent` is told, with the mutex held, of trainers in other processes that are as good as dead.
-  // Null: nobody is told any more. This, and who looks for them, take the mutex.
-  void on_silent(std::function<void(const TrainerRef&)> silent) {
+  // `callback` is told, with the mutex held, of trainers in other processes that are as good as
+  // dead. Null: nobody is told any more. This, and who looks for them, take the mutex.
+  void on_unresponsive(std::function<void(const TrainerRef&)> callback) {
     ControlLock lock(mu_);
-    silent_ = std::move(silent);
+    on_unresponsive_ = std::move(callback);
   }
-  bool find_silent(const Silence& silence);  // was there one?
+  bool find_unresponsive(const Liveness& liveness);  // was there one?
   void note_awaited(uint64_t step) REQUIRES(control);  // somebody waits for all ranks to end it
 
   // --- Steps of all
@@ -206,7 +206,7 @@ class Ranks {
   Vector<uint8_t> lost_ GUARDED_BY(control);  // and nobody has joined in its place
   uint32_t first_lost_ GUARDED_BY(control) = kNoRank;
   Counts counts_ GUARDED_BY(control);
-  std::function<void(const TrainerRef&)> silent_ GUARDED_BY(control);
+  std::function<void(const TrainerRef&)> on_unresponsive_ GUARDED_BY(control);
   uint64_t awaited_step_ GUARDED_BY(control) = kNoStep, awaited_since_ GUARDED_BY(control) = 0;
   uint64_t looked_ GUARDED_BY(control) = 0, went_on_ GUARDED_BY(control) = 0;
   // Changed with the mutex held.

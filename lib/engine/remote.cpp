@@ -63,7 +63,7 @@ bool Engine::describe_lines(Trainer& t, RemotePart* p) {
 
 // --- Lines in another process --------------------------------------------------------------------
 
-Status LinesElsewhere::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
+Status AttachedCachedRows::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
   auto to_arena = [&](const void* data, size_t bytes, Buffer* out) -> Status {
     if (bytes == 0) return FRUGAL_OK;
     FRUGAL_TRY(pool_.get(bytes, out));
@@ -211,8 +211,8 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
 // Rows that the other ranks have made before this rank's call: those of processes may not be told
 // of yet.
 void Engine::tell_used(const Trainer& by) {
-  const auto elsewhere = [&](const Trainer& t) { return &t != &by && t.process.heard.load(); };
-  for (const TrainerRef& t : ranks_.those(elsewhere)) {
+  const auto attached = [&](const Trainer& t) { return &t != &by && t.process.heard.load(); };
+  for (const TrainerRef& t : ranks_.those(attached)) {
     Lock lock(t->process.mu);
     if (t->process.used) t->process.used->tell();
   }
@@ -292,7 +292,7 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   add(meters_.counters.prefetch_ns, c.prefetch_ns);
   add(meters_.counters.step_begin_ns, c.step_begin_ns);
   add(meters_.counters.step_end_ns, c.step_end_ns);
-  pacing_.trained_elsewhere(c.cpu_ns);
+  pacing_.trained_attached(c.cpu_ns);
 }
 
 // The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before
@@ -311,8 +311,8 @@ Status Engine::lose_trainer(const TrainerRef& t) {
   return close_trainer(t);
 }
 
-bool Engine::find_silent() {
-  if (!ranks_.find_silent(silence_)) return false;
+bool Engine::find_unresponsive() {
+  if (!ranks_.find_unresponsive(liveness_)) return false;
   workers_.progress();
   return true;
 }

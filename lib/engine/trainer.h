@@ -43,9 +43,10 @@ struct RemoteBoundary {
 };
 
 // Lines there. `pool` is in the arena.
-class LinesElsewhere final : public Lines {
+class AttachedCachedRows final : public Lines {
  public:
-  LinesElsewhere(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger, RemoteBoundary* out)
+  AttachedCachedRows(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger,
+                     RemoteBoundary* out)
       : table_(std::move(table)), lines_(lines), pool_(pool), ledger_(ledger), out_(out) {}
   Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
@@ -58,12 +59,12 @@ class LinesElsewhere final : public Lines {
 };
 
 // What a trainer in another process has used of its step, and nobody has told the engine of yet.
-class UsedElsewhere {
+class UsedByAttached {
  public:
   virtual void tell() = 0;
 
  protected:
-  ~UsedElsewhere() = default;
+  ~UsedByAttached() = default;
 };
 
 // Rows that a step has created, or of which it is the earliest one that has used them: with
@@ -108,7 +109,7 @@ struct TrainerProcess {
   // Aborts that it is to be told of are counted in memory that it sees as well. Or null.
   std::atomic<std::atomic<uint32_t>*> notices{nullptr};
   Mutex mu;  // before call_mu
-  UsedElsewhere* used GUARDED_BY(mu) = nullptr;
+  UsedByAttached* used GUARDED_BY(mu) = nullptr;
 };
 
 // Its share of the engine's counters, and the memory of its caches.

@@ -41,11 +41,11 @@ Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, 
   bool found = false;
   auto look = [&] {
     if (ready()) return true;
-    found = find_silent() || found;
+    found = find_unresponsive() || found;
     return false;
   };
   Status s;
-  do s = wait(deadline.within(silence_.look()), trainer, look, help);
+  do s = wait(deadline.within(liveness_.look()), trainer, look, help);
   while (s == FRUGAL_ERR_TIMEOUT && !deadline.passed());
   // As a rule that is at the end of the time-out. The abort that tells of it is on its way.
   if (s == FRUGAL_ERR_TIMEOUT && found && trainer)

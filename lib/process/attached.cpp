@@ -11,7 +11,7 @@ namespace frugal {
 
 Attached::~Attached() {
   calls.reset();
-  engine_->arena().teller()->forget(told);
+  engine_->arena().region_publisher()->forget(told);
   if (large) rings_.give(pid_);
   if (pidfd >= 0) close(pidfd);
 }

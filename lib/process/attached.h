@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "base/sync.h"
-#include "process/process_lane.h"
-#include "process/trainer_lane.h"
+#include "process/process_requests.h"
+#include "process/trainer_requests.h"
 
 namespace frugal {
 
@@ -37,16 +37,16 @@ struct Attached : HeapObject {
       : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
         large(!looks && rings.take(of)) {}
   const std::shared_ptr<Engine> engine_;
-  uint64_t told = 0;                 // as which the arena's teller knows it
+  uint64_t told = 0;                 // as which the arena's publisher knows it
   uint64_t watched = 0;              // in the watch; 0: not there
   LargeRings& rings_;
   const pid_t pid_;
   const bool observes, large;        // large: so are its rings
   bool gone = false;                 // it has ended, or its connection has
-  std::unique_ptr<ProcessLane> calls;  // for calls outside steps
-  Vector<std::unique_ptr<TrainerLane>> trainers;
+  std::unique_ptr<ProcessRequestLoop> calls;  // for calls outside steps
+  Vector<std::unique_ptr<TrainerRequestLoop>> trainers;
   // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
-  Vector<std::unique_ptr<TrainerLane>> replaced;
+  Vector<std::unique_ptr<TrainerRequestLoop>> replaced;
   Map<uint32_t, uint64_t> given_up;  // by rank: nobody waits for joins before this request
   int pidfd = -1;
   ~Attached();

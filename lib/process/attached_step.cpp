@@ -103,7 +103,7 @@ class Client::AttachedStep final : public StepView {
     FRUGAL_TRY(client_.controller_.check());
     if (t_.closing.load())
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
-    return cut || now_ns() > until_ ? t_.talk.not_answered(FRUGAL_ERR_TIMEOUT) : FRUGAL_OK;
+    return cut || now_ns() > until_ ? t_.rpc.not_answered(FRUGAL_ERR_TIMEOUT) : FRUGAL_OK;
   }
   // The controller does not wait for this device when it undoes a step.
   Status end(bool on_device) override {

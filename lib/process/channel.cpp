@@ -54,7 +54,7 @@ Channel::~Channel() {
   os_release(&own_);
 }
 
-Status StagingMemory::make(size_t bytes, std::shared_ptr<Teller> teller,
+Status StagingMemory::make(size_t bytes, std::shared_ptr<RegionPublisher> region_publisher,
                            std::shared_ptr<StagingMemory>* out) {
   if (bytes > kMaxStaging)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bytes of staging memory: it is at most 64 TiB",
@@ -67,13 +67,13 @@ Status StagingMemory::make(size_t bytes, std::shared_ptr<Teller> teller,
     return m->mapping_.fd;
   });
   FRUGAL_TRY(made);
-  m->teller_ = std::move(teller);
+  m->region_publisher_ = std::move(region_publisher);
   *out = std::move(m);
   return FRUGAL_OK;
 }
 
 StagingMemory::~StagingMemory() {
-  if (place_ != kNoPlace) teller_->go(place_);
+  if (place_ != kNoPlace) region_publisher_->go(place_);
   ForkedDescriptors::close(std::exchange(mapping_.fd, -1));
   os_release(&mapping_);
 }
@@ -81,7 +81,8 @@ StagingMemory::~StagingMemory() {
 Status StagingMemory::show() {
   if (!sealed_) FRUGAL_TRY(os_seal(mapping_));
   sealed_ = true;
-  return place_ == kNoPlace && teller_ ? teller_->come(mapping_, &place_, true) : FRUGAL_OK;
+  return place_ == kNoPlace && region_publisher_ ? region_publisher_->come(mapping_, &place_, true)
+                                                 : FRUGAL_OK;
 }
 
 Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging,

@@ -16,8 +16,8 @@
 #include "base/arena.h"
 #include "base/heap.h"
 #include "base/os.h"
+#include "base/region_publisher.h"
 #include "base/sync.h"
-#include "base/teller.h"
 #include "process/ring.h"
 
 namespace frugal {
@@ -28,7 +28,7 @@ constexpr uint32_t kTogether = 1u << 31;
 
 struct Header {
   uint32_t type;
-  uint32_t status;  // of an answer; of a request, Patience::processor()
+  uint32_t status;  // of an answer; of a request, SpinPolicy::processor()
   uint64_t sequence;
   uint64_t payload;
   uint64_t args[5];
@@ -43,8 +43,8 @@ struct Piece {
 // Staging memory, as the controller has it: read-only. Whoever gets it first maps it to write.
 class StagingMemory : public HeapObject {
  public:
-  // `bytes` is rounded up to 2 MiB; at most 64 TiB. `teller`: of show(); or null.
-  static Status make(size_t bytes, std::shared_ptr<Teller> teller,
+  // `bytes` is rounded up to 2 MiB; at most 64 TiB. `region_publisher`: of show(); or null.
+  static Status make(size_t bytes, std::shared_ptr<RegionPublisher> region_publisher,
                      std::shared_ptr<StagingMemory>* out);
   ~StagingMemory();
   const Mapping& mapping() const { return mapping_; }
@@ -54,7 +54,7 @@ class StagingMemory : public HeapObject {
 
  private:
   Mapping mapping_;
-  std::shared_ptr<Teller> teller_;
+  std::shared_ptr<RegionPublisher> region_publisher_;
   bool sealed_ = false;
   uint64_t place_ = kNoPlace;
 };

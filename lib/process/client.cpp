@@ -28,7 +28,7 @@ Status Client::attach(const frugal_config& config) {
   FRUGAL_TRY(controller_.take(reply, d));
   std::unique_ptr<Channel> channel;
   FRUGAL_TRY(d.channel(1, false, &channel));
-  talk_.open(std::move(channel));
+  rpc_.open(std::move(channel));
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
@@ -43,7 +43,7 @@ Status Client::attach(const frugal_config& config) {
 
 void Client::cut_channels() noexcept {
   Lock lock(mu_);
-  if (talk_.opened()) talk_.channel().cut();
+  if (rpc_.opened()) rpc_.channel().cut();
   for (auto& weak : trainers_)
     if (auto t = weak.lock()) t->channel().cut();
 }
@@ -87,17 +87,17 @@ void Client::shutdown() {
     handle_remove(HandleKind::kTrainer, t->handle);
   }
   while (RemoteTableRef t = next(&Client::tables_)) handle_remove(HandleKind::kTable, t->handle);
-  if (talk_.opened()) talk_.channel().cut();  // calls of other threads end
+  if (rpc_.opened()) rpc_.channel().cut();  // calls of other threads end
   controller_.disconnect();
   helpers_.stop();
   pins_->unpin();
-  controller_.let_go(talk_mu_, mu_);
+  controller_.let_go(rpc_mu_, mu_);
 }
 
 Status Client::health() {
   FRUGAL_TRY(controller_.check());
   int32_t h = FRUGAL_OK;
-  if (talk_.channel().is_cut()) {
+  if (rpc_.channel().is_cut()) {
     if (controller_.see_end(FRUGAL_ERR_PEER_LOST)) return controller_.lost();
     FRUGAL_TRY(controller_.check());
     return fail(
@@ -113,7 +113,8 @@ Status Client::health() {
 
 Status Client::committed(uint64_t* step) {
   return controller_.outlive([&]() -> Status {
-    if (Controller::Remaining remains{controller_}) return controller_.remains().committed(step);
+    if (Controller::Remaining remaining{controller_})
+      return controller_.controller_memory().committed(step);
     FRUGAL_TRY(controller_.check());
     return controller_.answered(controller_.control().committed(config_.timeout_ms, step));
   });
@@ -302,7 +303,7 @@ Status Client::drop_table(const AnyTableRef& table) {
 Status Client::describe(AnyTable& any, frugal_table_info* out) {
   RemoteTable& table = own(any);
   return controller_.outlive([&]() -> Status {
-    if (Controller::Remaining remains{controller_}) {
+    if (Controller::Remaining remaining{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
       Lock lock(table.kind_mu);
@@ -332,7 +333,7 @@ Status Client::set_optimizer(AnyTable& table, uint64_t first_step,
 Status Client::count(AnyTable& any, uint64_t* out) {
   RemoteTable& table = own(any);
   return controller_.outlive([&]() -> Status {
-    if (Controller::Remaining remains{controller_}) {
+    if (Controller::Remaining remaining{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
       *out = t->count();
@@ -348,7 +349,7 @@ Status Client::count(AnyTable& any, uint64_t* out) {
 Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
   RemoteTable& table = own(any);
   return controller_.outlive([&]() -> Status {
-    if (Controller::Remaining remains{controller_}) {
+    if (Controller::Remaining remaining{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
       *n = t->keys(cursor, out, capacity);
@@ -383,7 +384,7 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
       if (stride == 0) pitch = bytes;
       return check_stride(stride, bytes, n);
     };
-    if (Controller::Remaining remains{controller_}) {
+    if (Controller::Remaining remaining{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(left_of(table, &t));
       const bool with_state = flags & FRUGAL_WITH_STATE;

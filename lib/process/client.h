@@ -16,7 +16,7 @@
 #include "process/pinned_slabs.h"
 #include "process/remote_table.h"
 #include "process/remote_trainer.h"
-#include "process/talk.h"
+#include "process/rpc_client.h"
 
 namespace frugal {
 
@@ -88,8 +88,8 @@ class Client final : public Session, private DataPath, private Controller::Owner
   template <class Answer>
   Status ask(Exchange& e, Answer answer) {
     settle_all(e.until ? e.until : controller_.deadline().at);
-    Lock one(talk_mu_);
-    return talk_.ask(e, answer);
+    Lock one(rpc_mu_);
+    return rpc_.ask(e, answer);
   }
   Status ask(Exchange& e) { return ask(e, nothing_more); }
 
@@ -99,7 +99,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status see_kind(RemoteTable& table);
   Status see_kinds();
   Status left_of(RemoteTable& t, TableReadout** out) {
-    return t.remains(controller_.remains(), kinds_seen_.load(), pool_, out);
+    return t.open_readout(controller_.controller_memory(), kinds_seen_.load(), pool_, out);
   }
   Status row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes);
   bool let_go_of_lost();
@@ -130,7 +130,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status await_device(RemoteTrainer& t, const char* what, Wait wait) REQUIRES(t.call_mu);
   Status end_flight(RemoteTrainer& t, Flight::Found* found) REQUIRES(t.call_mu);
   Status await_stream(RemoteTrainer& t) REQUIRES(t.call_mu);
-  uint64_t silence() const;
+  uint64_t heartbeat_ns() const;
   void say_here(RemoteTrainer& t) noexcept REQUIRES(t.call_mu);
   Status read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline);
   Status device_failed(RemoteTrainer& t) REQUIRES(t.call_mu);
@@ -140,9 +140,9 @@ class Client final : public Session, private DataPath, private Controller::Owner
   BufferPool pool_;
   BufferPool pinned_;                 // that devices see
   Helpers helpers_;
-  Mutex talk_mu_;
-  Talk talk_{controller_};            // for calls outside steps
-  Joins joins_{controller_};
+  Mutex rpc_mu_;
+  RpcClient rpc_{controller_};        // for calls outside steps
+  RankJoins joins_{controller_};
   std::atomic<uint64_t> kinds_seen_{0};  // of the ledger's
   mutable Mutex mu_;
   Vector<std::weak_ptr<RemoteTrainer>> trainers_ GUARDED_BY(mu_);

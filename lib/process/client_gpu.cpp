@@ -189,7 +189,7 @@ Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
     FRUGAL_TRY(controller_.check());
     if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
     if (until.passed()) return fail(FRUGAL_ERR_TIMEOUT, "%s; call again", what);
-    if (now_ns() - t.device.said < silence()) return FRUGAL_OK;
+    if (now_ns() - t.device.said < heartbeat_ns()) return FRUGAL_OK;
     t.device.said = now_ns();
     Exchange e{Call::kInside, {}, {}};
     t.call_mu.assert_held();
@@ -198,12 +198,12 @@ Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
 }
 
 // For so long the controller need not hear of a process.
-uint64_t Client::silence() const { return ns_of_ms(config_.timeout_ms) / 4; }
+uint64_t Client::heartbeat_ns() const { return ns_of_ms(config_.timeout_ms) / 4; }
 
 // In waits that go on until the device has done its work, since they may not leave it the memory.
 void Client::say_here(RemoteTrainer& t) noexcept {
   const uint64_t now = now_ns();
-  if (now - t.device.said < silence()) return;
+  if (now - t.device.said < heartbeat_ns()) return;
   t.device.said = now;
   const KeepError why;
   try {
@@ -257,7 +257,7 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
     op.rows_out = rows[i].as<float>();
     op.row_stride = strides[i] * sizeof(float);
   }
-  if (Controller::Remaining remains{controller_}) FRUGAL_TRY(read_out(&t, host.data(), n));
+  if (Controller::Remaining remaining{controller_}) FRUGAL_TRY(read_out(&t, host.data(), n));
   else FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
   Flight flight;
   flight.gpu = t.gpu;

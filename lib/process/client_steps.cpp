@@ -39,7 +39,7 @@ Status Client::enter(RemoteTrainer& t) {
   if (s != FRUGAL_OK) {  // another has its place, or the controller has ended, or this trainer is
                          // closed meanwhile
     t.leave_step();
-    return t.concluded(t.talk.not_answered(s));
+    return t.concluded(t.rpc.not_answered(s));
   }
   t.take_releases();
   if (t.notices.counted->load() == t.notices.told) return FRUGAL_OK;
@@ -333,7 +333,7 @@ Status Client::abort_call(AnyTrainer& any) {
 Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) {
   if (t) {
     uint64_t committed;
-    FRUGAL_TRY(controller_.remains().committed(&committed));
+    FRUGAL_TRY(controller_.controller_memory().committed(&committed));
     const uint64_t begun = t->begun.load();
     if (begun != kNoStep && (committed == kNoStep || begun > committed))
       return fail(FRUGAL_ERR_PEER_LOST,
@@ -377,7 +377,7 @@ Status Client::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   RemoteTrainer* const t = any ? &own(*any) : nullptr;
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kRead));
   return controller_.outlive([&]() -> Status {
-    if (Controller::Remaining remains{controller_}) {
+    if (Controller::Remaining remaining{controller_}) {
       device::look_for_devices();
       FRUGAL_TRY(host_memory(ops, n));
       return read_out(t, ops, n);

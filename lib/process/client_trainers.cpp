@@ -12,7 +12,7 @@ namespace frugal {
 // done.
 Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
   FRUGAL_TRY(controller_.check());
-  const Joins::Scope one(joins_, config.rank);
+  const RankJoins::Scope one(joins_, config.rank);
   if (!one.alone())
     return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u",
                 config.rank);
@@ -37,7 +37,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   }
   // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
   struct Joined {
-    Joins* joins;
+    RankJoins* joins;
     const uint32_t rank;
     const uint64_t joined;
     ~Joined() {
@@ -57,8 +57,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     FRUGAL_TRY(controller_.in_arena(reply.numbers[1], &t->notices.home, &t->notices.counted));
     std::unique_ptr<Channel> channel;
     FRUGAL_TRY(d.channel(0, true, &channel));
-    t->talk.open(std::move(channel));
-    t->patience.emplace(config_.world_size, &t->channel());
+    t->rpc.open(std::move(channel));
+    t->spin_policy.emplace(config_.world_size, &t->channel());
     t->channel().staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
     if (t->gpu) {

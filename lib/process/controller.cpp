@@ -6,7 +6,7 @@
 
 #include "base/assert.h"
 #include "base/forked.h"
-#include "process/talk.h"
+#include "process/rpc_client.h"
 
 namespace frugal {
 namespace {
@@ -56,8 +56,8 @@ Status Controller::take(const OpenReply& reply, Descriptors& d) {
   regions_.open(ForkedDescriptors::open([&] { return d.take(0); }));
   if (const uint64_t versions = reply.numbers[1]; versions != kNoPlace)
     FRUGAL_TRY(in_arena(versions, &kept_, &versions_, kVersionWords));
-  FRUGAL_TRY(in_arena(reply.numbers[2], &kept_, &remains_.root));
-  remains_.regions = &regions_;
+  FRUGAL_TRY(in_arena(reply.numbers[2], &kept_, &controller_memory_.root));
+  controller_memory_.regions = &regions_;
   return FRUGAL_OK;
 }
 
@@ -147,8 +147,8 @@ void Controller::disconnect() {
 
 void Controller::let_go(Mutex& calls, Mutex& trainers) {
   FRUGAL_ASSERT(closed());
-  std::scoped_lock all(calls, trainers, remains_mu_);
-  remains_ = {};
+  std::scoped_lock all(calls, trainers, controller_memory_mu_);
+  controller_memory_ = {};
   kept_.clear();
   regions_.close();
 }

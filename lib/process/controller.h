@@ -60,20 +60,20 @@ class Controller {
   class Remaining {
    public:
     explicit Remaining(Controller& c)
-        : stay_(c.remains_mu_),
-          there_(!c.closed_.load() && (c.lost_.load() || c.remains_.ended())) {}
+        : stay_(c.controller_memory_mu_),
+          there_(!c.closed_.load() && (c.lost_.load() || c.controller_memory_.ended())) {}
     explicit operator bool() const { return there_; }
 
    private:
     std::shared_lock<std::shared_mutex> stay_;
     const bool there_;
   };
-  const Remains& remains() const { return remains_; }
+  const ControllerMemory& controller_memory() const { return controller_memory_; }
   // How often a table got another kind of optimizer.
   Status kinds(uint64_t* out) {
-    std::shared_lock stay(remains_mu_);
+    std::shared_lock stay(controller_memory_mu_);
     if (closed()) return check();
-    *out = remains_.root->kinds.load(std::memory_order_acquire);
+    *out = controller_memory_.root->kinds.load(std::memory_order_acquire);
     return FRUGAL_OK;
   }
   // A call that reads, during which it may end: then that reads what it has left.
@@ -110,9 +110,9 @@ class Controller {
   Owner& owner_;
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
-  std::shared_mutex remains_mu_;           // what follows, against its end
-  RegionRefs kept_;                        // where remains_.root and versions_ are
-  Remains remains_;                        // regions_
+  std::shared_mutex controller_memory_mu_;  // what follows, against its end
+  RegionRefs kept_;                        // where controller_memory_.root and versions_ are
+  ControllerMemory controller_memory_;     // regions_
   const VersionWord* versions_ = nullptr;
   Regions regions_;                        // its arena, and staging memory
   std::atomic<bool> closed_{false}, lost_{false};

@@ -2,7 +2,7 @@
 
 namespace frugal {
 
-Status Joins::ask(const frugal_trainer_config& config, JoinReply* reply) {
+Status RankJoins::ask(const frugal_trainer_config& config, JoinReply* reply) {
   FRUGAL_ASSERT(of(config.rank).now.load());  // it has a Scope
   try {
     return controller_.answered(
@@ -12,7 +12,7 @@ Status Joins::ask(const frugal_trainer_config& config, JoinReply* reply) {
   }
 }
 
-Status Joins::lose(uint32_t rank, uint64_t joined) noexcept {
+Status RankJoins::lose(uint32_t rank, uint64_t joined) noexcept {
   FRUGAL_ASSERT(of(rank).now.load());
   of(rank).unsure.store(true);
   Status s;

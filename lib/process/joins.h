@@ -10,14 +10,14 @@
 
 namespace frugal {
 
-class Joins {
+class RankJoins {
   struct Rank {
     std::atomic<bool> unsure{false};  // a call to join has failed, and may have done it
     std::atomic<bool> now{false};     // a thread is about to join as it
   };
 
  public:
-  explicit Joins(Controller& controller) : controller_(controller) {}
+  explicit RankJoins(Controller& controller) : controller_(controller) {}
   void open(uint32_t ranks) {
     FRUGAL_ASSERT(ranks_.empty());
     ranks_ = Vector<Rank>(ranks);
@@ -27,7 +27,7 @@ class Joins {
   // a call that has failed.
   class Scope {
    public:
-    Scope(Joins& joins, uint32_t rank)
+    Scope(RankJoins& joins, uint32_t rank)
         : rank_(joins.of(rank)), alone_(!rank_.now.exchange(true)) {}
     ~Scope() {
       if (alone_) rank_.now.store(false);

@@ -76,7 +76,8 @@ struct ReadHead {
 };
 constexpr uint32_t kHasWeights = 1, kHasFound = 2;
 
-// A part's arrays in the arena: places (base/teller.h), kNoPlace for those that are not there.
+// A part's arrays in the arena: places (base/region_publisher.h), kNoPlace for those that are not
+// there.
 struct PartPlace {
   uint64_t batch;        // the number of the declaration it is of, or 0
   uint64_t table;

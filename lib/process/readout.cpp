@@ -26,7 +26,7 @@ struct TableReadout::Unwritten {
   uint64_t place = 0;
 };
 
-Status Remains::committed(uint64_t* step) const {
+Status ControllerMemory::committed(uint64_t* step) const {
   if (!root || root->magic != LedgerRoot::kMagic) return damaged("its ledger");
   *step = root->committed.load();
   return FRUGAL_OK;
@@ -35,7 +35,8 @@ Status Remains::committed(uint64_t* step) const {
 // What lies at places of the arena. It stays mapped meanwhile.
 class TableReadout::Reach {
  public:
-  explicit Reach(const Remains& remains) : regions_(*remains.regions) {}
+  explicit Reach(const ControllerMemory& controller_memory)
+      : regions_(*controller_memory.regions) {}
   // `count` of T; null: they are not there, and missing() tells why.
   template <class T>
   const T* at(uint64_t place, uint64_t count = 1) {
@@ -58,15 +59,15 @@ class TableReadout::Reach {
   Status failed_ = FRUGAL_OK;
 };
 
-Status TableReadout::open(const Remains& remains, const Source& source, BufferPool& pool,
-                          std::unique_ptr<TableReadout>* out) {
+Status TableReadout::open(const ControllerMemory& controller_memory, const Source& source,
+                          BufferPool& pool, std::unique_ptr<TableReadout>* out) {
   std::unique_ptr<TableReadout> t(new TableReadout);
-  FRUGAL_TRY(remains.committed(&t->committed_));
-  Reach reach(remains);
+  FRUGAL_TRY(controller_memory.committed(&t->committed_));
+  Reach reach(controller_memory);
   const LedgerTable* record = reach.at<LedgerTable>(source.record);
   if (!record) return reach.missing("a table's record");
   if (record->handle.load() != source.handle) {
-    if (remains.root->kinds.load() != source.kinds_seen)
+    if (controller_memory.root->kinds.load() != source.kinds_seen)
       return fail(FRUGAL_ERR_PEER_LOST,
                   "it cannot be read out here: another process has given it another kind of "
                   "optimizer since this one has begun a step; read it in one that has");

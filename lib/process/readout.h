@@ -15,7 +15,7 @@
 namespace frugal {
 
 // The memory of a controller that is dead, or will be.
-struct Remains {
+struct ControllerMemory {
   Regions* regions = nullptr;
   const LedgerRoot* root = nullptr;
 
@@ -40,8 +40,8 @@ class TableReadout : public HeapObject {
     uint64_t kinds_seen = 0;  // of the ledger's, when this was told
     bool hashed = false, lazy = false;
   };
-  static Status open(const Remains& remains, const Source& source, BufferPool& pool,
-                     std::unique_ptr<TableReadout>* out);
+  static Status open(const ControllerMemory& controller_memory, const Source& source,
+                     BufferPool& pool, std::unique_ptr<TableReadout>* out);
 
   uint64_t count() const { return count_; }
   // As Rows::enumerate.

@@ -17,21 +17,21 @@ Status Reaper::start() {
 
 void Reaper::reserve(size_t ranks) {
   Lock lock(mu_);
-  silent_.reserve(ranks);  // one of a rank, until it is taken out
+  unresponsive_.reserve(ranks);  // one of a rank, until it is taken out
 }
 
 void Reaper::lose_async(const TrainerRef& trainer) {
   Lock lock(mu_);
-  if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) {
-    FRUGAL_ASSERT(silent_.size() < silent_.capacity());  // nothing wants memory
-    silent_.push_back(trainer);
+  if (std::find(unresponsive_.begin(), unresponsive_.end(), trainer) == unresponsive_.end()) {
+    FRUGAL_ASSERT(unresponsive_.size() < unresponsive_.capacity());  // nothing wants memory
+    unresponsive_.push_back(trainer);
   }
-  silence_.notify_one();
+  wake_.notify_one();
 }
 
 bool Reaper::has(uint32_t rank) {
   Lock lock(mu_);
-  return std::any_of(silent_.begin(), silent_.end(),
+  return std::any_of(unresponsive_.begin(), unresponsive_.end(),
                      [&](const TrainerRef& t) { return t->rank == rank; });
 }
 
@@ -40,7 +40,7 @@ void Reaper::stop() {
   {
     Lock lock(mu_);
     stopping_ = true;
-    silence_.notify_one();
+    wake_.notify_one();
   }
   thread_.join();
 }
@@ -48,14 +48,14 @@ void Reaper::stop() {
 void Reaper::loop() {
   UniqueLock lock(mu_);
   for (;;) {
-    silence_.wait(lock, [&]() REQUIRES(mu_) { return stopping_ || !silent_.empty(); });
+    wake_.wait(lock, [&]() REQUIRES(mu_) { return stopping_ || !unresponsive_.empty(); });
     if (stopping_) return;
-    const TrainerRef trainer = silent_.front();
+    const TrainerRef trainer = unresponsive_.front();
     lock.unlock();
     owner_.reap(trainer);
     lock.lock();
-    FRUGAL_ASSERT(silent_.front() == trainer);
-    silent_.erase(silent_.begin());
+    FRUGAL_ASSERT(unresponsive_.front() == trainer);
+    unresponsive_.erase(unresponsive_.begin());
     lock.unlock();
     owner_.reaped();
     lock.lock();

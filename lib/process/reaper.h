@@ -36,8 +36,8 @@ class Reaper {
 
   Owner& owner_;
   Mutex mu_;  // under the engine's mutex, so nothing is done with it held
-  Condition silence_;
-  Vector<TrainerRef> silent_ GUARDED_BY(mu_);
+  Condition wake_;
+  Vector<TrainerRef> unresponsive_ GUARDED_BY(mu_);
   bool stopping_ GUARDED_BY(mu_) = false;
   Thread thread_;
 };

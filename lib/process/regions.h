@@ -1,4 +1,4 @@
-// What the controller has told this process of its memory (base/teller.h), mapped here.
+// What the controller has told this process of its memory (base/region_publisher.h), mapped here.
 //
 // A region stays mapped as long as anybody has it, gone or not: a call that reads, a part of a
 // step, a kernel that is under way. Where the controller gives memory back, nothing here reads
@@ -8,8 +8,8 @@
 
 #include "base/heap.h"
 #include "base/os.h"
+#include "base/region_publisher.h"
 #include "base/sync.h"
-#include "base/teller.h"
 #include "engine/gpu.h"
 #include "process/pinned_slabs.h"
 
@@ -52,7 +52,7 @@ class Regions {
  public:
   explicit Regions(std::shared_ptr<Pins> pins = nullptr) : pins_(std::move(pins)) {}
   ~Regions() { close(); }
-  // The other end of the socket is the teller's; it is this one's from now on.
+  // The other end of the socket is the publisher's; it is this one's from now on.
   void open(int socket) { socket_ = socket; }
   int socket() const { return socket_; }
   // Takes in what has been told. It goes on from where it was when it could not. CLOSED: as find().

@@ -34,8 +34,8 @@ device::RowsView RemoteTable::with_state() {
   return layout.at(arrays[Rows::kValues].base, arrays[Rows::kState].base);
 }
 
-Status RemoteTable::remains(const Remains& of, uint64_t kinds_seen, BufferPool& pool,
-                            TableReadout** out) {
+Status RemoteTable::open_readout(const ControllerMemory& of, uint64_t kinds_seen, BufferPool& pool,
+                                 TableReadout** out) {
   Lock lock(readout_mu_);
   Lock kind(kind_mu);
   if (!readout_) {

@@ -18,7 +18,8 @@ struct RemoteTable : AnyTable {
   ~RemoteTable();
   // What the controller has left of it. The first who asks works it out. `kinds_seen`: of the
   // ledger's, by this process.
-  Status remains(const Remains& of, uint64_t kinds_seen, BufferPool& pool, TableReadout** out);
+  Status open_readout(const ControllerMemory& of, uint64_t kinds_seen, BufferPool& pool,
+                      TableReadout** out);
 
   uint64_t id = 0;             // its handle in the controller
   // What depends on the kind of optimizer (of `info`, `layout` and `arrays` what tells of state;

@@ -36,7 +36,7 @@ Status RemoteTrainer::concluded(Status s) {
 Status RemoteTrainer::say_here() {
   Exchange e{Call::kHere, {}, {}};
   FRUGAL_TRY(settle());
-  return talk.ask(e, nothing_more);
+  return rpc.ask(e, nothing_more);
 }
 
 // Takes the answer to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come,
@@ -46,7 +46,7 @@ Status RemoteTrainer::answer_late(uint64_t until) {
   if (Status s = channel().receive(&h, until)) return s;
   Exchange e{Call::kPrefetch, {}, {}};
   bool answered;
-  const Status s = talk.take_answer(h, talk.overdue(e), e, nothing_more, &answered);
+  const Status s = rpc.take_answer(h, rpc.overdue(e), e, nothing_more, &answered);
   late.open = false;
   if (!answered) return s;
   if (s == FRUGAL_OK) return s;
@@ -62,15 +62,15 @@ Status RemoteTrainer::answer_late(uint64_t until) {
 Status RemoteTrainer::settle() {
   Lock one(late.mu);
   if (!late.open) return FRUGAL_OK;
-  const Status s = answer_late(talk.overdue(Exchange{Call::kPrefetch, {}, {}}));
-  return s == FRUGAL_OK ? s : talk.not_answered(s);
+  const Status s = answer_late(rpc.overdue(Exchange{Call::kPrefetch, {}, {}}));
+  return s == FRUGAL_OK ? s : rpc.not_answered(s);
 }
 
 Status RemoteTrainer::take_settled() {
   if (!late.batch) return FRUGAL_OK;
-  patience->set(Call::kPrefetch, kLookNs);
+  spin_policy->set(Call::kPrefetch, kLookNs);
   FRUGAL_TRY(concluded(settle()));
-  patience->waited(Call::kPrefetch);
+  spin_policy->waited(Call::kPrefetch);
   const RemoteBatchRef batch = std::move(late.batch);
   late.batch = nullptr;
   if (batch->failed == FRUGAL_OK) {
@@ -113,7 +113,7 @@ Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
   Vector<uint64_t> keys;
   for (const OpHead& head : heads) keys.push_back(head.place);
   UniqueLock one(late.mu);
-  if (Status s = talk.request(e)) {
+  if (Status s = rpc.request(e)) {
     one.unlock();
     return concluded(s);
   }

@@ -14,14 +14,14 @@
 #include "engine/engine.h"
 #include "engine/gpu.h"
 #include "engine/row_path.h"
-#include "process/patience.h"
 #include "process/remote_table.h"
-#include "process/talk.h"
+#include "process/rpc_client.h"
+#include "process/spin_policy.h"
 
 namespace frugal {
 
 struct RemoteTrainer : AnyTrainer {
-  explicit RemoteTrainer(Controller& controller) : talk(controller), controller_(controller) {}
+  explicit RemoteTrainer(Controller& controller) : rpc(controller), controller_(controller) {}
   // What has buffers of `sums` ends before that. (What the GPU has in flight has landed when a
   // step's end is sent.)
   ~RemoteTrainer() {
@@ -33,16 +33,16 @@ struct RemoteTrainer : AnyTrainer {
   uint64_t place(const Buffer& b) const {
     return static_cast<uint64_t>(b.data() - channel().staging());
   }
-  Channel& channel() const { return talk.channel(); }
+  Channel& channel() const { return rpc.channel(); }
 
   // --- Asking. What was used comes first, and what an answer says of the step is done.
   template <class Answer>
   Status ask(Exchange& e, Answer answer) REQUIRES(call_mu) {
     FRUGAL_TRY(take_settled());
     add_used(&e);
-    patience->set(e.call, kLookNs);
-    const Status s = talk.ask(e, answer);
-    patience->waited(e.call);
+    spin_policy->set(e.call, kLookNs);
+    const Status s = rpc.ask(e, answer);
+    spin_policy->waited(e.call);
     if (s == FRUGAL_OK) used.clear();
     return concluded(s);
   }
@@ -83,7 +83,7 @@ struct RemoteTrainer : AnyTrainer {
   // The lines of a table; none if there are none.
   device::RowsPtr device_lines(const AnyTable& table) const;
 
-  Talk talk;
+  RpcClient rpc;
   RegionRefs reads;  // of the controller's memory: what `parts` look at
   // Aborts that the controller has counted for this rank, and those that it has told of.
   struct Notices {
@@ -95,7 +95,7 @@ struct RemoteTrainer : AnyTrainer {
   Arena staging;
   BufferPool sums;  // and declared keys: in the staging memory, which its GPU sees; before who has
                     // its buffers
-  std::optional<Patience> patience;
+  std::optional<SpinPolicy> spin_policy;
   uint64_t last_batch = 0;     // number of the last declaration
   bool in_step = false;
   // The end of the step: what is sent, and whether it has been. If step_end has failed it is to be

@@ -32,7 +32,7 @@ constexpr size_t kMostReplaced = 16;
 
 }  // namespace
 
-struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
+struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   Mutex mu_;
   std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
   uint64_t engine_handle_ = 0;
@@ -57,7 +57,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
 
   void listen() {
     reaper_.reserve(engine_->config().world_size);
-    engine_->on_silent([this](const TrainerRef& t) { reaper_.lose_async(t); });
+    engine_->on_unresponsive([this](const TrainerRef& t) { reaper_.lose_async(t); });
   }
   void reap(const TrainerRef& trainer) override {
     retry_for_memory([&] { take_over(trainer->rank, trainer.get()); });
@@ -73,12 +73,13 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
       Lock lock(mu_);
       auto at = processes_.find(peer);
       if (at == processes_.end()) return;
-      for (auto& lane : at->second->trainers)
-        if (!trainer || lane->trainer() == trainer) reaper_.lose_async(lane->trainer());
+      for (auto& request_loop : at->second->trainers)
+        if (!trainer || request_loop->trainer() == trainer)
+          reaper_.lose_async(request_loop->trainer());
     });
   }
   void stop_reaper() {
-    if (engine_) engine_->on_silent(nullptr);
+    if (engine_) engine_->on_unresponsive(nullptr);
     reaper_.stop();
   }
 
@@ -177,13 +178,14 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
                                                   peer.pid, (config.flags & FRUGAL_OBSERVE) != 0);
     auto ends = std::allocate_shared<Ends>(HeapAllocator<Ends>());
     FRUGAL_TRY(ends->open(peer.socket));
-    FRUGAL_TRY(engine_->arena().teller()->add(ends->sockets[0], ends->connection, &process->told));
+    FRUGAL_TRY(engine_->arena().region_publisher()->add(ends->sockets[0], ends->connection,
+                                                        &process->told));
     ends->sockets[0] = ends->connection = -1;
     reply->descriptors.push_back(ends->sockets[1]);
     std::shared_ptr<Channel> shared;
     FRUGAL_TRY(channel(process->large ? kRingBytes : kSmallRingBytes, nullptr, reply, &shared));
     process->calls.reset(
-        new ProcessLane(engine_, std::move(shared), process->observes, this, peer.id));
+        new ProcessRequestLoop(engine_, std::move(shared), process->observes, this, peer.id));
     FRUGAL_TRY(process->calls->start());
     reply->numbers.push_back(process->calls->joined());
     ends->keep = std::move(reply->keep);
@@ -294,7 +296,7 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
                     process->replaced.size());
     }
     // The lane ends last: an abort counts in its memory while the trainer is there.
-    std::unique_ptr<TrainerLane> lane;
+    std::unique_ptr<TrainerRequestLoop> request_loop;
     struct Joined {
       Impl& impl;
       TrainerRef trainer;
@@ -308,17 +310,17 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
     std::shared_ptr<StagingMemory> staging;
     const size_t bytes = std::min(kStagingBytes, kAllStagingBytes / engine_->config().world_size);
-    FRUGAL_TRY(StagingMemory::make(bytes, engine_->arena().teller(), &staging));
+    FRUGAL_TRY(StagingMemory::make(bytes, engine_->arena().region_publisher(), &staging));
     std::shared_ptr<Channel> shared;
     FRUGAL_TRY(channel(kRingBytes, std::move(staging), reply, &shared));
-    lane.reset(new TrainerLane(engine_, trainer, std::move(shared), this, peer.id));
-    FRUGAL_TRY(lane->start());
-    reply->numbers.push_back(lane->joined());
-    reply->numbers.push_back(lane->notices_place());
+    request_loop.reset(new TrainerRequestLoop(engine_, trainer, std::move(shared), this, peer.id));
+    FRUGAL_TRY(request_loop->start());
+    reply->numbers.push_back(request_loop->joined());
+    reply->numbers.push_back(request_loop->notices_place());
     Lock lock(mu_);
     if (joins.ends()) return not_awaited();
-    lane->request = request;
-    process->trainers.push_back(std::move(lane));
+    request_loop->request = request;
+    process->trainers.push_back(std::move(request_loop));
     trainer = nullptr;
     return FRUGAL_OK;
   }
@@ -335,11 +337,13 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
 
   // The lane that has this rank, in its process's list, or null.
-  std::unique_ptr<TrainerLane>* lane_of(Attached& process, uint32_t rank,
-                                        const Trainer* trainer = nullptr) REQUIRES(mu_) {
-    for (auto& lane : process.trainers)
-      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer))
-        return &lane;
+  std::unique_ptr<TrainerRequestLoop>* request_loop_of(Attached& process, uint32_t rank,
+                                                       const Trainer* trainer = nullptr)
+      REQUIRES(mu_) {
+    for (auto& request_loop : process.trainers)
+      if (request_loop->trainer()->rank == rank &&
+          (!trainer || request_loop->trainer().get() == trainer))
+        return &request_loop;
     return nullptr;
   }
 
@@ -348,10 +352,10 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     std::shared_ptr<Attached> of;  // lanes end without the lock
     Lock lock(mu_);
     for (auto& [id, process] : processes_) {
-      std::unique_ptr<TrainerLane>* lane = lane_of(*process, rank, trainer);
-      if (!lane) continue;
+      std::unique_ptr<TrainerRequestLoop>* request_loop = request_loop_of(*process, rank, trainer);
+      if (!request_loop) continue;
       of = process;
-      of->replaced.push_back(std::move(*lane));
+      of->replaced.push_back(std::move(*request_loop));
       std::erase(of->trainers, nullptr);
       lose(*of->replaced.back());
       return;
@@ -368,8 +372,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
       if (mine.ends()) return ended = true;
       bool soon = leaving_[rank] > 0;
       for (auto& [id, process] : processes_)
-        for (auto& lane : process->trainers)
-          if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
+        for (auto& request_loop : process->trainers)
+          if (request_loop->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
       bool before = earlier;
       for (const Joining* j : joining_) {
         if (j == &mine) before = false;
@@ -428,11 +432,11 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   };
 
   // Takes the trainer of a lane out of the engine. mu_ is let go of meanwhile.
-  void lose(TrainerLane& lane) REQUIRES(mu_) {
-    const TrainerRef trainer = lane.trainer();
+  void lose(TrainerRequestLoop& request_loop) REQUIRES(mu_) {
+    const TrainerRef trainer = request_loop.trainer();
     const LeavingScope leaving(*this, trainer->rank);
-    lane.cut();
-    lane.tell_lost();
+    request_loop.cut();
+    request_loop.tell_lost();
     take_out(trainer);
     // What it has handed over for steps that are committed is read from its memory: not after this.
     // It may go on, if it was only stopped, and write there.
@@ -442,9 +446,9 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    std::unique_ptr<TrainerLane> lane, replaced;  // lanes end without the lock
+    std::unique_ptr<TrainerRequestLoop> request_loop, replaced;  // lanes end without the lock
     UniqueLock lock(mu_);
-    if (std::unique_ptr<TrainerLane>* its = lane_of(*process, rank); its && !lost) {
+    if (std::unique_ptr<TrainerRequestLoop>* its = request_loop_of(*process, rank); its && !lost) {
       const TrainerRef trainer = (*its)->trainer();
       lock.unlock();
       FRUGAL_TRY(engine_->may_close(*trainer));
@@ -469,24 +473,25 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
       std::erase(process->replaced, nullptr);
       return FRUGAL_OK;
     }
-    if (std::unique_ptr<TrainerLane>* its = lane_of(*process, rank);
+    if (std::unique_ptr<TrainerRequestLoop>* its = request_loop_of(*process, rank);
         its && (joined == kAnyJoin ? (*its)->request < request : (*its)->joined() == joined)) {
-      lane = std::move(*its);
+      request_loop = std::move(*its);
       std::erase(process->trainers, nullptr);
     }
-    if (!lane && given_up) return FRUGAL_OK;
-    if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
+    if (!request_loop && given_up) return FRUGAL_OK;
+    if (!request_loop)
+      return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     if (lost) {
-      lose(*lane);
+      lose(*request_loop);
       return FRUGAL_OK;
     }
     const LeavingScope leaving(*this, rank);
-    handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
-    lane->cut();
+    handle_remove(HandleKind::kTrainer, request_loop->trainer()->handle);
+    request_loop->cut();
     try {
-      return engine_->close_trainer(lane->trainer());
+      return engine_->close_trainer(request_loop->trainer());
     } catch (...) {
-      take_out(lane->trainer());
+      take_out(request_loop->trainer());
       throw;
     }
   }
@@ -526,11 +531,11 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     left_.notify_all();
     process->calls->cut();
     while (!process->trainers.empty()) {
-      std::unique_ptr<TrainerLane> lane = std::move(process->trainers.back());
+      std::unique_ptr<TrainerRequestLoop> request_loop = std::move(process->trainers.back());
       process->trainers.pop_back();
-      lose(*lane);
+      lose(*request_loop);
       lock.unlock();
-      lane.reset();
+      request_loop.reset();
       lock.lock();
     }
     processes_.erase(id);

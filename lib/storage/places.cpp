@@ -91,9 +91,9 @@ void Places::remove(uint32_t s) {
   reserved_.fetch_add(1, std::memory_order_relaxed);
 }
 
-void Places::tell_slots(std::atomic<uint64_t>* elsewhere) {
-  slots_told_ = elsewhere;
-  if (elsewhere) elsewhere->store(next_slot_);
+void Places::tell_slots(std::atomic<uint64_t>* count) {
+  slots_told_ = count;
+  if (count) count->store(next_slot_);
 }
 
 }  // namespace frugal

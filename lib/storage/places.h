@@ -74,7 +74,7 @@ class Places {
   void leave(uint32_t slot) REQUIRES(mu);
 
   // Where else it is told how many slots have been handed out; or null.
-  void tell_slots(std::atomic<uint64_t>* elsewhere) REQUIRES(mu);
+  void tell_slots(std::atomic<uint64_t>* count) REQUIRES(mu);
   const SlabArray& key_slabs() const { return keys_; }
   const SlabArray& flag_slabs() const { return flags_; }
   uint64_t memory_bytes() const REQUIRES(mu) {

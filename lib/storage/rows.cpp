@@ -248,9 +248,9 @@ void Rows::undo(const uint32_t* slots, size_t n) {
       remove(slots[i]);
 }
 
-void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
+void Rows::tell_slots(std::atomic<uint64_t>* count) {
   Lock lock(places_.mu);
-  places_.tell_slots(elsewhere);
+  places_.tell_slots(count);
 }
 
 // A row that exists does so no longer.

@@ -135,7 +135,7 @@ class Rows : public RowMemory {
   bool any_key() const { return hashed_; }
   bool lazy() const { return lazy_; }
   // Where else it is told how many slots have been handed out, of a hashed table; or null.
-  void tell_slots(std::atomic<uint64_t>* elsewhere);
+  void tell_slots(std::atomic<uint64_t>* count);
   uint64_t memory_bytes();
   // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared
   // memory. Returns a bit for each.

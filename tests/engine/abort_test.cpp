@@ -46,8 +46,8 @@ struct AbortTest : testing::Test {
 };
 
 TEST_F(AbortTest, TheStepIsUndoneOnAllRanksAndBegunAgain) {
-  std::atomic<uint32_t> elsewhere{0};
-  a->process.notices.store(&elsewhere);
+  std::atomic<uint32_t> attached{0};
+  a->process.notices.store(&attached);
   begin(3);
   for (const TrainerRef& t : {a, b}) t->pushes[table.get()].table = table;
   parts.end(a, table, {1, 2});
@@ -57,7 +57,7 @@ TEST_F(AbortTest, TheStepIsUndoneOnAllRanksAndBegunAgain) {
   EXPECT_EQ(parts.counters.steps_aborted.load(), 1u);
   EXPECT_EQ(b->abort_notice.load(), 0u);
   EXPECT_EQ(a->abort_notice.load(), 1u);
-  EXPECT_EQ(elsewhere.load(), 1u);
+  EXPECT_EQ(attached.load(), 1u);
   EXPECT_EQ(tell(a), FRUGAL_ERR_STEP_ABORTED);
   EXPECT_EQ(LastMessage(),
             "another rank aborted the step: it is undone on all ranks; begin step 3 again");

@@ -239,13 +239,13 @@ TEST_F(LedgerTest, WhereSumsLie) {
   ASSERT_OK(os_reserve_to_read(size_t{2} << 20, &staging));
   EXPECT_EQ(ledger->find(staging.base + 40), kNoPlace);
   uint64_t place;
-  ASSERT_OK(arena.teller()->come(staging, &place));
+  ASSERT_OK(arena.region_publisher()->come(staging, &place));
   EXPECT_EQ(ledger->find(staging.base + 40), place + 40);
   EXPECT_EQ(ledger->find(staging.base + staging.bytes), kNoPlace);
   EXPECT_EQ(ledger->find(nullptr), kNoPlace);
   const char* sums = update->ranks[0].sums.data();
   EXPECT_EQ(arena.mapping().base + ledger->find(sums), sums);
-  arena.teller()->go(place);
+  arena.region_publisher()->go(place);
   EXPECT_EQ(ledger->find(staging.base), kNoPlace);
   os_release(&staging);
 }

@@ -139,7 +139,7 @@ TEST_F(PacingTest, TimeSpentOnWarmingIsIdle) {
 TEST_F(PacingTest, TrainersInOtherProcessesHaveProcessorsToo) {
   open(FRUGAL_FLUSH_AUTO);
   for (int i = 0; i < 3; ++i) {
-    pacing->trained_elsewhere(300 * kMs);
+    pacing->trained_attached(300 * kMs);
     steps(20, 100, 30);
   }
   EXPECT_FALSE(pacing->deferred()) << "none is idle";

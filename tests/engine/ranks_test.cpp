@@ -287,7 +287,7 @@ TEST(RanksModel, CountsAsByLookingAtAllRanks) {
 TEST(SilenceTest, IsALittleLessThanTheTimeOut) {
   constexpr uint64_t kMs = 1'000'000;
   const auto is = [](int64_t timeout_ms, uint64_t limit, uint64_t look) {
-    const Silence s = Silence::of(timeout_ms);
+    const Liveness s = Liveness::of(timeout_ms);
     EXPECT_EQ(limit, s.limit);
     EXPECT_EQ(look, s.look());
     EXPECT_EQ(3 * look, s.gap);
@@ -309,9 +309,9 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
   // c is a thread of this process.
   for (const TrainerRef& t : {a, b}) t->process.heard.store(long_ago);
   ranks.note_awaited(0);
-  const auto find = [&](uint64_t limit) { return ranks.find_silent({limit, UINT64_MAX}); };
+  const auto find = [&](uint64_t limit) { return ranks.find_unresponsive({limit, UINT64_MAX}); };
   EXPECT_FALSE(find(0)) << "nobody is to be told";
-  ranks.on_silent([&](const TrainerRef& t) { told.push_back(t->rank); });
+  ranks.on_unresponsive([&](const TrainerRef& t) { told.push_back(t->rank); });
   EXPECT_FALSE(find(3'600'000'000'000));
   ranks.note_awaited(1);
   EXPECT_FALSE(find(0)) << "it is another step that is waited for";
@@ -320,7 +320,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
     Lock in_a_call(b->call_mu);
     std::thread([&] { EXPECT_FALSE(find(0)); }).join();
   }
-  EXPECT_FALSE(ranks.find_silent({1, 0})) << "nobody had looked for a while";
+  EXPECT_FALSE(ranks.find_unresponsive({1, 0})) << "nobody had looked for a while";
   EXPECT_TRUE(find(0));
   EXPECT_EQ(told, std::vector<uint32_t>{1});
   EXPECT_EQ(ranks.lost(), 1u);

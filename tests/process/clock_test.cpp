@@ -238,9 +238,9 @@ TEST_F(Clock, Attached) {
 }
 
 // A process that joins as rank 1, begins step 0, and is stopped.
-void SilentRank(const std::string& address, pid_t* silent) {
-  *silent = fork_child();
-  if (*silent == 0) {
+void SilentRank(const std::string& address, pid_t* unresponsive) {
+  *unresponsive = fork_child();
+  if (*unresponsive == 0) {
     frugal_engine* e = nullptr;
     if (Attach(address, kNeverMs, &e)) _exit(1);
     frugal_trainer* t = Join(e, 1);
@@ -249,7 +249,7 @@ void SilentRank(const std::string& address, pid_t* silent) {
     _exit(3);
   }
   int status = 0;
-  ASSERT_EQ(*silent, waitpid(*silent, &status, WUNTRACED));
+  ASSERT_EQ(*unresponsive, waitpid(*unresponsive, &status, WUNTRACED));
   ASSERT_TRUE(WIFSTOPPED(status)) << status;
 }
 
@@ -258,16 +258,16 @@ TEST_F(Clock, ASilentRank) {
   const Folder folder;
   Host host(folder.address(), 2000);
   ASSERT_TRUE(host.serves());
-  pid_t silent;
-  ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &silent));
+  pid_t unresponsive;
+  ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &unresponsive));
   frugal_engine* e = nullptr;
   OK(Attach(folder.address(), kNeverMs, &e));
   frugal_trainer* t = Join(e, 0);
   OK(frugal_step_begin(t, 0, kNeverMs));
   OK(frugal_step_end(t, 0, 0));
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, FRUGAL_TIMEOUT_INFINITE));
-  kill(silent, SIGKILL);
-  waitpid(silent, nullptr, 0);
+  kill(unresponsive, SIGKILL);
+  waitpid(unresponsive, nullptr, 0);
   OK(frugal_close(e));
 }
 
@@ -278,8 +278,8 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   const Folder folder;
   Host host(folder.address(), 2000);
   ASSERT_TRUE(host.serves());
-  pid_t silent;
-  ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &silent));
+  pid_t unresponsive;
+  ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &unresponsive));
   frugal_engine *e = nullptr, *other = nullptr;
   OK(Attach(folder.address(), kNeverMs, &e));
   frugal_trainer* ranks[2] = {Join(e, 0)};
@@ -302,8 +302,8 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
     for (frugal_trainer* t : ranks) OK(frugal_step_end(t, step, 0));
   }
   EXPECT_LT(frugal::now_ns() - due, 2'000'000'000u);
-  kill(silent, SIGKILL);
-  waitpid(silent, nullptr, 0);
+  kill(unresponsive, SIGKILL);
+  waitpid(unresponsive, nullptr, 0);
   OK(frugal_close(other));
   OK(frugal_close(e));
 }

@@ -30,7 +30,7 @@
 #include <thread>
 
 #include "base/forked.h"
-#include "base/teller.h"
+#include "base/region_publisher.h"
 #include "control.capnp.h"
 #include "send_descriptors.h"
 #include "frugal.h"
@@ -1115,13 +1115,13 @@ TEST_F(Control, SilentConnectionsPushOutTheirOwn) {
   serve();
   const int fd = raw();
   std::string line;
-  const pid_t silent = other("be-silent", &line);
+  const pid_t unresponsive = other("be-silent", &line);
   const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
   send_all(fd, attach.data(), attach.size());
   char byte;
   EXPECT_EQ(recv(fd, &byte, 1, 0), 1);
   EXPECT_EQ(connected()->ping(kNeverMs), FRUGAL_OK);
-  end(silent);
+  end(unresponsive);
   close(fd);
 }
 
@@ -1147,10 +1147,10 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   ASSERT_EQ(ControlServer::start(nullptr, &fake, &server), FRUGAL_OK);
   Mapping arena;
   ASSERT_EQ(os_reserve(size_t{2} << 20, true, &arena), FRUGAL_OK);
-  Teller teller;
+  RegionPublisher region_publisher;
   uint64_t root = 0;
   // So many are mapped first that the end has been seen by then, as a rule.
-  for (int i = 0; i < 100; ++i) ASSERT_EQ(teller.come(arena, &root), FRUGAL_OK);
+  for (int i = 0; i < 100; ++i) ASSERT_EQ(region_publisher.come(arena, &root), FRUGAL_OK);
   std::unique_ptr<Channel> channel;
   ASSERT_EQ(Channel::create(size_t{64} << 10, nullptr, &channel), FRUGAL_OK);
   fake.numbers = {0, UINT64_MAX, root};
@@ -1163,7 +1163,7 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
     ASSERT_TRUE(ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0;
     }));
-    ASSERT_EQ(teller.add(sockets[0], -1, &id), FRUGAL_OK);
+    ASSERT_EQ(region_publisher.add(sockets[0], -1, &id), FRUGAL_OK);
     given.push_back(sockets[1]);
     reply->descriptors = {sockets[1], channel->up_fd(), channel->down_fd()};
     shutdown(taken, SHUT_RD);

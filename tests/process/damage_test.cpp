@@ -21,7 +21,7 @@ struct DamageTest : TableWithLedger {
     int ends[2];
     ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
     uint64_t id;
-    ASSERT_OK(arena.teller()->add(ends[0], -1, &id));
+    ASSERT_OK(arena.region_publisher()->add(ends[0], -1, &id));
     regions.open(ends[1]);
     update->make_list();
     ASSERT_OK(table->add(*update, nullptr, &update->record));
@@ -38,9 +38,10 @@ struct DamageTest : TableWithLedger {
     return *reinterpret_cast<LedgerImage*>(arena.mapping().base + record().images);
   }
   Status open(std::unique_ptr<TableReadout>* out) {
-    Remains remains;
-    remains.regions = &regions;
-    remains.root = reinterpret_cast<const LedgerRoot*>(arena.mapping().base + ledger->place());
+    ControllerMemory controller_memory;
+    controller_memory.regions = &regions;
+    controller_memory.root =
+        reinterpret_cast<const LedgerRoot*>(arena.mapping().base + ledger->place());
     TableReadout::Source s;
     s.record = table->place();
     s.handle = 1;
@@ -55,7 +56,7 @@ struct DamageTest : TableWithLedger {
     };
     s.arrays[Rows::kValues] = mapped(rows.values(0), s.layout.value_pitch);
     s.arrays[Rows::kState] = mapped(rows.state(0), s.layout.state_pitch);
-    return TableReadout::open(remains, s, own, out);
+    return TableReadout::open(controller_memory, s, own, out);
   }
 
   BufferPool own;

@@ -38,7 +38,7 @@
 #include "frugal.h"
 #include "process/channel.h"
 #include "process/control.h"
-#include "process/lane.h"
+#include "process/request_loop.h"
 #include "process/protocol.h"
 #include "process/regions.h"
 #include "support/mix.h"
@@ -1071,15 +1071,15 @@ int main(int argc, char** argv) {
     return RunEnemy(arguments[1], arguments[2], std::stoull(arguments[3]));
   if (arguments.size() == 3 && arguments[0] == "--honest")
     return Honest(arguments[1], std::stoull(arguments[2]));
-  std::vector<const Mode*> told, silent;
+  std::vector<const Mode*> told, unresponsive;
   for (const Mode& mode : Modes()) {
     if (!arguments.empty() &&
         std::find(arguments.begin(), arguments.end(), mode.name) == arguments.end())
       continue;
-    (mode.how == How::kSilent ? silent : told).push_back(&mode);
+    (mode.how == How::kSilent ? unresponsive : told).push_back(&mode);
   }
   if (!told.empty()) World(kNeverMs, told);
-  if (!silent.empty()) World(kSilenceMs, silent);
+  if (!unresponsive.empty()) World(kSilenceMs, unresponsive);
   std::puts("hostile_test: all is well");
   return 0;
 }

@@ -67,12 +67,12 @@ class JoinsTest : public testing::Test {
     config.rank = rank;
     begin(std::move(with));
     reply = {};
-    const Joins::Scope one(joins, rank);
+    const RankJoins::Scope one(joins, rank);
     return said(joins.join(config, &reply, [&] { return note("room") == FRUGAL_OK; }));
   }
   std::string lose(uint32_t rank, uint64_t joined, std::deque<Status> with = {}) {
     begin(std::move(with));
-    const Joins::Scope one(joins, rank);
+    const RankJoins::Scope one(joins, rank);
     return said(joins.lose(rank, joined));
   }
   static std::string said(Status s) {
@@ -90,7 +90,7 @@ class JoinsTest : public testing::Test {
   std::string calls;
   JoinReply reply;
   Asker asker;
-  Joins joins{asker.controller()};
+  RankJoins joins{asker.controller()};
   std::unique_ptr<ControlServer> server;  // the first to end
 };
 
@@ -98,13 +98,13 @@ class JoinsTest : public testing::Test {
 
 TEST_F(JoinsTest, OneIsAloneWithARankUntilItEnds) {
   for (int again = 0; again < 2; ++again) {
-    const Joins::Scope first(joins, 1);
+    const RankJoins::Scope first(joins, 1);
     EXPECT_TRUE(first.alone());
     for (int more = 0; more < 2; ++more) {  // nor does the end of one that is not make room
-      const Joins::Scope second(joins, 1);
+      const RankJoins::Scope second(joins, 1);
       EXPECT_FALSE(second.alone());
     }
-    const Joins::Scope of_another(joins, 0), of_the_last(joins, kRanks - 1);
+    const RankJoins::Scope of_another(joins, 0), of_the_last(joins, kRanks - 1);
     EXPECT_TRUE(of_another.alone());
     EXPECT_TRUE(of_the_last.alone());
   }
@@ -119,7 +119,7 @@ TEST_F(JoinsTest, OneOfManyThreadsIsAlone) {
     threads.emplace_back([&, t] {
       for (auto& round : alone) {
         all.arrive_and_wait();
-        const Joins::Scope one(joins, t % 2);
+        const RankJoins::Scope one(joins, t % 2);
         if (one.alone()) ++round[t % 2];
         all.arrive_and_wait();
       }

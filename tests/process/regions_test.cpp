@@ -39,7 +39,7 @@ struct Told {
     }));
     // Whom the connection belongs to has it, too.
     const int known = ForkedDescriptors::open([&] { return dup(control[0]); });
-    EXPECT_EQ(arena.teller()->add(ends[0], known, &id), FRUGAL_OK);
+    EXPECT_EQ(arena.region_publisher()->add(ends[0], known, &id), FRUGAL_OK);
     owner = control[0];
     regions.open(ends[1]);
     connection = control[1];
@@ -103,7 +103,7 @@ TEST(Regions, SeeWhatThereIs) {
   reads.clear();
   EXPECT_LE(shared_kib(), before + (16 << 10));
   // Who is forgotten is told nothing more.
-  arena.teller()->forget(second.id);
+  arena.region_publisher()->forget(second.id);
   ASSERT_OK(arena.take(16 * kMiB, &b));
   EXPECT_EQ(first.find(arena.place(b), 1, &at), FRUGAL_OK);
   EXPECT_EQ(second.find(arena.place(b), 1, &at), FRUGAL_ERR_PEER_LOST);
@@ -125,7 +125,7 @@ TEST(Regions, PlacesAreNeverAnothers) {
     places.push_back(arena.place(data));
     ASSERT_OK(looks.regions.find(places.back(), 24 * kMiB, &reads, &at));
     EXPECT_EQ(at[24 * kMiB - 1], i);
-    if (i == 10) arena.teller()->forget(late.id);
+    if (i == 10) arena.region_publisher()->forget(late.id);
     if (i < 20) arena.put_back(data, 24 * kMiB);
   }
   ASSERT_OK(looks.regions.look());
@@ -150,7 +150,7 @@ TEST(Regions, NobodyElseWrites) {
   int ends[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
   uint64_t id;
-  ASSERT_OK(arena.teller()->add(ends[0], -1, &id));
+  ASSERT_OK(arena.region_publisher()->add(ends[0], -1, &id));
   RegionNews news;
   int fd = -1;
   bool ended = true;
@@ -173,7 +173,7 @@ TEST(Regions, SeeWhatADeadProcessHasLeft) {
     uint64_t id, places[20];
     char* data = nullptr;
     if (arena.open(kRange) != FRUGAL_OK) return 1;
-    if (arena.teller()->add(ends[0], -1, &id) != FRUGAL_OK) return 2;
+    if (arena.region_publisher()->add(ends[0], -1, &id) != FRUGAL_OK) return 2;
     for (size_t i = 0; i < 20; ++i) {
       if (arena.take(8 * kMiB + i * kMiB, &data) != FRUGAL_OK) return 3;
       std::memset(data, static_cast<int>(i + 1), 8 * kMiB);
@@ -277,12 +277,12 @@ TEST(Regions, SoManyAreTold) {
   Mapping memory;
   ASSERT_OK(os_reserve(2 * kMiB, true, &memory));
   uint64_t place = 0;
-  for (size_t i = 0; i < Teller::kMostBeside; ++i) {
-    ASSERT_OK(arena.teller()->come(memory, &place, true));
+  for (size_t i = 0; i < RegionPublisher::kMostBeside; ++i) {
+    ASSERT_OK(arena.region_publisher()->come(memory, &place, true));
     ASSERT_NE(place, kNoPlace);
   }
   uint64_t none = 0;
-  ASSERT_OK(arena.teller()->come(memory, &none, true));
+  ASSERT_OK(arena.region_publisher()->come(memory, &none, true));
   EXPECT_EQ(none, kNoPlace);
   std::vector<char*> segments;
   for (int i = 0; i < 16; ++i) {
@@ -294,8 +294,8 @@ TEST(Regions, SoManyAreTold) {
   EXPECT_OK(late.find(place, 1, &at));
   EXPECT_OK(late.find(arena.place(segments.back()), 1, &at));
   for (char* segment : segments) arena.put_back(segment, 8 * kMiB);
-  arena.teller()->go(place);
-  EXPECT_OK(arena.teller()->come(memory, &place, true));
+  arena.region_publisher()->go(place);
+  EXPECT_OK(arena.region_publisher()->come(memory, &place, true));
   EXPECT_NE(place, kNoPlace);
   os_release(&memory);
 }

@@ -299,10 +299,10 @@ TEST_F(Service, SilentConnections) {
   rlimit files;
   ASSERT_EQ(0, getrlimit(RLIMIT_NOFILE, &files));
   const long most = std::min<long>(1100, static_cast<long>(files.rlim_cur) - 100);
-  std::vector<int> silent;
-  while (static_cast<long>(silent.size()) < most) {
+  std::vector<int> unresponsive;
+  while (static_cast<long>(unresponsive.size()) < most) {
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    silent.push_back(fd);
+    unresponsive.push_back(fd);
     ASSERT_EQ(0, connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name));
   }
   frugal_engine* e = nullptr;
@@ -310,7 +310,7 @@ TEST_F(Service, SilentConnections) {
   OK(Open(address(), &e));
   OK(Join(e, 0, &t));
   OK(frugal_close(e));
-  for (int fd : silent) close(fd);
+  for (int fd : unresponsive) close(fd);
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 

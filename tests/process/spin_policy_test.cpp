@@ -1,12 +1,12 @@
 // Where a lane runs: on its trainer's processor, where a rank has few, and only if that is one on
 // which it may.
-#include "process/patience.h"
+#include "process/spin_policy.h"
 
 #include <thread>
 
 #include "support/inside.h"
 
-namespace frugal::patience_test {
+namespace frugal::spin_policy_test {
 
 class PatienceTest : public testing::Test {
  protected:
@@ -31,22 +31,22 @@ class PatienceTest : public testing::Test {
 
 // So many ranks that there is less than a processor for each.
 TEST_F(PatienceTest, ALaneFollowsItsTrainer) {
-  Patience patience(4096, channel.get());
+  SpinPolicy spin_policy(4096, channel.get());
   const int here = os_processor();
   ASSERT_TRUE(before.has(here));
-  patience.follow(static_cast<uint32_t>(here + 1));
+  spin_policy.follow(static_cast<uint32_t>(here + 1));
   EXPECT_TRUE(channel->together());
   EXPECT_TRUE(only_on(here));
-  patience.follow(0);  // it is not known where that one runs
+  spin_policy.follow(0);  // it is not known where that one runs
   EXPECT_FALSE(channel->together());
   EXPECT_TRUE(anywhere()) << "as before";
 }
 
 // A request may tell anything.
 TEST_F(PatienceTest, NoProcessorOfTheLane) {
-  Patience patience(4096, channel.get());
+  SpinPolicy spin_policy(4096, channel.get());
   for (const uint32_t told : {0u, 1u << 20, UINT32_MAX, 0x80000000u}) {
-    patience.follow(told);
+    spin_policy.follow(told);
     EXPECT_FALSE(channel->together()) << told;
     EXPECT_TRUE(anywhere()) << told;
   }
@@ -56,8 +56,8 @@ TEST_F(PatienceTest, TheProcessorOfTheCaller) {
   std::thread([] {
     const int one = os_processor();
     ASSERT_TRUE(Processors::only(one).place());
-    EXPECT_EQ(Patience::processor(), static_cast<uint32_t>(one + 1));
+    EXPECT_EQ(SpinPolicy::processor(), static_cast<uint32_t>(one + 1));
   }).join();
 }
 
-}  // namespace frugal::patience_test
+}  // namespace frugal::spin_policy_test

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/handles.h"
-#include "process/process_lane.h"
-#include "process/trainer_lane.h"
+#include "process/process_requests.h"
+#include "process/trainer_requests.h"
 
 namespace {
 
@@ -324,10 +324,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   int taken = 0;
   {
     std::shared_ptr<Channel> channel(std::move(made));
-    std::unique_ptr<Lane> lane;
-    if (trainer) lane.reset(new TrainerLane(world->engine, trainer, std::move(channel)));
-    else lane.reset(new ProcessLane(world->engine, std::move(channel), false));
-    Check(lane->start() == FRUGAL_OK);
+    std::unique_ptr<RequestLoop> request_loop;
+    if (trainer)
+      request_loop.reset(new TrainerRequestLoop(world->engine, trainer, std::move(channel)));
+    else request_loop.reset(new ProcessRequestLoop(world->engine, std::move(channel), false));
+    Check(request_loop->start() == FRUGAL_OK);
     Enemy enemy(*world, in, *mine, as_trainer);
     if (as_trainer) {
       Header shown{}, answer;
@@ -339,7 +340,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     while (in.left > 0 && enemy.Ask()) {
     }
     taken = enemy.taken();
-    lane->cut();
+    request_loop->cut();
     if (trainer) world->Lose(trainer);
     Check(world->engine->flush({UINT64_MAX}) == FRUGAL_OK);
   }

@@ -1,6 +1,6 @@
 // The controller's side of a channel: a thread that makes the calls which its requests ask for.
-// What calls those may be is the peer's kind: a trainer (trainer_lane.h), or a process outside of
-// steps (process_lane.h).
+// What calls those may be is the peer's kind: a trainer (trainer_requests.h), or a process outside
+// of steps (process_requests.h).
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,22 +13,22 @@
 
 namespace frugal {
 
-class Patience;
+class SpinPolicy;
 
 // Whom a lane tells that it has ended by itself, from its thread: its peer has broken the protocol.
 // `trainer`: or null, of the lane of a process. The lane ends, for whoever waits for that, when
 // this has come back.
-class LaneOwner {
+class RequestLoopOwner {
  public:
   virtual void broken(uint64_t peer, const TrainerRef& trainer) noexcept = 0;
 
  protected:
-  ~LaneOwner() = default;
+  ~RequestLoopOwner() = default;
 };
 
-class Lane : public HeapObject {
+class RequestLoop : public HeapObject {
  public:
-  virtual ~Lane();
+  virtual ~RequestLoop();
   virtual Status start();
   void cut() noexcept {
     cut_.store(true);
@@ -40,14 +40,14 @@ class Lane : public HeapObject {
 
  protected:
   // `owner`: or null.
-  Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner,
-       uint64_t peer);
+  RequestLoop(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel,
+              RequestLoopOwner* owner, uint64_t peer);
   // Cuts the channel and waits for the thread, which runs what follows. Before anything of a
   // derived class ends, and not by that thread.
   void end() noexcept;
   virtual Status handle(const Header& request) = 0;
   // Before a request is handled, and behind it.
-  virtual void begins(const Header& request, Patience& patience);
+  virtual void begins(const Header& request, SpinPolicy& spin_policy);
   virtual void answered(const Header& request, Status status, uint64_t began, uint64_t now);
   virtual TrainerRef of_trainer() const { return nullptr; }
 
@@ -87,10 +87,10 @@ class Lane : public HeapObject {
   Status receive(Header* request);
   Status answer(const Header& request, Status status);
 
-  LaneOwner* const owner_;
+  RequestLoopOwner* const owner_;
   const uint64_t peer_;
-  static inline std::atomic<uint64_t> lanes_{0};
-  const uint64_t number_ = lanes_++;
+  static inline std::atomic<uint64_t> request_loops_{0};
+  const uint64_t number_ = request_loops_++;
   std::atomic<bool> cut_{false};  // by this side
   bool broken_ = false;           // its peer has broken the protocol
   Vector<Piece> pieces_;

@@ -21,13 +21,13 @@ struct RegionNews {
 
 constexpr uint64_t kNoPlace = UINT64_MAX;
 
-class Teller {
+class RegionPublisher {
  public:
   // All regions are told of at once to who is added: so many fit into its socket, and segments.
   static constexpr size_t kMostBeside = 128;
-  Teller() = default;
-  ~Teller();
-  Teller(const Teller&) = delete;
+  RegionPublisher() = default;
+  ~RegionPublisher();
+  RegionPublisher(const RegionPublisher&) = delete;
   // A region, as this process has it mapped. All have been told when this returns. Its descriptor
   // stays the caller's, and is open until it goes. Where the caller can do without, and there are
   // kMostBeside regions, nobody is told: *place is kNoPlace.
@@ -38,7 +38,7 @@ class Teller {
   // Whoever has the other end of the socket is told from now on, and of all that there is. Where it
   // leaves too many messages, its connection is shut down, and it is told nothing more: it will not
   // take what it does not know for what it knows. Both descriptors (ForkedDescriptors) are the
-  // teller's on success; a connection of -1 is none.
+  // publisher's on success; a connection of -1 is none.
   Status add(int socket, int connection, uint64_t* id);
   void forget(uint64_t id) noexcept;
 

@@ -20,9 +20,9 @@
 
 namespace frugal {
 
-class Patience {
+class SpinPolicy {
  public:
-  Patience(uint32_t ranks, Channel* channel)
+  SpinPolicy(uint32_t ranks, Channel* channel)
       : channel_(channel), each_(cpu_count() / std::max(1u, ranks)) {}
   // For the wait that follows a message of this kind. `least`: to look where it does not pay.
   void set(Call call, uint64_t least) const {

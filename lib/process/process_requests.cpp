@@ -1,4 +1,4 @@
-#include "process/process_lane.h"
+#include "process/process_requests.h"
 
 #include <algorithm>
 
@@ -12,12 +12,12 @@ constexpr uint64_t kMostObserved = uint64_t{1} << 19;
 
 }  // namespace
 
-ProcessLane::~ProcessLane() {
+ProcessRequestLoop::~ProcessRequestLoop() {
   end();
   if (trace_) engine_->forget_trace(trace_);
 }
 
-Status ProcessLane::handle(const Header& request) {
+Status ProcessRequestLoop::handle(const Header& request) {
   const Call call = static_cast<Call>(request.type);
   if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
     return fail(FRUGAL_ERR_UNSUPPORTED,
@@ -57,7 +57,7 @@ Status ProcessLane::handle(const Header& request) {
 }
 
 // Rows outside steps: a case for each call.
-Status ProcessLane::rows_call(Call call, const Header& request) {
+Status ProcessRequestLoop::rows_call(Call call, const Header& request) {
   TableRef table;
   FRUGAL_TRY(engine_->table_of(request.args[0], &table));
   const uint64_t n = request.args[1];

@@ -1,10 +1,10 @@
-#include "process/trainer_lane.h"
+#include "process/trainer_requests.h"
 
 #include <algorithm>
 #include <cstring>
 
 #include "base/handles.h"
-#include "process/patience.h"
+#include "process/spin_policy.h"
 
 namespace frugal {
 namespace {
@@ -17,7 +17,7 @@ bool heard_of(Status s) { return s == FRUGAL_OK || s == FRUGAL_ERR_TIMEOUT; }
 
 }  // namespace
 
-Status TrainerLane::start() {
+Status TrainerRequestLoop::start() {
   staging_ = new Staging(channel_);
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
@@ -27,10 +27,10 @@ Status TrainerLane::start() {
   }
   trainer_->process.notices.store(notices);
   trainer_->process.heard.store(now_ns());
-  return Lane::start();
+  return RequestLoop::start();
 }
 
-TrainerLane::~TrainerLane() {
+TrainerRequestLoop::~TrainerRequestLoop() {
   end();
   trainer_->process.notices.store(nullptr);
   {
@@ -43,12 +43,13 @@ TrainerLane::~TrainerLane() {
   engine_->pool().rest();
 }
 
-void TrainerLane::begins(const Header& request, Patience& patience) {
-  patience.follow(request.status);
+void TrainerRequestLoop::begins(const Header& request, SpinPolicy& spin_policy) {
+  spin_policy.follow(request.status);
   places_.clear();
 }
 
-void TrainerLane::answered(const Header& request, Status status, uint64_t began, uint64_t now) {
+void TrainerRequestLoop::answered(const Header& request, Status status, uint64_t began,
+                                  uint64_t now) {
   if (heard_of(status)) trainer_->process.heard.store(now);
   const Call call = static_cast<Call>(request.type);
   if (call == Call::kPrefetch && !request.args[3]) here_.prefetch_ns += now - began;
@@ -58,12 +59,12 @@ void TrainerLane::answered(const Header& request, Status status, uint64_t began,
 
 // It names what is no part of the step. So may an honest one, where the step was undone and its
 // trainer has not been told yet: it is now.
-Status TrainerLane::no_part(const char* what) {
+Status TrainerRequestLoop::no_part(const char* what) {
   if (!trainer_->closing.load() && trainer_->abort_notice.load() == 0) return broken(what);
   return engine_->inside_step(*trainer_);
 }
 
-Status TrainerLane::handle(const Header& request) {
+Status TrainerRequestLoop::handle(const Header& request) {
   const Call call = static_cast<Call>(request.type);
   FRUGAL_TRY(take_used(request.args[4]));
   switch (call) {
@@ -105,7 +106,7 @@ Status TrainerLane::handle(const Header& request) {
 }
 
 // Parts that the trainer has looked up or pushed by itself: their rows come into being.
-Status TrainerLane::take_used(uint64_t count) {
+Status TrainerRequestLoop::take_used(uint64_t count) {
   if (count == 0) return FRUGAL_OK;
   if (count > parts_.size()) return no_part("there are not so many parts");
   Vector<uint32_t> numbers(count);
@@ -125,7 +126,7 @@ Status TrainerLane::take_used(uint64_t count) {
 }
 
 // Before its process tells, which it does with its next request.
-void TrainerLane::tell() {
+void TrainerRequestLoop::tell() {
   static_assert(kMarkedParts == 64 * Channel::kCounters);
   Vector<RemotePart> used;
   const size_t n = std::min(parts_.size(), kMarkedParts);
@@ -137,7 +138,7 @@ void TrainerLane::tell() {
   if (!used.empty()) engine_->use_marked(*trainer_, used);
 }
 
-Status TrainerLane::take_ops(uint64_t count, uint64_t of, bool declared, Ops* out) {
+Status TrainerRequestLoop::take_ops(uint64_t count, uint64_t of, bool declared, Ops* out) {
   Vector<OpHead> heads;
   FRUGAL_TRY(take_list(count, &heads));
   for (const OpHead& head : heads) out->numbers.at.push_back(head.number);
@@ -179,7 +180,7 @@ Status TrainerLane::take_ops(uint64_t count, uint64_t of, bool declared, Ops* ou
   return FRUGAL_OK;
 }
 
-Status TrainerLane::prefetch(const Header& request) {
+Status TrainerRequestLoop::prefetch(const Header& request) {
   const uint64_t number = request.args[2];
   if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
   Ops ops;
@@ -194,7 +195,7 @@ Status TrainerLane::prefetch(const Header& request) {
   return FRUGAL_OK;
 }
 
-Status TrainerLane::step_begin(const Header& request) {
+Status TrainerRequestLoop::step_begin(const Header& request) {
   {
     // Not while others look at those of the step before.
     Lock lock(trainer_->process.mu);
@@ -225,7 +226,7 @@ Status TrainerLane::step_begin(const Header& request) {
 }
 
 // What the trainer is to do to lines that are its own.
-Status TrainerLane::answer_boundary() {
+Status TrainerRequestLoop::answer_boundary() {
   RemoteBoundary made;
   engine_->take_boundary(*trainer_, &made);
   if (made.number == 0) return FRUGAL_OK;
@@ -253,7 +254,7 @@ Status TrainerLane::answer_boundary() {
   return FRUGAL_OK;
 }
 
-Status TrainerLane::access(const Header& request) {
+Status TrainerRequestLoop::access(const Header& request) {
   if (request.args[1] > parts_.size()) return no_part("there are not so many parts");
   {
     // Those whose answer the trainer could not take, for lack of memory.
@@ -273,7 +274,7 @@ Status TrainerLane::access(const Header& request) {
   return answer_parts(from);
 }
 
-Status TrainerLane::answer_parts(size_t from) {
+Status TrainerRequestLoop::answer_parts(size_t from) {
   for (size_t i = from; i < parts_.size(); ++i) {
     const RemotePart& r = parts_[i];
     Part& p = *r.part;
@@ -314,13 +315,13 @@ Status TrainerLane::answer_parts(size_t from) {
 }
 
 // Rows of a part that was declared and not used may be reserved only: nobody writes to those.
-bool TrainerLane::may_push(const RemotePart& p, const TableRef& table) {
+bool TrainerRequestLoop::may_push(const RemotePart& p, const TableRef& table) {
   return p.table == table && p.used && p.part->resolved();
 }
 
 // A list of rows that the trainer has made of several pushes: each of them is in a part of its
 // step.
-Status TrainerLane::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
+Status TrainerRequestLoop::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
   uint64_t most = 0;  // before memory is taken: what it says is no proof
   for (const RemotePart& p : parts_)
     if (may_push(p, table)) most += p.part->distinct;
@@ -346,7 +347,7 @@ Status TrainerLane::joined_part(const PushPlace& push, const TableRef& table, Pa
   return FRUGAL_OK;
 }
 
-Status TrainerLane::step_end(const Header& request) {
+Status TrainerRequestLoop::step_end(const Header& request) {
   const uint64_t step = request.args[0], pushes = request.args[2];
   RemoteCounts counts;
   FRUGAL_TRY(take(&counts, sizeof counts));

@@ -1,6 +1,6 @@
-#include "process/talk.h"
+#include "process/rpc_client.h"
 
-#include "process/patience.h"
+#include "process/spin_policy.h"
 
 namespace frugal {
 namespace {
@@ -13,13 +13,13 @@ uint64_t answer_until(uint64_t at) {
   return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs;
 }
 
-Status Talk::request(const Exchange& e) {
+Status RpcClient::request(const Exchange& e) {
   ++sequence_;
   FRUGAL_TRY(controller_.check());
   Header h{};
   h.type = static_cast<uint32_t>(e.call);
   h.sequence = sequence_;
-  h.status = Patience::processor();
+  h.status = SpinPolicy::processor();
   std::copy(std::begin(e.args), std::end(e.args), h.args);
   return not_answered(channel_->send(h, e.pieces.data(), e.pieces.size(), overdue(e)));
 }
@@ -27,13 +27,13 @@ Status Talk::request(const Exchange& e) {
 // The controller keeps to the call's time-out, which may be a short slice of a long wait. One that
 // does not answer for the engine's time-out is as good as gone: what it would say later fits to
 // nothing.
-uint64_t Talk::overdue(const Exchange& e) const {
+uint64_t RpcClient::overdue(const Exchange& e) const {
   return answer_until(std::max(e.until, controller_.deadline().at));
 }
 
 // The engine's closing, or the end of the controller, is why a channel is cut if either has begun:
 // who cuts for such a reason marks it first.
-Status Talk::not_answered(Status s) {
+Status RpcClient::not_answered(Status s) {
   if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_PEER_LOST) return s;
   if (s == FRUGAL_ERR_TIMEOUT) channel_->cut();
   FRUGAL_TRY(controller_.check());
@@ -42,8 +42,8 @@ Status Talk::not_answered(Status s) {
               "the controller's process does not answer: close the engine, or the trainer");
 }
 
-Status Talk::begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered,
-                          uint64_t* bytes) {
+Status RpcClient::begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered,
+                               uint64_t* bytes) {
   channel_->set_together(h.type & kTogether);
   if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != sequence_) {
     channel_->cut();

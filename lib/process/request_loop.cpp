@@ -1,10 +1,10 @@
-#include "process/lane.h"
+#include "process/request_loop.h"
 
 #include <algorithm>
 #include <cstring>
 
 #include "base/assert.h"
-#include "process/patience.h"
+#include "process/spin_policy.h"
 
 namespace frugal {
 namespace {
@@ -20,13 +20,13 @@ constexpr size_t kFailurePieces = 2;
 
 }  // namespace
 
-Lane::Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner,
-           uint64_t peer)
+RequestLoop::RequestLoop(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel,
+                         RequestLoopOwner* owner, uint64_t peer)
     : engine_(std::move(engine)), channel_(std::move(channel)), owner_(owner), peer_(peer) {}
 
-Lane::~Lane() = default;
+RequestLoop::~RequestLoop() = default;
 
-Status Lane::start() {
+Status RequestLoop::start() {
   pieces_.reserve(kFailurePieces);  // to tell that there is no memory takes none
   try {
     thread_ = quiet_thread([this] { loop(); });
@@ -36,15 +36,15 @@ Status Lane::start() {
   return FRUGAL_OK;
 }
 
-void Lane::end() noexcept {
+void RequestLoop::end() noexcept {
   cut();
   if (thread_.joinable()) thread_.join();
 }
 
-void Lane::begins(const Header&, Patience&) {}
-void Lane::answered(const Header&, Status, uint64_t, uint64_t) {}
+void RequestLoop::begins(const Header&, SpinPolicy&) {}
+void RequestLoop::answered(const Header&, Status, uint64_t, uint64_t) {}
 
-void Lane::loop() {
+void RequestLoop::loop() {
   // Who was only stopped learns of it when it goes on.
   struct Closing {
     Channel& channel;
@@ -57,7 +57,7 @@ void Lane::loop() {
   if (owner_ && !cut_.load()) owner_->broken(peer_, of_trainer());
 }
 
-Status Lane::receive(Header* request) {
+Status RequestLoop::receive(Header* request) {
   BufferPool& own = engine_->own_pool();
   if (own.bytes_kept() > kIdleBytes) {
     // What is left of a request that has failed comes in its own time: that is not idleness.
@@ -69,17 +69,17 @@ Status Lane::receive(Header* request) {
   return channel_->receive(request, UINT64_MAX);
 }
 
-void Lane::serve() {
+void RequestLoop::serve() {
   Header request;
-  Patience patience(engine_->config().world_size, channel_.get());
+  SpinPolicy spin_policy(engine_->config().world_size, channel_.get());
   // Between two steps more follows at once; inside of one the trainer computes.
   bool between = false;
   Call last = Call::kInside;
-  patience.set(last, kLookNs);
+  spin_policy.set(last, kLookNs);
   while (receive(&request) == FRUGAL_OK) {
-    patience.waited(last);
+    spin_policy.waited(last);
     FRUGAL_ASSERT(pieces_.empty() && kept_.empty());  // of the answer before
-    begins(request, patience);
+    begins(request, spin_policy);
     std::fill(std::begin(args_), std::end(args_), 0);
     const uint64_t began = now_ns();
     begin_call();
@@ -97,14 +97,14 @@ void Lane::serve() {
     const Call call = static_cast<Call>(request.type);
     if (call != Call::kPrefetch) between = call == Call::kStepEnd;
     last = call;
-    patience.set(call, between ? kSoonNs : kLookNs);
+    spin_policy.set(call, between ? kSoonNs : kLookNs);
     if (answer(request, status) != FRUGAL_OK || broken_) return;
     pieces_.clear();
     kept_.clear();
   }
 }
 
-Status Lane::answer(const Header& request, Status status) {
+Status RequestLoop::answer(const Header& request, Status status) {
   Header answer{};
   answer.type = request.type | (channel_->together() ? kTogether : 0);
   answer.sequence = request.sequence;
@@ -125,17 +125,17 @@ Status Lane::answer(const Header& request, Status status) {
 }
 
 // The library cannot have sent it: the channel ends.
-Status Lane::broken(const char* what) {
+Status RequestLoop::broken(const char* what) {
   broken_ = true;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
 }
 
-Status Lane::take(void* out, uint64_t bytes) {
+Status RequestLoop::take(void* out, uint64_t bytes) {
   if (bytes > channel_->payload_left()) return broken("it is shorter than it says");
   return channel_->read(out, bytes, UINT64_MAX);
 }
 
-Status Lane::take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out) {
+Status RequestLoop::take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out) {
   // The pool looks at what is available before it takes more of that.
   if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
@@ -155,7 +155,7 @@ Status Lane::take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffe
 }
 
 // Pieces of the answer are of what is kept.
-Status Lane::read(const Header& request, Trainer* trainer) {
+Status RequestLoop::read(const Header& request, Trainer* trainer) {
   const uint64_t count = request.args[0];
   Vector<ReadHead> heads;
   FRUGAL_TRY(take_list(count, &heads));

@@ -1,5 +1,5 @@
 // What an attached process asks over a channel, whose other side is the test's.
-#include "process/talk.h"
+#include "process/rpc_client.h"
 
 #include <string>
 #include <thread>
@@ -18,10 +18,10 @@ class TalkTest : public testing::Test {
   void SetUp() override {
     ASSERT_OK(Channel::create(kRing, nullptr, &controller));
     std::unique_ptr<Channel> trainer;
-    EXPECT_FALSE(talk.opened());
+    EXPECT_FALSE(rpc.opened());
     ASSERT_OK(Channel::attach(dup(controller->up_fd()), dup(controller->down_fd()), -1, &trainer));
-    talk.open(std::move(trainer));
-    EXPECT_TRUE(talk.opened());
+    rpc.open(std::move(trainer));
+    EXPECT_TRUE(rpc.opened());
   }
   // The controller's answer, which may be there before it is asked for.
   void answer(Call call, uint64_t sequence, Status status = FRUGAL_OK, uint64_t arg = 0,
@@ -47,10 +47,10 @@ class TalkTest : public testing::Test {
     if (error) *error = e;
     return s == FRUGAL_OK ? "" : std::string(status_name(s)) + ": " + e.message;
   }
-  std::string ask(Exchange e) { return told(talk.ask(e, nothing_more)); }
+  std::string ask(Exchange e) { return told(rpc.ask(e, nothing_more)); }
   // Of a request whose answer has begun to come.
   std::string take(const Header& h, Exchange& e, bool* answered) {
-    return told(talk.take_answer(h, kNever, e, nothing_more, answered));
+    return told(rpc.take_answer(h, kNever, e, nothing_more, answered));
   }
   static void expect_in(const std::string& part, const std::string& text) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
@@ -58,7 +58,7 @@ class TalkTest : public testing::Test {
 
   Asker asker{FRUGAL_TIMEOUT_INFINITE};
   std::unique_ptr<Channel> controller;
-  Talk talk{asker.controller()};
+  RpcClient rpc{asker.controller()};
 };
 
 const Exchange kFlush{Call::kFlush, {1}, {}};
@@ -74,7 +74,7 @@ TEST_F(TalkTest, ARequestHasItsCallAndItsPieces) {
     e.add("abc", 3);
     e.add("de", 2);
     EXPECT_EQ(e.pieces.size(), 2u);
-    ASSERT_OK(talk.request(e));
+    ASSERT_OK(rpc.request(e));
     Header h;
     ASSERT_OK(controller->receive(&h, kNever));
     EXPECT_EQ(h.type, static_cast<uint32_t>(Call::kPut));
@@ -92,7 +92,7 @@ TEST_F(TalkTest, AnAnswerHasItsArgumentsAndItsPayload) {
   answer(Call::kGet, 1, FRUGAL_OK, 42, "payload");
   Exchange e{Call::kGet, {1, 2, 3, 4, 5}, {}};
   std::string got;
-  ASSERT_OK(talk.ask(e, [&](Channel& channel, uint64_t bytes, uint64_t until) {
+  ASSERT_OK(rpc.ask(e, [&](Channel& channel, uint64_t bytes, uint64_t until) {
     EXPECT_EQ(until, kNever);
     got.resize(bytes);
     return channel.read(got.data(), bytes, until);
@@ -121,7 +121,7 @@ TEST_F(TalkTest, AskAndAnswerAreLongerThanTheRing) {
   Exchange e{Call::kPut, {}, {}};
   e.add(sent.data(), sent.size());
   std::string got;
-  EXPECT_OK(talk.ask(e, [&](Channel& channel, uint64_t bytes, uint64_t until) {
+  EXPECT_OK(rpc.ask(e, [&](Channel& channel, uint64_t bytes, uint64_t until) {
     got.resize(bytes);
     return channel.read(got.data(), bytes, until);
   }));
@@ -132,10 +132,10 @@ TEST_F(TalkTest, AskAndAnswerAreLongerThanTheRing) {
 
 TEST_F(TalkTest, MoreIsDoneBetweenARequestAndItsAnswer) {
   Exchange e = kFlush;
-  ASSERT_OK(talk.request(e));
+  ASSERT_OK(rpc.request(e));
   answer(Call::kFlush, 1, FRUGAL_OK, 9);
   Header h;
-  ASSERT_OK(talk.channel().receive(&h, kNever));
+  ASSERT_OK(rpc.channel().receive(&h, kNever));
   bool answered = false;
   EXPECT_EQ(take(h, e, &answered), "");
   EXPECT_TRUE(answered);
@@ -150,7 +150,7 @@ TEST_F(TalkTest, AnswersTellWhetherBothAreOnOneProcessor) {
                     : Call::kFlush,
            ++sequence);
     EXPECT_EQ(ask(kFlush), "");
-    EXPECT_EQ(talk.channel().together(), together);
+    EXPECT_EQ(rpc.channel().together(), together);
   }
 }
 
@@ -159,7 +159,7 @@ TEST_F(TalkTest, WhatTakesAnAnswerMayFail) {
   answer(Call::kGet, 1, FRUGAL_OK, 0, "rows");
   answer(Call::kFlush, 2);
   Exchange e{Call::kGet, {}, {}};
-  EXPECT_EQ(told(talk.ask(e, [](Channel&, uint64_t, uint64_t) {
+  EXPECT_EQ(told(rpc.ask(e, [](Channel&, uint64_t, uint64_t) {
               return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for %s", "rows");
             })),
             "FRUGAL_ERR_OUT_OF_MEMORY: no memory for rows");
@@ -173,7 +173,7 @@ TEST_F(TalkTest, ARefusalComesAsTheControllerMetIt) {
   answer(Call::kFlush, 2);
   Exchange e = kFlush;
   frugal_error error;
-  EXPECT_EQ(told(talk.ask(e, nothing_more), &error), "FRUGAL_ERR_NAN: row 5 is none");
+  EXPECT_EQ(told(rpc.ask(e, nothing_more), &error), "FRUGAL_ERR_NAN: row 5 is none");
   EXPECT_EQ(error.system_code, 12);
   EXPECT_EQ(error.device_code, 34);
   EXPECT_EQ(e.args[0], 1u);  // as it was asked
@@ -182,10 +182,10 @@ TEST_F(TalkTest, ARefusalComesAsTheControllerMetIt) {
 
 TEST_F(TalkTest, ARefusalIsWhatTheControllerHasAnswered) {
   Exchange e = kFlush;
-  ASSERT_OK(talk.request(e));
+  ASSERT_OK(rpc.request(e));
   answer(Call::kFlush, 1, FRUGAL_ERR_NAN, 0, failed(0, 0, "no number"));
   Header h;
-  ASSERT_OK(talk.channel().receive(&h, kNever));
+  ASSERT_OK(rpc.channel().receive(&h, kNever));
   bool answered = false;
   EXPECT_EQ(take(h, e, &answered), "FRUGAL_ERR_NAN: no number");
   EXPECT_TRUE(answered);
@@ -212,7 +212,7 @@ TEST_F(TalkTest, ARefusalMayHaveAnyText) {
   frugal_error error;
   Exchange e = kFlush;
   answer(Call::kFlush, sequence + 1, FRUGAL_ERR_NAN, 0, "short");  // than its codes
-  EXPECT_EQ(told(talk.ask(e, nothing_more), &error), "FRUGAL_ERR_NAN: ");
+  EXPECT_EQ(told(rpc.ask(e, nothing_more), &error), "FRUGAL_ERR_NAN: ");
   EXPECT_EQ(error.system_code, 0);
   answer(Call::kFlush, sequence + 2);
   EXPECT_EQ(ask(kFlush), "");
@@ -222,7 +222,7 @@ TEST_F(TalkTest, ARefusalMayHaveAnyText) {
 TEST_F(TalkTest, AControllerThatStopsIsLost) {
   answer(Call::kFlush, 1, FRUGAL_ERR_CLOSED, 0, failed(0, 0, "the engine was closed"));
   expect_in("PEER_LOST: the controller is stopping", ask(kFlush));
-  EXPECT_FALSE(talk.channel().is_cut());
+  EXPECT_FALSE(rpc.channel().is_cut());
 }
 
 // --- Answers to no question ----------------------------------------------------------------------
@@ -230,25 +230,25 @@ TEST_F(TalkTest, AControllerThatStopsIsLost) {
 TEST_F(TalkTest, AnAnswerOfAnotherCallBreaksTheProtocol) {
   answer(Call::kGet, 1);
   expect_in(kBroken, ask(kFlush));
-  ASSERT_TRUE(talk.channel().is_cut());
+  ASSERT_TRUE(rpc.channel().is_cut());
   expect_in(kCut, ask(kFlush));
 }
 
 TEST_F(TalkTest, AnAnswerOfAnotherRequestBreaksTheProtocol) {
   Exchange e = kFlush;
-  ASSERT_OK(talk.request(e));  // nobody waits for what is answered to it
+  ASSERT_OK(rpc.request(e));  // nobody waits for what is answered to it
   answer(Call::kFlush, 1);
   expect_in(kBroken, ask(kFlush));
-  EXPECT_TRUE(talk.channel().is_cut());
+  EXPECT_TRUE(rpc.channel().is_cut());
 }
 
 // A request that could not be made has its number all the same.
 TEST_F(TalkTest, AnAnswerToWhatWasNotAskedBreaksTheProtocol) {
   Exchange e = kFlush;
-  ASSERT_OK(talk.request(e));
+  ASSERT_OK(rpc.request(e));
   answer(Call::kFlush, 2);
   Header h;
-  ASSERT_OK(talk.channel().receive(&h, kNever));
+  ASSERT_OK(rpc.channel().receive(&h, kNever));
   bool answered = true;
   expect_in(kBroken, take(h, e, &answered));
   EXPECT_FALSE(answered);
@@ -261,9 +261,9 @@ TEST_F(TalkTest, AnAnswerMayBeLate) {
   EXPECT_EQ(answer_until(kNever - kGrace - 1), kNever - 1);
   EXPECT_EQ(answer_until(kNever - kGrace), kNever);
   EXPECT_EQ(answer_until(kNever), kNever);
-  EXPECT_EQ(talk.overdue(kFlush), kNever);  // with this engine's time-out
+  EXPECT_EQ(rpc.overdue(kFlush), kNever);  // with this engine's time-out
   Asker soon(1);
-  const Talk brief(soon.controller());
+  const RpcClient brief(soon.controller());
   const uint64_t before = soon.controller().deadline().at, answer = brief.overdue(kFlush);
   EXPECT_GE(answer, answer_until(before));
   EXPECT_LE(answer, answer_until(soon.controller().deadline().at));
@@ -279,7 +279,7 @@ TEST_F(TalkTest, TheRestOfAnAnswerHasItsOwnTime) {
   Exchange e = kFlush;
   for (uint64_t late : {uint64_t{1}, kNever}) {
     Asker soon(1);
-    Talk brief(soon.controller());
+    RpcClient brief(soon.controller());
     std::unique_ptr<Channel> there, here;
     ASSERT_OK(Channel::create(kRing, nullptr, &there));
     ASSERT_OK(Channel::attach(dup(there->up_fd()), dup(there->down_fd()), -1, &here));
@@ -302,14 +302,14 @@ TEST_F(TalkTest, TheRestOfAnAnswerHasItsOwnTime) {
 }
 
 TEST_F(TalkTest, ANoneAnswererIsAsGoodAsGone) {
-  EXPECT_EQ(talk.not_answered(FRUGAL_OK), FRUGAL_OK);
-  EXPECT_EQ(talk.not_answered(FRUGAL_ERR_NAN), FRUGAL_ERR_NAN);
-  EXPECT_EQ(talk.not_answered(FRUGAL_ERR_PEER_LOST), FRUGAL_ERR_PEER_LOST);
-  EXPECT_FALSE(talk.channel().is_cut());
-  EXPECT_EQ(told(talk.not_answered(FRUGAL_ERR_TIMEOUT)),
+  EXPECT_EQ(rpc.not_answered(FRUGAL_OK), FRUGAL_OK);
+  EXPECT_EQ(rpc.not_answered(FRUGAL_ERR_NAN), FRUGAL_ERR_NAN);
+  EXPECT_EQ(rpc.not_answered(FRUGAL_ERR_PEER_LOST), FRUGAL_ERR_PEER_LOST);
+  EXPECT_FALSE(rpc.channel().is_cut());
+  EXPECT_EQ(told(rpc.not_answered(FRUGAL_ERR_TIMEOUT)),
             "FRUGAL_ERR_PEER_LOST: the controller's process does not answer: close the engine, or "
             "the trainer");
-  EXPECT_TRUE(talk.channel().is_cut());  // what it says later fits to nothing
+  EXPECT_TRUE(rpc.channel().is_cut());  // what it says later fits to nothing
 }
 
 // --- The controller goes away --------------------------------------------------------------------
@@ -335,8 +335,8 @@ class TalkUntil : public testing::TestWithParam<End> {
     std::unique_ptr<Channel> there, here;
     ASSERT_OK(Channel::create(kRing, nullptr, &there));
     ASSERT_OK(Channel::attach(dup(there->up_fd()), dup(there->down_fd()), -1, &here));
-    Talk talk(asker.controller());
-    talk.open(std::move(here));
+    RpcClient rpc(asker.controller());
+    rpc.open(std::move(here));
     const auto end = [&] {
       if (GetParam() == End::kClosed) asker.controller().begin_close();
       if (GetParam() == End::kLost) {
@@ -344,9 +344,9 @@ class TalkUntil : public testing::TestWithParam<End> {
         EXPECT_TRUE(asker.controller().see_end(FRUGAL_ERR_PEER_LOST));
         EXPECT_EQ(asker.cuts(), 1);
       }
-      talk.channel().cut();
+      rpc.channel().cut();
     };
-    const Status s = where(talk, *there, end);
+    const Status s = where(rpc, *there, end);
     const bool closed = GetParam() == End::kClosed;
     EXPECT_EQ(s, closed ? FRUGAL_ERR_CLOSED : FRUGAL_ERR_PEER_LOST);
     const std::string text = LastMessage(),
@@ -357,13 +357,13 @@ class TalkUntil : public testing::TestWithParam<End> {
   }
   // The end comes when the controller has the request's header.
   template <class End>
-  static Status ask_until(Talk& talk, Channel& there, End end, Exchange e) {
+  static Status ask_until(RpcClient& rpc, Channel& there, End end, Exchange e) {
     std::thread serves([&] {
       Header h;
       EXPECT_OK(there.receive(&h, kNever));
       end();
     });
-    const Status s = talk.ask(e, nothing_more);
+    const Status s = rpc.ask(e, nothing_more);
     serves.join();
     return s;
   }
@@ -387,30 +387,30 @@ class TalkUntil : public testing::TestWithParam<End> {
 };
 
 TEST_P(TalkUntil, BeforeTheRequest) {
-  at([](Talk& talk, Channel&, auto end) {
+  at([](RpcClient& rpc, Channel&, auto end) {
     end();
-    return talk.request(kFlush);
+    return rpc.request(kFlush);
   });
 }
 
 TEST_P(TalkUntil, BeforeTheAnswer) {
-  at([](Talk& talk, Channel& there, auto end) { return ask_until(talk, there, end, kFlush); });
+  at([](RpcClient& rpc, Channel& there, auto end) { return ask_until(rpc, there, end, kFlush); });
 }
 
 TEST_P(TalkUntil, InTheMiddleOfTheRequest) {
-  at([](Talk& talk, Channel& there, auto end) {
+  at([](RpcClient& rpc, Channel& there, auto end) {
     const std::string more(3 * kRing, 'm');
     Exchange e = kFlush;
     e.add(more.data(), more.size());
-    return ask_until(talk, there, end, e);
+    return ask_until(rpc, there, end, e);
   });
 }
 
 TEST_P(TalkUntil, InTheMiddleOfTheAnswer) {
-  at([](Talk& talk, Channel& there, auto end) {
+  at([](RpcClient& rpc, Channel& there, auto end) {
     send_begun(there, FRUGAL_OK, 2 * kRing);
     Exchange e = kFlush;
-    return talk.ask(e, [&](Channel& channel, uint64_t bytes, uint64_t until) {
+    return rpc.ask(e, [&](Channel& channel, uint64_t bytes, uint64_t until) {
       EXPECT_EQ(bytes, 2 * kRing);
       EXPECT_OK(channel.skip(100, until));
       end();
@@ -421,17 +421,17 @@ TEST_P(TalkUntil, InTheMiddleOfTheAnswer) {
 
 // What was refused is not known then.
 TEST_P(TalkUntil, InTheMiddleOfARefusal) {
-  at([](Talk& talk, Channel& there, auto end) {
-    EXPECT_OK(talk.request(kFlush));
+  at([](RpcClient& rpc, Channel& there, auto end) {
+    EXPECT_OK(rpc.request(kFlush));
     EXPECT_OK(send(there, FRUGAL_OK, kRing - 256, kNever));  // leaves little room
     send_begun(there, FRUGAL_ERR_NAN, kRing);
     Header h;
-    for (int i = 0; i < 2; ++i) EXPECT_OK(talk.channel().receive(&h, kNever));
+    for (int i = 0; i < 2; ++i) EXPECT_OK(rpc.channel().receive(&h, kNever));
     EXPECT_EQ(h.payload, kRing);
     end();
     Exchange e = kFlush;
     bool answered = true;
-    const Status s = talk.take_answer(h, kNever, e, nothing_more, &answered);
+    const Status s = rpc.take_answer(h, kNever, e, nothing_more, &answered);
     EXPECT_FALSE(answered);
     return s;
   });

@@ -34,9 +34,9 @@ struct Exchange {
 // For an answer without a payload.
 inline Status nothing_more(Channel&, uint64_t, uint64_t) { return FRUGAL_OK; }
 
-class Talk {
+class RpcClient {
  public:
-  explicit Talk(Controller& controller) : controller_(controller) {}
+  explicit RpcClient(Controller& controller) : controller_(controller) {}
   void open(std::unique_ptr<Channel> channel) {
     FRUGAL_ASSERT(!channel_);
     channel_ = std::move(channel);

@@ -2,17 +2,17 @@
 #pragma once
 #include <memory>
 
-#include "process/lane.h"
+#include "process/request_loop.h"
 
 namespace frugal {
 
-class ProcessLane final : public Lane {
+class ProcessRequestLoop final : public RequestLoop {
  public:
   // `observes`: changes nothing.
-  ProcessLane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, bool observes,
-              LaneOwner* owner = nullptr, uint64_t peer = 0)
-      : Lane(std::move(engine), std::move(channel), owner, peer), observes_(observes) {}
-  ~ProcessLane();
+  ProcessRequestLoop(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel,
+                     bool observes, RequestLoopOwner* owner = nullptr, uint64_t peer = 0)
+      : RequestLoop(std::move(engine), std::move(channel), owner, peer), observes_(observes) {}
+  ~ProcessRequestLoop();
 
  private:
   Status handle(const Header& request) override;

@@ -3,17 +3,19 @@
 #include <atomic>
 #include <memory>
 
-#include "process/lane.h"
+#include "process/request_loop.h"
 #include "process/staging.h"
 
 namespace frugal {
 
-class TrainerLane final : public Lane, private UsedElsewhere {
+class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
  public:
-  TrainerLane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel,
-              LaneOwner* owner = nullptr, uint64_t peer = 0)
-      : Lane(std::move(engine), std::move(channel), owner, peer), trainer_(std::move(trainer)) {}
-  ~TrainerLane();
+  TrainerRequestLoop(std::shared_ptr<Engine> engine, TrainerRef trainer,
+                     std::shared_ptr<Channel> channel, RequestLoopOwner* owner = nullptr,
+                     uint64_t peer = 0)
+      : RequestLoop(std::move(engine), std::move(channel), owner, peer),
+        trainer_(std::move(trainer)) {}
+  ~TrainerRequestLoop();
   Status start() override;
   // Its trainer has lost its place: it is to ask before it reads anything more.
   void tell_lost() noexcept {
@@ -26,7 +28,7 @@ class TrainerLane final : public Lane, private UsedElsewhere {
 
  private:
   Status handle(const Header& request) override;
-  void begins(const Header& request, Patience& patience) override;
+  void begins(const Header& request, SpinPolicy& spin_policy) override;
   void answered(const Header& request, Status status, uint64_t began, uint64_t now) override;
   TrainerRef of_trainer() const override { return trainer_; }
   Status no_part(const char* what);

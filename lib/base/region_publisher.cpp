@@ -1,4 +1,4 @@
-#include "base/teller.h"
+#include "base/region_publisher.h"
 
 #include <sys/socket.h>
 
@@ -28,18 +28,18 @@ Status cannot_tell() {
 
 }  // namespace
 
-void Teller::Reader::close() const noexcept {
+void RegionPublisher::Reader::close() const noexcept {
   ForkedDescriptors::close(socket);
   ForkedDescriptors::close(connection);
 }
 
-Teller::~Teller() {
+RegionPublisher::~RegionPublisher() {
   Lock lock(mu_);
   for (const Reader& r : readers_) r.close();
 }
 
 // False: the system is short of something. That is no reader's fault.
-bool Teller::tell(const RegionNews& news, int fd) noexcept {
+bool RegionPublisher::tell(const RegionNews& news, int fd) noexcept {
   bool told = true;
   std::erase_if(readers_, [&](const Reader& r) {
     const int refused = os_send(r.socket, &news, sizeof news, fd);
@@ -52,7 +52,7 @@ bool Teller::tell(const RegionNews& news, int fd) noexcept {
   return told;
 }
 
-void Teller::unlist(uint64_t place) noexcept {
+void RegionPublisher::unlist(uint64_t place) noexcept {
   const auto of = std::find_if(regions_.begin(), regions_.end(),
                                [&](const Region& r) { return r.place == place; });
   // Who cannot be told keeps it. No place in it is given out any more.
@@ -60,7 +60,7 @@ void Teller::unlist(uint64_t place) noexcept {
   regions_.erase(of);
 }
 
-Status Teller::come(const Mapping& memory, uint64_t* place, bool can_do_without) try {
+Status RegionPublisher::come(const Mapping& memory, uint64_t* place, bool can_do_without) try {
   Lock lock(mu_);
   *place = kNoPlace;
   if (can_do_without && regions_.size() >= kMostBeside) return FRUGAL_OK;
@@ -80,12 +80,12 @@ Status Teller::come(const Mapping& memory, uint64_t* place, bool can_do_without)
               "no memory to list shared memory; free some and call again");
 }
 
-void Teller::go(uint64_t place) noexcept {
+void RegionPublisher::go(uint64_t place) noexcept {
   Lock lock(mu_);
   unlist(place);
 }
 
-uint64_t Teller::place_of(const void* p) const {
+uint64_t RegionPublisher::place_of(const void* p) const {
   const char* at = static_cast<const char*>(p);
   Lock lock(mu_);
   for (const Region& r : regions_)
@@ -94,7 +94,7 @@ uint64_t Teller::place_of(const void* p) const {
   return kNoPlace;
 }
 
-Status Teller::add(int socket, int connection, uint64_t* id) try {
+Status RegionPublisher::add(int socket, int connection, uint64_t* id) try {
   Lock lock(mu_);
   readers_.reserve(readers_.size() + 1);
   for (const Region& r : regions_) {
@@ -110,7 +110,7 @@ Status Teller::add(int socket, int connection, uint64_t* id) try {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to tell another process of buffers; call again");
 }
 
-void Teller::forget(uint64_t id) noexcept {
+void RegionPublisher::forget(uint64_t id) noexcept {
   Lock lock(mu_);
   std::erase_if(readers_, [&](const Reader& r) {
     if (r.id != id) return false;
