@@ -82,8 +82,8 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
   phase_.await(lock, Phase::kAbort);
   // A step that all ranks have ended is not undone for want of memory.
   Status lacking = FRUGAL_OK;
-  while (committer_.owed() && committer_.one(&lacking)) phase_.await(lock, Phase::kAbort);
-  if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
+  while (committer_.stalled() && committer_.one(&lacking)) phase_.await(lock, Phase::kAbort);
+  if (committer_.stalled() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
   phase_.begin(Phase::kAbort);
   for (const TrainerRef& t : ranks_)
     if (t && t.get() != &by) {
@@ -96,7 +96,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
   if (!leaving) by.undo_pending.store(true);
   workers_.settle(lock, [&]() REQUIRES(control) { return records_.staged(); });
   *records = records_.take();
-  committer_.forget_owed();
+  committer_.forget_stalled();
   workers_.progress();
   *begun = true;
   return FRUGAL_OK;

@@ -25,13 +25,13 @@ bool Committer::one(Status* status) {
     phase_.begin(Phase::kCommit);
     begun = true;
     commit(step, *record, status);
-    if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
+    if (workers_.health() == FRUGAL_OK && stalled_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {
     // Nothing is committed. The next who has time and memory goes on from what there is of it.
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
-    const bool news = !owed_.exchange(true);
+    const bool news = !stalled_.exchange(true);
     // What has not even begun has changed nothing for who waits.
     if (begun) phase_.end(Phase::kCommit);
     else if (news) workers_.progress();

@@ -35,8 +35,8 @@ class Committer {
   // One step; it lets go of the engine's mutex meanwhile. False: there is none, or no memory.
   bool one(Status* status) REQUIRES(control);
   // A commit that there was no memory for: whoever waits, or has memory, makes it.
-  bool owed() const { return owed_.load(); }
-  void forget_owed() REQUIRES(control) { owed_.store(false); }  // its step is undone
+  bool stalled() const { return stalled_.load(); }
+  void forget_stalled() REQUIRES(control) { stalled_.store(false); }  // its step is undone
   // While it is held no step is committed. Before the engine's mutex.
   Mutex& boundary() { return boundary_; }
 
@@ -60,7 +60,7 @@ class Committer {
   Workers& workers_;
   EngineMemory& memory_;
   Meters& meters_;
-  std::atomic<bool> owed_{false};
+  std::atomic<bool> stalled_{false};
   Mutex boundary_;  // of caches
 };
 

@@ -49,9 +49,9 @@ Status Engine::set_stream(AnyTrainer& t, void* stream) {
 // --- Landing -------------------------------------------------------------------------------------
 
 bool Engine::land() {
-  if (committer_.owed()) {
+  if (committer_.stalled()) {
     if (committer_.ready() == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
-    if (!committer_.owed()) return true;
+    if (!committer_.stalled()) return true;
   }
   if (!in_flight()) return false;
   Vector<FlightRef> flights = records_.flights();
@@ -81,11 +81,11 @@ bool Engine::land() {
 }
 
 Status Engine::land_all(Deadline deadline) {
-  auto landed = [&] { return !records_.flying() && !committer_.owed(); };
+  auto landed = [&] { return !records_.flying() && !committer_.stalled(); };
   if (landed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
   Status s = wait(deadline, nullptr, landed, [&] {
-    return committer_.owed() && (workers_.help(true) || flusher_.write(UINT64_MAX));
+    return committer_.stalled() && (workers_.help(true) || flusher_.write(UINT64_MAX));
   });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");

@@ -14,7 +14,7 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kImageBytes = 16 << 10;  // of rows that are written outside of steps
+constexpr size_t kBeforeImageBytes = 16 << 10;  // of rows that are written outside of steps
 
 }  // namespace
 
@@ -68,23 +68,24 @@ Status Ledger::add_table(uint64_t handle, const RowLayout& layout, const arith::
   std::shared_ptr<TableLedger> t(new TableLedger);
   t->ledger_ = shared_from_this();
   const size_t row = layout.bytes();
-  t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, LedgerImage::kMost));
+  t->rows_ =
+      static_cast<uint32_t>(std::clamp<size_t>(kBeforeImageBytes / row, 1, BeforeImage::kMost));
   // One for each thread that may be writing: flush threads, and callers that help.
-  t->count_ = std::min<uint32_t>(2 * cpu_count() + 4, LedgerImage::kMost);
-  const size_t bytes = (LedgerImage::values_at(t->rows_) + t->rows_ * row + 63) / 64 * 64;
+  t->count_ = std::min<uint32_t>(2 * cpu_count() + 4, BeforeImage::kMost);
+  const size_t bytes = (BeforeImage::values_at(t->rows_) + t->rows_ * row + 63) / 64 * 64;
   FRUGAL_TRY(pool_.get(sizeof(LedgerTable), &t->memory_));
-  FRUGAL_TRY(pool_.get(bytes * t->count_, &t->images_));
+  FRUGAL_TRY(pool_.get(bytes * t->count_, &t->before_images_));
   t->taken_ = Vector<TableLedger::Taken>(t->count_);
   t->table_ = new (t->memory_.data()) LedgerTable{};
   t->table_->handle.store(handle);
   t->table_->lost.store(kNoStep);
   t->table_->first.store(kNoPlace);
-  t->table_->images = place_of(t->images_.data());
-  t->table_->image_bytes = bytes;
-  t->table_->image_count = t->count_;
-  t->table_->image_rows = t->rows_;
+  t->table_->before_images = place_of(t->before_images_.data());
+  t->table_->before_image_bytes = bytes;
+  t->table_->before_image_count = t->count_;
+  t->table_->before_image_rows = t->rows_;
   t->table_->init = init;
-  for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) LedgerImage{{kNoPlace}, 0};
+  for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) BeforeImage{{kNoPlace}, 0};
   *out = std::move(t);
   return FRUGAL_OK;
 }
@@ -103,8 +104,8 @@ void TableLedger::forget() noexcept {
 
 uint64_t TableLedger::place() const { return ledger_->place_of(table_); }
 
-LedgerImage& TableLedger::at(uint32_t i) const {
-  return *reinterpret_cast<LedgerImage*>(images_.data() + i * table_->image_bytes);
+BeforeImage& TableLedger::at(uint32_t i) const {
+  return *reinterpret_cast<BeforeImage*>(before_images_.data() + i * table_->before_image_bytes);
 }
 
 uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept {
@@ -112,9 +113,9 @@ uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept
   const auto* record = static_cast<const Record*>(write.purpose().record);
   switch (write.purpose().what) {
     case What::kNew:
-      return kNoImage;  // a row that does not exist is not read out
+      return kNoBeforeImage;  // a row that does not exist is not read out
     case What::kUpdate:
-      if (!record) return kNoImage;
+      if (!record) return kNoBeforeImage;
       break;
     case What::kOutside:
       break;
@@ -128,9 +129,9 @@ uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept
 // Each row is kept, and told of, when its turn comes.
 void TableLedger::begin_update(const RowWrite& write, const Record& record, uint32_t i,
                                device::Undo* undo) {
-  LedgerImage& image = at(i);
-  undo->slot = slots_of(image);
-  undo->values = values_of(image);
+  BeforeImage& before_image = at(i);
+  undo->slot = slots_of(before_image);
+  undo->values = values_of(before_image);
   const device::RowsView rows = write.rows();
   if (rows.state_pitch) undo->state = device::behind(undo->values, rows_ * rows.value_pitch);
   undo->rows = write.purpose().entries;
@@ -143,39 +144,39 @@ void TableLedger::begin_update(const RowWrite& write, const Record& record, uint
     undo->instead = tell;
     undo->context = &taken;
   }
-  image.rows = 1;
-  *undo->slot = LedgerImage::kNoRow;
-  image.update.store(ledger_->place_of(record.update), std::memory_order_release);
+  before_image.rows = 1;
+  *undo->slot = BeforeImage::kNoRow;
+  before_image.update.store(ledger_->place_of(record.update), std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   ledger_point();
 }
 
 // All rows are kept, since they are written in any order.
-void TableLedger::begin_outside(const RowWrite& write, LedgerImage& image) {
+void TableLedger::begin_outside(const RowWrite& write, BeforeImage& before_image) {
   const device::RowsView rows = write.rows();
   const size_t n = write.size();
   FRUGAL_ASSERT(n <= rows_);
-  uint32_t* slots = slots_of(image);
+  uint32_t* slots = slots_of(before_image);
   device::RowsRef kept{};
-  kept.values = values_of(image);
+  kept.values = values_of(before_image);
   kept.value_pitch = rows.value_pitch;
   kept.state = device::behind(kept.values, rows_ * rows.value_pitch);
   kept.state_pitch = rows.state_pitch;
   for (size_t i = 0; i < n; ++i) slots[i] = write.slot(i);
-  image.rows = n;
+  before_image.rows = n;
   for (size_t i = 0; i < n; ++i) {
     std::memcpy(kept.row(i), rows.row(slots[i]), rows.dim * sizeof(device::Element));
     if (rows.state_pitch)
       std::memcpy(kept.state_row(i), rows.state_row(slots[i]), rows.state_pitch);
   }
   ledger_point();
-  image.update.store(LedgerImage::kOutside, std::memory_order_release);
+  before_image.update.store(BeforeImage::kOutside, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   ledger_point(&write.in_place(), slots, n);
 }
 
 void TableLedger::after(const RowWrite& write, uint32_t i) noexcept {
-  if (i == kNoImage) return;
+  if (i == kNoBeforeImage) return;
   const auto* record = static_cast<const Record*>(write.purpose().record);
   if (write.is_chunk_done()) {
     const size_t chunk = write.purpose().chunk;

@@ -65,15 +65,15 @@ struct LedgerUpdate {
   uint64_t ranks;             // so many LedgerTerms follow, ranks ascending
 };
 
-struct LedgerImage {
+struct BeforeImage {
   static constexpr uint64_t kOutside = UINT64_MAX - 1;  // rows are written outside of steps
   std::atomic<uint64_t>
       update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
   uint64_t rows;                 // 1 of an update
-  // uint32_t slots[image_rows]; from values_at() values, one every value_pitch, and then state, one
-  // every state_pitch
-  static constexpr size_t values_at(size_t image_rows) {
-    return (sizeof(LedgerImage) + image_rows * sizeof(uint32_t) + 63) / 64 * 64;
+  // uint32_t slots[before_image_rows]; from values_at() values, one every value_pitch, and then
+  // state, one every state_pitch
+  static constexpr size_t values_at(size_t before_image_rows) {
+    return (sizeof(BeforeImage) + before_image_rows * sizeof(uint32_t) + 63) / 64 * 64;
   }
   static constexpr uint64_t kMost = 64;  // images of a table, and rows in one
   static constexpr uint32_t kNoRow = UINT32_MAX;  // as a slot
@@ -87,8 +87,8 @@ struct LedgerTable {
       lost;  // the first step of which a committed update was given up unwritten; kNoStep: none
   std::atomic<uint64_t> first;  // update that is not wholly written
   std::atomic<uint64_t> slots;  // handed out so far, of a hashed table
-  uint64_t images;              // place of the first
-  uint64_t image_bytes, image_count, image_rows;
+  uint64_t before_images;       // place of the first
+  uint64_t before_image_bytes, before_image_count, before_image_rows;
   arith::InitSpec init;         // of rows that nobody has touched
 };
 
@@ -124,7 +124,7 @@ class TableLedger final : public HeapObject,
              std::shared_ptr<UpdateRecord>* record);
 
   uint32_t before(const RowWrite& write, device::Undo* undo) noexcept override;
-  void after(const RowWrite& write, uint32_t image) noexcept override;
+  void after(const RowWrite& write, uint32_t before_image) noexcept override;
   // Its record is of the former state. Who gives the table another kind has another record ready.
   void new_state() noexcept override {}
   size_t most_outside() const override { return rows_; }
@@ -139,24 +139,26 @@ class TableLedger final : public HeapObject,
     uint64_t* progress = nullptr;
     uint8_t* marks = nullptr;
   };
-  static constexpr uint32_t kNoImage = UINT32_MAX;
+  static constexpr uint32_t kNoBeforeImage = UINT32_MAX;
   TableLedger() = default;
   uint32_t take();
-  void begin_outside(const RowWrite& write, LedgerImage& image);
-  void begin_update(const RowWrite& write, const Record& record, uint32_t image,
+  void begin_outside(const RowWrite& write, BeforeImage& before_image);
+  void begin_update(const RowWrite& write, const Record& record, uint32_t before_image,
                     device::Undo* undo);
   static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i,
                    bool written);
-  LedgerImage& at(uint32_t i) const;
-  static uint32_t* slots_of(LedgerImage& image) { return reinterpret_cast<uint32_t*>(&image + 1); }
-  device::Element* values_of(LedgerImage& image) const {
-    return reinterpret_cast<device::Element*>(reinterpret_cast<char*>(&image) +
-                                              LedgerImage::values_at(rows_));
+  BeforeImage& at(uint32_t i) const;
+  static uint32_t* slots_of(BeforeImage& before_image) {
+    return reinterpret_cast<uint32_t*>(&before_image + 1);
+  }
+  device::Element* values_of(BeforeImage& before_image) const {
+    return reinterpret_cast<device::Element*>(reinterpret_cast<char*>(&before_image) +
+                                              BeforeImage::values_at(rows_));
   }
   void remove(Record* record) noexcept;
 
   std::shared_ptr<Ledger> ledger_;
-  Buffer memory_, images_;
+  Buffer memory_, before_images_;
   LedgerTable* table_ = nullptr;
   uint32_t rows_ = 0, count_ = 0;           // of an image, of images
   Vector<Taken> taken_;                     // by image

@@ -45,7 +45,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   Phase& phase = engine.phase_;
   String why;
   if (phase.await(lock, Phase::kOutside) &&
-      (engine.records_.flying() || engine.committer_.owed()) && !engine.ranks_.inside(&why)) {
+      (engine.records_.flying() || engine.committer_.stalled()) && !engine.ranks_.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);

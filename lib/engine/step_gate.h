@@ -17,8 +17,8 @@
 namespace frugal {
 
 // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
-// read must be linked, if priorities matter at all. (The marks of young rows tell a step from the
-// 62 after it.)
+// read must be linked, if priorities matter at all. (The marks of uncommitted rows tell a step from
+// the 62 after it.)
 inline uint64_t most_ahead(const frugal_config& c) {
   return c.staleness >= kRing ? Places::kMarks - 2 : Window::kHorizon - 2;
 }

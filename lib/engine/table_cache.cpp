@@ -78,8 +78,8 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
 }
 
 // Rows of the parts that the cache may have. Those that do not exist yet have nothing to cache,
-// young ones may be undone, those with pending updates (staleness) are not what the cache would
-// have to hold.
+// uncommitted ones may be undone, those with pending updates (staleness) are not what the cache
+// would have to hold.
 void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* slots) {
   const Placement placement = table_->window.placement();
   for (const PartRef& p : parts)
@@ -89,14 +89,14 @@ void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* 
     std::sort(slots->begin(), slots->end());
     slots->erase(std::unique(slots->begin(), slots->end()), slots->end());
   }
-  Vector<uint32_t> waiting, young;
-  table_->rows.collect_new(slots->data(), slots->size(), &waiting, &young);
+  Vector<uint32_t> waiting, uncommitted;
+  table_->rows.collect_new(slots->data(), slots->size(), &waiting, &uncommitted);
   auto has = [](const Vector<uint32_t>& list, uint32_t s) {
     return std::binary_search(list.begin(), list.end(), s);
   };
   auto waits = [&](uint32_t s) { return has(waiting, s) && index_.find(s) == RowCache::kNone; };
-  if (!waiting.empty() || !young.empty())
-    std::erase_if(*slots, [&](uint32_t s) { return has(young, s) || waits(s); });
+  if (!waiting.empty() || !uncommitted.empty())
+    std::erase_if(*slots, [&](uint32_t s) { return has(uncommitted, s) || waits(s); });
   if (!stale_) return;
   waiting.clear();
   table_->window.collect_pending(slots->data(), slots->size(), &waiting);

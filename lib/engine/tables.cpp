@@ -81,7 +81,7 @@ void Engine::shutdown() {
     again = phase_.close();
     if (again && !workers_.running() && tables_.size() == 0) return;
   }
-  if (!again && committer_.owed() && health() == FRUGAL_OK)
+  if (!again && committer_.stalled() && health() == FRUGAL_OK)
     log(0, "there is no memory to commit the last step: the engine is closed without it");
   workers_.stop();
   Vector<Thread> reapers;
@@ -343,7 +343,7 @@ Status Engine::first_step_allowed(uint64_t first_step) const {
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
-  if ((!phase_.may(Phase::kWhole) || committer_.owed()) &&
+  if ((!phase_.may(Phase::kWhole) || committer_.stalled()) &&
       first_step <= ranks_.to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));

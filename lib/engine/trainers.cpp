@@ -86,7 +86,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // A commit comes before the undoing of the step that the rank is inside of. Nobody could call again
 // when it is being closed.
 Status Engine::may_close(const Trainer& t) {
-  if (!t.in_step.load() || !committer_.owed()) return FRUGAL_OK;
+  if (!t.in_step.load() || !committer_.stalled()) return FRUGAL_OK;
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }

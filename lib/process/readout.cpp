@@ -230,31 +230,32 @@ Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updat
 }
 
 // Rows in the middle of their write.
-Status TableReadout::take_images(Reach& reach, const LedgerTable& record, const Updates& updates,
-                                 Vector<Torn>* torn) {
-  if (record.image_count > LedgerImage::kMost || record.image_rows == 0 ||
-      record.image_rows > LedgerImage::kMost || record.image_bytes == 0 || record.image_bytes % 64)
+Status TableReadout::take_before_images(Reach& reach, const LedgerTable& record,
+                                        const Updates& updates, Vector<Torn>* torn) {
+  if (record.before_image_count > BeforeImage::kMost || record.before_image_rows == 0 ||
+      record.before_image_rows > BeforeImage::kMost || record.before_image_bytes == 0 ||
+      record.before_image_bytes % 64)
     return damaged("a table's images");
-  for (uint64_t i = 0; i < record.image_count; ++i) {
-    const uint64_t place = record.images + i * record.image_bytes;
-    const LedgerImage* image = reach.at<LedgerImage>(place);
-    if (!image || !reach.at<char>(place, record.image_bytes))
+  for (uint64_t i = 0; i < record.before_image_count; ++i) {
+    const uint64_t place = record.before_images + i * record.before_image_bytes;
+    const BeforeImage* before_image = reach.at<BeforeImage>(place);
+    if (!before_image || !reach.at<char>(place, record.before_image_bytes))
       return reach.missing("a table's images");
-    const uint64_t update = image->update.load();
+    const uint64_t update = before_image->update.load();
     if (update == kNoPlace) continue;
-    const size_t header = LedgerImage::values_at(record.image_rows);
-    if (image->rows > record.image_rows ||
-        header + record.image_rows * layout_.bytes() > record.image_bytes)
+    const size_t header = BeforeImage::values_at(record.before_image_rows);
+    if (before_image->rows > record.before_image_rows ||
+        header + record.before_image_rows * layout_.bytes() > record.before_image_bytes)
       return damaged("a table's images");
     const Unwritten* of = nullptr;
     for (auto& u : updates)
       if (u->place == update) of = u.get();
-    if (!of && update != LedgerImage::kOutside) continue;  // it is wholly written
-    const uint32_t* slots = reinterpret_cast<const uint32_t*>(image + 1);
-    const char* values = reinterpret_cast<const char*>(image) + header;
-    const char* state = values + record.image_rows * layout_.value_pitch;
-    for (uint64_t k = 0; k < image->rows; ++k) {
-      if (slots[k] == LedgerImage::kNoRow) continue;
+    if (!of && update != BeforeImage::kOutside) continue;  // it is wholly written
+    const uint32_t* slots = reinterpret_cast<const uint32_t*>(before_image + 1);
+    const char* values = reinterpret_cast<const char*>(before_image) + header;
+    const char* state = values + record.before_image_rows * layout_.value_pitch;
+    for (uint64_t k = 0; k < before_image->rows; ++k) {
+      if (slots[k] == BeforeImage::kNoRow) continue;
       if (slots[k] >= slots_) return damaged("a table's images");
       auto missing = [&] {
         // Rows of a list ascend by slot.
@@ -277,7 +278,7 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
   Updates updates;
   Vector<Torn> torn;
   FRUGAL_TRY(take_updates(reach, record, &updates));
-  FRUGAL_TRY(take_images(reach, record, updates, &torn));
+  FRUGAL_TRY(take_before_images(reach, record, updates, &torn));
   std::sort(changed_.begin(), changed_.end());
   changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
   if (changed_.empty()) return FRUGAL_OK;

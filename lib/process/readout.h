@@ -71,8 +71,8 @@ class TableReadout : public HeapObject {
   Status take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from, Unwritten* u,
                     bool* seen) const;
   Status take_rows(Reach& reach, const LedgerUpdate& from, Unwritten* u) const;
-  Status take_images(Reach& reach, const LedgerTable& record, const Updates& updates,
-                     Vector<Torn>* torn);
+  Status take_before_images(Reach& reach, const LedgerTable& record, const Updates& updates,
+                            Vector<Torn>* torn);
   Status index_keys();
   bool exists(uint32_t slot) const;
   device::RowsRef copies() const;

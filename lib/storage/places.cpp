@@ -85,7 +85,7 @@ void Places::free(uint32_t slot) {
 
 void Places::remove(uint32_t s) {
   FRUGAL_ASSERT(exists(s));
-  young_ -= flag_mark(flag(s)) != 0;
+  uncommitted_ -= flag_mark(flag(s)) != 0;
   flags()[s] = kReserved;
   --existing_;
   reserved_.fetch_add(1, std::memory_order_relaxed);

@@ -53,7 +53,7 @@ class Places {
   // Slots that have been handed out: those below.
   uint64_t handed_out() const REQUIRES(mu) { return next_slot_; }
   uint64_t existing() const REQUIRES(mu) { return existing_; }
-  uint64_t young() const REQUIRES(mu) { return young_; }  // of them, that bear a mark
+  uint64_t uncommitted() const REQUIRES(mu) { return uncommitted_; }  // of them, that bear a mark
   uint64_t reserved() const { return reserved_.load(std::memory_order_relaxed); }  // or loading
 
   // A row of a lazy dense table is there.
@@ -96,7 +96,7 @@ class Places {
   uint64_t next_slot_ GUARDED_BY(mu) = 0;
   std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu) = nullptr;
   uint64_t existing_ GUARDED_BY(mu) = 0;
-  uint64_t young_ GUARDED_BY(mu) = 0;
+  uint64_t uncommitted_ GUARDED_BY(mu) = 0;
   std::atomic<uint64_t> reserved_{0};  // changed with mu held
 };
 
@@ -104,13 +104,13 @@ inline void Places::create(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(s < next_slot_ && !exists(s) && (flag(s) & kReserved) && mark <= kMarks);
   flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
   ++existing_;
-  young_ += mark != 0;
+  uncommitted_ += mark != 0;
   reserved_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 inline void Places::mark(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(exists(s));
-  young_ = young_ + (mark != 0) - (flag_mark(flag(s)) != 0);
+  uncommitted_ = uncommitted_ + (mark != 0) - (flag_mark(flag(s)) != 0);
   flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
 }
 

@@ -197,7 +197,7 @@ void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base,
                Vector<uint32_t>* created, Vector<uint32_t>* earlier) {
   if (!hashed_) return;
   Lock lock(places_.mu);
-  if (!has_reserved() && places_.young() == 0) return;
+  if (!has_reserved() && places_.uncommitted() == 0) return;
   const uint8_t mark = Places::mark_of(step);
   // Marks are those of uncommitted steps: by how many steps they are behind the first of these.
   auto age = [first = Places::mark_of(base)](uint8_t m) {
@@ -360,16 +360,16 @@ bool Rows::exists(uint32_t slot) {
 }
 
 void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
-                       Vector<uint32_t>* young) {
+                       Vector<uint32_t>* uncommitted) {
   if (!hashed_) return;
   for (size_t at = 0; at < n; at += Places::kAtOnce) {
     Lock lock(places_.mu);
-    if (!has_reserved() && places_.young() == 0) continue;
+    if (!has_reserved() && places_.uncommitted() == 0) continue;
     for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
       if (slots[i] >= kMissingSlot) continue;
       const uint8_t flag = places_.flag(slots[i]);
       if (flag & Places::kReserved) reserved->push_back(slots[i]);
-      if (Places::flag_mark(flag) != 0) young->push_back(slots[i]);
+      if (Places::flag_mark(flag) != 0) uncommitted->push_back(slots[i]);
     }
   }
 }

@@ -88,15 +88,15 @@ class Rows : public RowMemory {
   // Turns reserved rows among `slots` into existing ones.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
   // The same by an uncommitted step, of which `base` is the first: they bear its mark, in their
-  // flag byte, for who reads that without us, too. Such rows are *young*. Those of a later step
-  // bear the mark of this one from now on, for its undoing takes them back: they are appended to
-  // `earlier`. Uncommitted steps are less than Places::kMarks. Throws where there is no memory, and
-  // changes nothing then.
+  // flag byte, for who reads that without us, too. Such rows are *uncommitted*. Those of a later
+  // step bear the mark of this one from now on, for its undoing takes them back: they are appended
+  // to `earlier`. Uncommitted steps are less than Places::kMarks. Throws where there is no memory,
+  // and changes nothing then.
   void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base, Vector<uint32_t>* created,
            Vector<uint32_t>* earlier);
   // The step is committed: rows that bear its mark are there for good.
   void settle(const uint32_t* slots, size_t n, uint64_t step);
-  // Uncommitted steps are undone: those of `slots` that are young exist no longer.
+  // Uncommitted steps are undone: those of `slots` that are uncommitted exist no longer.
   void undo(const uint32_t* slots, size_t n);
   // Deleted rows (which get initial values again), or others, exist no longer: they are reserved,
   // and whether somebody holds them is unknown until recount(). Returns how many existed.
@@ -113,9 +113,10 @@ class Rows : public RowMemory {
   template <class Quiet, class Each>
   void recount(Quiet quiet, Each each);
   bool has_reserved() const { return places_.reserved() != 0; }
-  // Those of `slots` that are reserved only, and those that are young: at one moment of each row's.
+  // Those of `slots` that are reserved only, and those that are uncommitted: at one moment of each
+  // row's.
   void collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
-                   Vector<uint32_t>* young);
+                   Vector<uint32_t>* uncommitted);
   bool any_reserved(const uint32_t* slots, size_t n);  // of `slots`
 
   uint64_t key_of(uint32_t slot) const { return hashed_ ? places_.key_of(slot) : slot; }

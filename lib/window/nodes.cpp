@@ -76,7 +76,7 @@ void Nodes::reprioritize(const Node& node, uint8_t prio) noexcept {
     else if (!(state & kClaimed))
       queue_->move(node.id, prio);
   } catch (const std::bad_alloc&) {
-    (node.update->committed ? astray_ : node.update->astray) = true;
+    (node.update->committed ? unqueued_ : node.update->unqueued) = true;
     return;
   }
   if (!node.update->committed) {
@@ -169,7 +169,7 @@ void Nodes::unstage(StepUpdate& u) {
   for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
   std::fill_n(u.staged, kRing + 1, 0);
   u.late.clear();
-  u.astray = false;
+  u.unqueued = false;
   release(u);
 }
 
@@ -181,7 +181,7 @@ void Nodes::make_room() {
 uint64_t Nodes::commit(StepUpdate& u) {
   u.committed = true;
   u.remaining = u.n;
-  astray_ |= u.astray;
+  unqueued_ |= u.unqueued;
   uint64_t rows = 0;
   for (uint32_t p = 0; p <= kRing; ++p) {
     count_[p] += u.staged[p];
@@ -216,7 +216,7 @@ void Nodes::enqueue(uint32_t id, uint8_t prio) noexcept {
   try {
     queue_->push(id, prio);
   } catch (const std::bad_alloc&) {
-    astray_ = true;
+    unqueued_ = true;
   }
 }
 
@@ -246,13 +246,13 @@ void Nodes::release(StepUpdate& u) {
 // --- Taking rows ---------------------------------------------------------------------------------
 
 uint32_t Nodes::limit_distance(uint64_t step) const {
-  if (step == UINT64_MAX || astray_) return kRing;
+  if (step == UINT64_MAX || unqueued_) return kRing;
   return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
 }
 
 // What pending_until() asks, once a section: gates look at many tables again and again.
 void Nodes::note_soonest() {
-  uint64_t soonest = astray_ ? 0 : UINT64_MAX;
+  uint64_t soonest = unqueued_ ? 0 : UINT64_MAX;
   for (uint32_t r = 0; r < kRing && soonest == UINT64_MAX; ++r)
     if (count_[(base_ + r) & (kRing - 1)]) soonest = r ? base_ + r : 0;
   if (soonest != soonest_.load(std::memory_order_relaxed))
@@ -279,15 +279,15 @@ void Nodes::pop(uint64_t step, size_t max, Claim* c) {
   for (bool more = true; more && kept < max;) {
     uint32_t* const ids = c->ids.data() + kept;
     uint8_t lowest = 0;
-    const size_t n = astray_ ? search(ids, max)
-                             : queue_->pop(base_, limit_distance(step), ids, max - kept, &lowest);
-    more = n != 0 && !astray_;
+    const size_t n = unqueued_ ? search(ids, max)
+                               : queue_->pop(base_, limit_distance(step), ids, max - kept, &lowest);
+    more = n != 0 && !unqueued_;
     for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[ids[i]], 1);
     for (size_t i = 0; i < n; ++i) {
       if (i + kAhead < n) __builtin_prefetch(&state_[ids[i + kAhead]], 1);
       const uint32_t id = ids[i];
       const uint8_t prio = state_[id];
-      if (prio != lowest && !astray_) continue;  // a stale place
+      if (prio != lowest && !unqueued_) continue;  // a stale place
       if (!u || id / kPage != first_id / kPage) {
         const Page& page = pages_[id / kPage];
         FRUGAL_ASSERT(page.update);
@@ -351,7 +351,7 @@ bool Nodes::finish(Claim& c) {
 void Nodes::wrote(uint64_t rows) {
   FRUGAL_ASSERT(pending_total_.load() >= rows);
   schedule_point();
-  if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
+  if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) unqueued_ = false;
   if (pending_of_all_) pending_of_all_->fetch_sub(rows, std::memory_order_acq_rel);
   // Each pending row counts under one priority, claimed ones too.
   for (uint32_t p = 0; p <= kRing; ++p) FRUGAL_ASSERT(queued_[p] <= count_[p]);

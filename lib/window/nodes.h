@@ -186,7 +186,7 @@ class Nodes {
   uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, not claimed
   Vector<UpdateRef> updates_ GUARDED_BY(mu);  // unwritten ones, and the staged one; ascending steps
   uint32_t next_seq_ GUARDED_BY(mu) = 0;
-  bool astray_ GUARDED_BY(mu) = false;             // a place in the queue is missing, or wrong
+  bool unqueued_ GUARDED_BY(mu) = false;           // a place in the queue is missing, or wrong
   WindowStats stats_ GUARDED_BY(mu);
 };
 

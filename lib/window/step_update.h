@@ -96,7 +96,7 @@ struct StepUpdate : HeapObject {
   uint64_t staged[kRing + 1] = {};
   size_t staged_rows = 0;         // rows taken in so far
   bool committed = false;
-  bool astray = false;            // a row of it is more urgent than its place in the queue says
+  bool unqueued = false;          // a row of it is more urgent than its place in the queue says
   size_t remaining = 0;           // rows not yet in the host rows
 
   // What who watches the table's rows keeps of it until it is written; or null.

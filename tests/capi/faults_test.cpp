@@ -270,7 +270,7 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, n, dim);
   frugal_trainer* trainer = engine.Trainer(0);
   Op op(table, Range(0, n), dim, 0.5f);
-  int told = 0, owed = 0, quiet = 0;
+  int told = 0, stalled = 0, quiet = 0;
   uint64_t step = 0;
   for (; failing ? quiet < 3 && step < 300 : step < *steps; ++step) {
     SCOPED_TRACE("step " + std::to_string(step));
@@ -287,7 +287,7 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
           << "it is still inside the step";
       EXPECT_OK(frugal_step_end(trainer, step, 0));
     } else {
-      owed += fired;
+      stalled += fired;
     }
     EXPECT_EQ(frugal_step_end(trainer, step, 0), FRUGAL_ERR_NOT_IN_STEP);
     uint64_t committed = 0;
@@ -297,9 +297,9 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
   }
   if (failing) {
     std::printf("mode %d%s: %d ends told, %d commits later\n", mode, attached ? ", attached" : "",
-                told, owed);
+                told, stalled);
     EXPECT_GT(told, 0);
-    EXPECT_GT(owed, 0);
+    EXPECT_GT(stalled, 0);
     *steps = step;
   }
   return Rows(table, n, dim);
@@ -668,7 +668,7 @@ TEST(Memory, CloseCommitsWhatIsOwed) {
   const uint32_t dim = 8;
   const uint64_t n = 2000;
   std::vector<float> expected;
-  int owed = 0, lacked = 0;
+  int stalled = 0, lacked = 0;
   bool fired = true;
   for (int64_t request = 0; request < 300 && fired; ++request)
     for (int64_t again = 0; again < 6; ++again) {
@@ -699,7 +699,7 @@ TEST(Memory, CloseCommitsWhatIsOwed) {
       frugal::heap_test_fail_after(again);
       controller.engine.reset();
       const bool met = frugal::heap_test_fail_after(0) <= 0 && again > 0;
-      owed += owes;
+      stalled += owes;
       lacked += owes && met;
       EXPECT_OK(frugal_committed_step(observer.handle, &committed));
       EXPECT_EQ(committed, 0u);
@@ -708,7 +708,7 @@ TEST(Memory, CloseCommitsWhatIsOwed) {
       EXPECT_TRUE(SameBits(rows, expected));
       if (HasFailure()) return;
     }
-  std::printf("%d closings commit what is owed, %d lack memory, too\n", owed, lacked);
+  std::printf("%d closings commit what is owed, %d lack memory, too\n", stalled, lacked);
   EXPECT_GT(lacked, 0);
 }
 

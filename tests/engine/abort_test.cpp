@@ -170,7 +170,7 @@ TEST_F(AbortTest, AStepThatIsOwedIsCommittedFirst) {
     for (const TrainerRef& t : {a, b}) parts.end(t, table, {1});
     HeapFails heap(1);
     EXPECT_EQ(parts.committer.ready(), FRUGAL_ERR_OUT_OF_MEMORY);
-    EXPECT_TRUE(parts.committer.owed());
+    EXPECT_TRUE(parts.committer.stalled());
   };
   owe(0);
   begin(1);
@@ -183,7 +183,7 @@ TEST_F(AbortTest, AStepThatIsOwedIsCommittedFirst) {
   EXPECT_TRUE(parts.phase.may(Phase::kStep));
   ASSERT_OK(undo(a));
   EXPECT_EQ(parts.ranks.committed(), 0u);
-  EXPECT_FALSE(parts.committer.owed());
+  EXPECT_FALSE(parts.committer.stalled());
   expect_undone(1);
   EXPECT_EQ(tell(b), FRUGAL_ERR_STEP_ABORTED);
   parts.write_all();

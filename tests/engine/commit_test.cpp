@@ -172,7 +172,7 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   while (without.next()) {
     const Status s = without([&] { return parts.committer.ready(); });
     EXPECT_FALSE(parts.phase.is(Phase::kCommit));
-    EXPECT_EQ(parts.committer.owed(), s != FRUGAL_OK);
+    EXPECT_EQ(parts.committer.stalled(), s != FRUGAL_OK);
     if (s == FRUGAL_OK) break;
     ASSERT_EQ(committed(), kNoStep);
     EXPECT_FALSE(parts.workers.help(true) || parts.flusher.write(UINT64_MAX));

@@ -1611,9 +1611,9 @@ TEST(GpuReset, TheEngineIsClosed) {
 // that comes first lacks memory until the engine is being closed: the rank stays, and closing
 // commits the one step and undoes the other. It would wait for the other forever.
 TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
-  int owed = 0;
+  int stalled = 0;
   bool fired = true;
-  for (int64_t request = 1; fired && owed < 3; ++request) {
+  for (int64_t request = 1; fired && stalled < 3; ++request) {
     SCOPED_TRACE(testing::Message() << "request " << request);
     std::atomic<bool> lost{false};
     Device device;
@@ -1645,7 +1645,7 @@ TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
     const bool owes = ended == FRUGAL_OK && engine.Committed() == FRUGAL_NO_STEP;
     frugal::heap_test_fail_after(0);
     if (!owes) continue;
-    ++owed;
+    ++stalled;
     device.sim->reset_after(1);
     int32_t closed = FRUGAL_OK;
     std::thread closes([&] {
@@ -1664,7 +1664,7 @@ TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
       EXPECT_EQ(closed, FRUGAL_ERR_OUT_OF_MEMORY);
     }
   }
-  EXPECT_GT(owed, 0);
+  EXPECT_GT(stalled, 0);
 }
 
 // Another rank aborts a step that is in flight.

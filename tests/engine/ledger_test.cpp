@@ -43,22 +43,22 @@ struct LedgerTest : TableWithLedger {
     return static_cast<uint8_t>(arena.mapping().base[first()->marks + row]);
   }
   // Images that name an update, or a write outside of steps.
-  std::vector<const LedgerImage*> images() const {
-    std::vector<const LedgerImage*> all;
-    for (uint64_t i = 0; i < seen().image_count; ++i) {
-      const char* at = arena.mapping().base + seen().images + i * seen().image_bytes;
-      const auto* image = reinterpret_cast<const LedgerImage*>(at);
-      if (image->update.load() != kNoPlace) all.push_back(image);
+  std::vector<const BeforeImage*> before_images() const {
+    std::vector<const BeforeImage*> all;
+    for (uint64_t i = 0; i < seen().before_image_count; ++i) {
+      const char* at = arena.mapping().base + seen().before_images + i * seen().before_image_bytes;
+      const auto* before_image = reinterpret_cast<const BeforeImage*>(at);
+      if (before_image->update.load() != kNoPlace) all.push_back(before_image);
     }
     return all;
   }
-  static std::vector<uint32_t> slots_of(const LedgerImage& image) {
-    const auto* slots = reinterpret_cast<const uint32_t*>(&image + 1);
-    return {slots, slots + image.rows};
+  static std::vector<uint32_t> slots_of(const BeforeImage& before_image) {
+    const auto* slots = reinterpret_cast<const uint32_t*>(&before_image + 1);
+    return {slots, slots + before_image.rows};
   }
-  std::vector<float> values_of(const LedgerImage& image, size_t i) const {
-    const char* at = reinterpret_cast<const char*>(&image) +
-                     LedgerImage::values_at(seen().image_rows);
+  std::vector<float> values_of(const BeforeImage& before_image, size_t i) const {
+    const char* at = reinterpret_cast<const char*>(&before_image) +
+                     BeforeImage::values_at(seen().before_image_rows);
     const float* v = reinterpret_cast<const float*>(at + i * rows.ref().value_pitch);
     return {v, v + kDim};
   }
@@ -132,7 +132,7 @@ TEST_F(LedgerTest, AChunkThatIsLeftInTheMiddle) {
     EXPECT_EQ(progress(c), until);
     EXPECT_LT(progress(c), bounds[c + 1]);
   }
-  EXPECT_TRUE(images().empty());
+  EXPECT_TRUE(before_images().empty());
   update->record.reset();
   EXPECT_EQ(first(), nullptr);
   EXPECT_EQ(seen().lost.load(), kStep);
@@ -171,49 +171,49 @@ TEST_F(LedgerTest, TheImageOfARow) {
   const uint32_t any = 0;
   {
     const RowWrite write(rows, &any, 1, of_chunk(0));
-    ASSERT_EQ(images().size(), 1u);
-    EXPECT_EQ(images()[0]->update.load(), place);
-    EXPECT_EQ(slots_of(*images()[0]), Slots{LedgerImage::kNoRow});
+    ASSERT_EQ(before_images().size(), 1u);
+    EXPECT_EQ(before_images()[0]->update.load(), place);
+    EXPECT_EQ(slots_of(*before_images()[0]), Slots{BeforeImage::kNoRow});
     // Of rows that do not exist the ledger keeps nothing.
     const RowWrite fresh(rows, &any, 1, {RowWrite::What::kNew});
-    EXPECT_EQ(images().size(), 1u);
+    EXPECT_EQ(before_images().size(), 1u);
   }
-  EXPECT_TRUE(images().empty());
+  EXPECT_TRUE(before_images().empty());
   std::vector<std::vector<float>> before(kRows);
   for (uint32_t slot = 0; slot < kRows; ++slot) before[slot] = row(slot);
   write_some(0, 3, [&](uint32_t last) {
-    ASSERT_EQ(images().size(), 1u);
-    const LedgerImage& image = *images()[0];
-    EXPECT_EQ(slots_of(image), Slots{last});
-    EXPECT_EQ(values_of(image, 0), before[last]);
+    ASSERT_EQ(before_images().size(), 1u);
+    const BeforeImage& before_image = *before_images()[0];
+    EXPECT_EQ(slots_of(before_image), Slots{last});
+    EXPECT_EQ(values_of(before_image, 0), before[last]);
     EXPECT_NE(row(last), before[last]);
     // A thread that writes beside it has an image of its own.
     {
       const RowWrite other(rows, &any, 1, of_chunk(1));
-      EXPECT_EQ(images().size(), 2u);
+      EXPECT_EQ(before_images().size(), 2u);
     }
-    EXPECT_EQ(images().size(), 1u);
+    EXPECT_EQ(before_images().size(), 1u);
   });
-  EXPECT_TRUE(images().empty());
+  EXPECT_TRUE(before_images().empty());
 }
 
 TEST_F(LedgerTest, RowsOutsideOfSteps) {
-  const uint32_t most = static_cast<uint32_t>(seen().image_rows);
+  const uint32_t most = static_cast<uint32_t>(seen().before_image_rows);
   Slots slots(2 * most + 1);
   for (uint32_t i = 0; i < slots.size(); ++i) slots[i] = (i * 2) % kRows;
   size_t written = 0;
   rows.write_outside(slots.data(), slots.size(), [&](RowWrite&, size_t from, size_t to) {
     EXPECT_EQ(from, written);
-    ASSERT_EQ(images().size(), 1u);
-    const LedgerImage& image = *images()[0];
-    EXPECT_EQ(image.update.load(), LedgerImage::kOutside);
-    EXPECT_EQ(slots_of(image), Slots(slots.begin() + static_cast<ptrdiff_t>(from),
-                                     slots.begin() + static_cast<ptrdiff_t>(to)));
-    for (size_t i = from; i < to; ++i) EXPECT_EQ(values_of(image, i - from), row(slots[i]));
+    ASSERT_EQ(before_images().size(), 1u);
+    const BeforeImage& before_image = *before_images()[0];
+    EXPECT_EQ(before_image.update.load(), BeforeImage::kOutside);
+    EXPECT_EQ(slots_of(before_image), Slots(slots.begin() + static_cast<ptrdiff_t>(from),
+                                            slots.begin() + static_cast<ptrdiff_t>(to)));
+    for (size_t i = from; i < to; ++i) EXPECT_EQ(values_of(before_image, i - from), row(slots[i]));
     written = to;
   });
   EXPECT_EQ(written, slots.size());
-  EXPECT_TRUE(images().empty());
+  EXPECT_TRUE(before_images().empty());
 }
 
 TEST_F(LedgerTest, UpdatesInTheOrderOfTheirSteps) {

@@ -34,8 +34,8 @@ struct DamageTest : TableWithLedger {
     return *reinterpret_cast<LedgerUpdate*>(arena.mapping().base + record().first.load());
   }
   LedgerTerms& terms() const { return *reinterpret_cast<LedgerTerms*>(&first() + 1); }
-  LedgerImage& image() const {
-    return *reinterpret_cast<LedgerImage*>(arena.mapping().base + record().images);
+  BeforeImage& before_image() const {
+    return *reinterpret_cast<BeforeImage*>(arena.mapping().base + record().before_images);
   }
   Status open(std::unique_ptr<TableReadout>* out) {
     ControllerMemory controller_memory;
@@ -84,11 +84,11 @@ TEST_F(DamageTest, NumbersThatCannotBe) {
       {"more rows than there are", [&] { terms().rows = UINT64_MAX / 4; }},
       {"sums that are nowhere", [&] { terms().sums = UINT64_MAX - 63; }},
       {"rows that are further apart than any", [&] { terms().stride = UINT64_MAX; }},
-      {"more images than there may be", [&] { record().image_count = UINT64_MAX; }},
+      {"more images than there may be", [&] { record().before_image_count = UINT64_MAX; }},
       {"an image with more rows than it has",
        [&] {
-         image().update.store(LedgerImage::kOutside);
-         image().rows = UINT64_MAX;
+         before_image().update.store(BeforeImage::kOutside);
+         before_image().rows = UINT64_MAX;
        }},
   };
   const std::vector<char> whole(arena.mapping().base, arena.mapping().base + (1 << 20));

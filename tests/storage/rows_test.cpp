@@ -225,10 +225,10 @@ TEST_F(RowsTest, KeysThatAreMissing) {
   EXPECT_TRUE(all_keys().empty());
   Vector<uint32_t> list;
   const uint32_t asked[] = {slots[0], kNoSlot, kMissingSlot, slots[2]};
-  Vector<uint32_t> young;
-  rows.collect_new(asked, 4, &list, &young);
+  Vector<uint32_t> uncommitted;
+  rows.collect_new(asked, 4, &list, &uncommitted);
   EXPECT_EQ(list, (Vector<uint32_t>{slots[0], slots[2]}));
-  EXPECT_TRUE(young.empty());
+  EXPECT_TRUE(uncommitted.empty());
   EXPECT_TRUE(rows.any_reserved(asked, 2));
   EXPECT_FALSE(rows.any_reserved(asked + 1, 2));
   Slots again;
@@ -386,13 +386,13 @@ TEST_F(RowsTest, MarkedRows) {
   EXPECT_EQ(sgd.mappings(&descriptors), 13u);
 }
 
-// A row is young until the earliest step that has used it is committed, or undone; whichever steps
-// there are.
+// A row is uncommitted until the earliest step that has used it is committed, or undone; whichever
+// steps there are.
 TEST_F(RowsTest, YoungRows) {
   ASSERT_OK(rows.open(config(100, true), &budget));
   for (uint64_t base = 1; base < 200; base += 7) {
     const Slots slots = slots_of({base, base + 1, base + 2}, Missing::kReserve);
-    Vector<uint32_t> created, earlier, none, reserved, young;
+    Vector<uint32_t> created, earlier, none, reserved, uncommitted;
     rows.use(slots.data(), 2, base + 61, base, &created, &earlier);
     EXPECT_EQ(created, (Vector<uint32_t>{slots[0], slots[1]}));
     rows.use(slots.data(), 1, base + 61, base, &none, &none);
@@ -404,18 +404,18 @@ TEST_F(RowsTest, YoungRows) {
     earlier.clear();
     rows.use(slots.data(), 3, base + 61, base, &created, &earlier);
     EXPECT_TRUE(earlier.empty());
-    rows.collect_new(slots.data(), 3, &reserved, &young);
+    rows.collect_new(slots.data(), 3, &reserved, &uncommitted);
     EXPECT_TRUE(reserved.empty());
-    EXPECT_EQ(young, (Vector<uint32_t>(slots.begin(), slots.end())));
+    EXPECT_EQ(uncommitted, (Vector<uint32_t>(slots.begin(), slots.end())));
     rows.settle(slots.data() + 1, 2, base + 3);
-    young.clear();
-    rows.collect_new(slots.data(), 3, &reserved, &young);
-    EXPECT_EQ(young, Vector<uint32_t>{slots[0]});
+    uncommitted.clear();
+    rows.collect_new(slots.data(), 3, &reserved, &uncommitted);
+    EXPECT_EQ(uncommitted, Vector<uint32_t>{slots[0]});
     // The later step is undone: it has made one row of these.
     rows.undo(slots.data(), 2);
-    young.clear();
-    rows.collect_new(slots.data(), 3, &reserved, &young);
-    EXPECT_TRUE(young.empty());
+    uncommitted.clear();
+    rows.collect_new(slots.data(), 3, &reserved, &uncommitted);
+    EXPECT_TRUE(uncommitted.empty());
     EXPECT_EQ(reserved, Vector<uint32_t>{slots[0]});
     EXPECT_TRUE(rows.exists(slots[1]) && rows.exists(slots[2]));
     EXPECT_EQ(rows.uncreate(slots.data() + 1, 2, true), 2u);
