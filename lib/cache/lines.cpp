@@ -28,7 +28,7 @@ void HostLines::apply(const LineUpdate& touched, const StepUpdate& update) {
   for (size_t i = 0; i < touched.lines.size(); ++i) {
     t.begin_row(touched.lines[i]);
     for (uint32_t k = touched.start[i]; k < touched.start[i + 1]; ++k) {
-      const Handover& h = update.ranks[touched.terms[k].rank];
+      const RankGradients& h = update.ranks[touched.terms[k].rank];
       t.add(h.sums.as<float>() + touched.terms[k].row * h.stride);
     }
   }

@@ -43,8 +43,8 @@ bool Committer::one(Status* status) {
 void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   TraceSpan span(meters_.trace, SpanKind::kCommit);
   span.step(step);
-  for (auto& [raw, of] : record.handovers)
-    for (const Handover& h : of.ranks) span.more(h.rows());
+  for (auto& [raw, of] : record.rank_gradients)
+    for (const RankGradients& h : of.ranks) span.more(h.rows());
   const auto staged = [&] { return record.staged(); };
   while (!staged()) {
     bool helped;
@@ -124,9 +124,9 @@ void Committer::begin(StepRecord& record) {
 void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   Table& table = *commit->table;
   UpdateRef& update = commit->update;
-  auto h = record.handovers.find(&table);
-  const bool pushed = h != record.handovers.end() && !record.skip;
-  Vector<Handover>* ranks = pushed ? &h->second.in_order() : nullptr;
+  auto h = record.rank_gradients.find(&table);
+  const bool pushed = h != record.rank_gradients.end() && !record.skip;
+  Vector<RankGradients>* ranks = pushed ? &h->second.in_order() : nullptr;
   const bool any = ranks && !ranks->empty();
   auto prepared = record.prepared.find(&table);
   bool staged = false;
@@ -143,7 +143,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   if (staged) {
     // All but the part, which is the same and may be being read.
     for (size_t r = 0; r < ranks->size(); ++r) {
-      Handover &to = update->ranks[r], &from = (*ranks)[r];
+      RankGradients &to = update->ranks[r], &from = (*ranks)[r];
       to.whole = from.whole;
       to.sums = std::move(from.sums);
       to.stride = from.stride;
@@ -165,7 +165,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
     update->step = step;
     update->ranks = std::move(*ranks);
   }
-  for (const Handover& of : update->ranks) update->bytes += of.bytes();
+  for (const RankGradients& of : update->ranks) update->bytes += of.bytes();
   pacing_.add(update.get());
 }
 
@@ -209,7 +209,7 @@ void Committer::stage(Commit* commit) {
   bool declared = true;
   {
     ControlLock lock(mu_);
-    for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
+    for (const RankGradients& h : update->ranks) declared &= h.whole && h.part->linked;
   }
   try {
     update->make_list();

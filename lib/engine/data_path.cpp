@@ -226,7 +226,7 @@ Status DataPath::find_nan(const device::GradSource& source, size_t n, uint32_t d
 }
 
 Status room_for_sums(PushSums* state, uint32_t dim, BufferPool& pool) {
-  Handover& h = state->first;
+  RankGradients& h = state->first;
   const Part& part = *h.part;
   FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
   state->all_runs = frequent_rows(part, &state->frequent_list);
@@ -235,7 +235,7 @@ Status room_for_sums(PushSums* state, uint32_t dim, BufferPool& pool) {
 
 Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSource& source,
                            BufferPool& pool, bool streaming, bool* nan) {
-  Handover& h = state->first;
+  RankGradients& h = state->first;
   const Part& part = *h.part;
   FRUGAL_TRY(room_for_sums(state, dim, pool));
   ReduceContext c{};
@@ -277,7 +277,7 @@ Status DataPath::add_tail(PushSums* push, const PartRef& part, uint32_t dim,
 }
 
 Status join_pushes(const PushSums& p, uint32_t dim, uint32_t rank, BufferPool& rows,
-                   BufferPool& sums_pool, Handover* out) {
+                   BufferPool& sums_pool, RankGradients* out) {
   const size_t stride = p.first.stride;
   // The union of the rows of all pushes.
   Vector<uint32_t> slots(p.first.slots(), p.first.slots() + p.first.rows());

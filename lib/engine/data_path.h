@@ -13,7 +13,7 @@ namespace frugal {
 
 // What one rank has pushed for one table in its current step.
 struct PushSums {
-  Handover first;
+  RankGradients first;
   // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
   // occurrences (row index, offset of its first run in `runs`).
   Vector<device::FrequentRow> frequent_list;
@@ -42,7 +42,7 @@ struct PushSource {
 // ended. The pushes stay as they are, so that a step's end that runs out of memory can be repeated.
 // The list of rows comes from `rows`, the sums from `sums`.
 Status join_pushes(const PushSums& pushes, uint32_t dim, uint32_t rank, BufferPool& rows,
-                   BufferPool& sums, Handover* out);
+                   BufferPool& sums, RankGradients* out);
 
 // Memory for the sums of a hand-over, and for those of the runs of frequent rows.
 Status room_for_sums(PushSums* push, uint32_t dim, BufferPool& pool);

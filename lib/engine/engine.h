@@ -157,7 +157,7 @@ class Engine final : public Session, private DataPath {
                      Vector<RemotePart>* out);
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   void use_marked(Trainer& t, const Vector<RemotePart>& used);
-  Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
+  Status submit_gradients(Trainer& t, Vector<RemotePush>* pushes);
   Status remote_failed(Trainer& t);
   void count_remote(Trainer& t, const RemoteCounts& counts);
   bool tracing() const { return meters_.trace.on(); }
@@ -269,14 +269,14 @@ class Engine final : public Session, private DataPath {
   // --- steps.cpp
   void take_parts(Trainer& t, uint64_t step) REQUIRES(control, t.call_mu);
   void schedule_staging(const Trainer& t, uint64_t step);
-  struct Handed {  // what a rank hands over of a table when it ends the step
+  struct Submitted {  // what a rank hands over of a table when it ends the step
     PushState* push;
-    Handover joined;
-    StepRecord::TableHandovers* to;
+    RankGradients joined;
+    StepRecord::TableGradients* to;
   };
-  Status join_handovers(Trainer& t, Vector<Handed>* handovers) REQUIRES(t.call_mu);
-  FlightRef hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers, uint32_t flags)
-      REQUIRES(control, t.call_mu);
+  Status join_rank_gradients(Trainer& t, Vector<Submitted>* rank_gradients) REQUIRES(t.call_mu);
+  FlightRef submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
+                   uint32_t flags) REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true) REQUIRES(t.call_mu);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);

@@ -89,7 +89,7 @@ void Flusher::hold(Table& table, const StepUpdate& update) {
 }
 
 void Flusher::let_go(Table& table, const StepUpdate& update) {
-  for (const Handover& h : update.ranks) table.rows.unhold(h.slots(), h.rows());
+  for (const RankGradients& h : update.ranks) table.rows.unhold(h.slots(), h.rows());
 }
 
 void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {

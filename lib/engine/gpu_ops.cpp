@@ -367,7 +367,7 @@ Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, 
     push->tail.push_back(std::move(tail));
     return FRUGAL_OK;
   }
-  const Handover& h = push->first;
+  const RankGradients& h = push->first;
   Status status = room_for_sums(push, dim, sums);
   if (status == FRUGAL_OK) status = reduce(f, part, source, dim, h.sums, h.stride, push->runs, nan);
   if (status != FRUGAL_OK) drain();  // a kernel may be writing the sums
@@ -520,14 +520,13 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   FRUGAL_TRY(gpu_.memory_->get(n * stride * sizeof(float), &sums));
   const size_t ranks_bytes = update->ranks.size() * sizeof(Ptr<float>);
   FRUGAL_TRY(gpu_.memory_->get(ranks_bytes, &ranks));
-  Buffer handed_over;
-  FRUGAL_TRY(gpu_.pinned_.get(ranks_bytes, &handed_over));
+  Buffer rank_sums;
+  FRUGAL_TRY(gpu_.pinned_.get(ranks_bytes, &rank_sums));
   for (size_t r = 0; r < update->ranks.size(); ++r)
-    handed_over.as<Ptr<float>>()[r] = seen<float>(update->ranks[r].sums);
-  const Ptr<Ptr<float>> to_ranks = ranks.as<Ptr<float>>(),
-                        from_ranks = seen<Ptr<float>>(handed_over);
+    rank_sums.as<Ptr<float>>()[r] = seen<float>(update->ranks[r].sums);
+  const Ptr<Ptr<float>> to_ranks = ranks.as<Ptr<float>>(), from_ranks = seen<Ptr<float>>(rank_sums);
   const Ptr<float> to_sums = sums.as<float>();
-  f.pinned.push_back(std::move(handed_over));
+  f.pinned.push_back(std::move(rank_sums));
   f.memory.push_back(std::move(sums));
   f.memory.push_back(std::move(ranks));
   device::Result r = gpu_.runtime_->wait(gpu_.boundary_, lists->sent);

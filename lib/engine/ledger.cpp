@@ -240,7 +240,7 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
   to.rows = u.n;
   to.ranks = u.ranks.size();
   auto* term = reinterpret_cast<LedgerTerms*>(r->memory.data() + terms);
-  for (const Handover& h : u.ranks) {
+  for (const RankGradients& h : u.ranks) {
     *term = {};
     term->rank = h.rank;
     term->slots = ledger_->place_of(h.slots());

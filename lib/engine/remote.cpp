@@ -87,7 +87,7 @@ Status AttachedCachedRows::turn(const CachePlan& plan, const Vector<DueUpdate>& 
     FRUGAL_TRY(to_arena(touched.lines.data(), u.count * sizeof(uint32_t), &u.lines));
     FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
     FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
-    for (const Handover& h : d.update->ranks) {
+    for (const RankGradients& h : d.update->ranks) {
       RemoteBoundary::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
       if (s.bytes) s.place = ledger_.find(h.sums.data());
       if (s.bytes && s.place == kNoPlace) {  // which no other process sees
@@ -219,7 +219,7 @@ void Engine::tell_used(const Trainer& by) {
 }
 
 // What the trainer has summed in this step, in place of all that it handed over before.
-Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
+Status Engine::submit_gradients(Trainer& t, Vector<RemotePush>* pushes) {
   Lock call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(ranks_.check_inside(t));

@@ -309,10 +309,10 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
 }
 
 // The hand-over of a rank's first push to a table in a step, without its sums.
-void RowPath::begin_handover(const Access& a, PushState* state) {
+void RowPath::begin_rank_gradients(const Access& a, PushState* state) {
   state->table = a.table;
   state->number = static_cast<uint32_t>(a.number);
-  Handover& h = state->first;
+  RankGradients& h = state->first;
   h.rank = t_.rank;
   h.part = a.part;
   h.whole = a.whole;
@@ -367,8 +367,8 @@ Status RowPath::push_one(const frugal_op& op, const Access& a, PushState* state)
     FRUGAL_TRY(step_.data.add_tail(state, a.part, dim, source, step_.pool, reject, &nan));
     return nan ? nan_refused(op, dim, t_.step) : FRUGAL_OK;
   }
-  begin_handover(a, state);
-  Handover& h = state->first;
+  begin_rank_gradients(a, state);
+  RankGradients& h = state->first;
   const bool keeps = step_.keeps_gradients();
   if (std::shared_ptr<Buffer> lent = keeps ? lent_for(source, part, dim) : nullptr) {
     if (reject) FRUGAL_TRY(step_.data.find_nan(source, part.n, dim, &nan));
@@ -410,7 +410,7 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
   }
   const bool first = !state->table;
   if (first)
-    begin_handover(a, state);
+    begin_rank_gradients(a, state);
   else
     FRUGAL_TRY(sum_lent(state));
   return t_.gpu->push(flight, a.part, source, dim, first, a.table->nan_policy == FRUGAL_NAN_REJECT,
@@ -436,7 +436,7 @@ std::shared_ptr<Buffer> RowPath::lent_for(const device::GradSource& source, cons
 // out of which term.
 Status RowPath::keep_bags(size_t bags, bool reject, const device::GradSource& source,
                           PushState* state) {
-  Handover& h = state->first;
+  RankGradients& h = state->first;
   const Part& part = *h.part;
   const uint32_t dim = state->table->dim;
   const size_t row = h.stride * sizeof(float);

@@ -136,7 +136,7 @@ class RowPath {
   Status gather_on_device(const Access& a, const RowSource& from, const GpuOp& op);
   Status bring_rows(const Access& a, const RowSource& from, const GpuOp& op);
   Status weight_grads(const Access& a, const device::GradSource& grads, float* out);
-  void begin_handover(const Access& a, PushState* state);
+  void begin_rank_gradients(const Access& a, PushState* state);
   Status push_one(const frugal_op& op, const Access& a, PushState* state);
   Status push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading);
   std::shared_ptr<Buffer> lent_for(const device::GradSource& source, const Part& part, uint32_t dim) const;

@@ -8,14 +8,16 @@
 
 namespace frugal {
 
-void StepRecord::TableHandovers::add(Handover&& h) {
+void StepRecord::TableGradients::add(RankGradients&& h) {
   FRUGAL_ASSERT(std::none_of(ranks.begin(), ranks.end(),
-                             [&](const Handover& o) { return o.rank == h.rank; }));
+                             [&](const RankGradients& o) { return o.rank == h.rank; }));
   ranks.push_back(std::move(h));
 }
 
-Vector<Handover>& StepRecord::TableHandovers::in_order() {
-  const auto before = [](const Handover& a, const Handover& b) { return a.rank < b.rank; };
+Vector<RankGradients>& StepRecord::TableGradients::in_order() {
+  const auto before = [](const RankGradients& a, const RankGradients& b) {
+    return a.rank < b.rank;
+  };
   std::sort(ranks.begin(), ranks.end(), before);
   return ranks;
 }
@@ -27,8 +29,8 @@ bool StepRecord::staged() const {
 
 uint64_t StepRecord::row_bytes() const {
   uint64_t bytes = 0;
-  for (const auto& [raw, of] : handovers)
-    for (const Handover& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
+  for (const auto& [raw, of] : rank_gradients)
+    for (const RankGradients& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
   return bytes;
 }
 
@@ -61,7 +63,7 @@ StepRecord* StepRecords::complete() {
 bool StepRecords::between(String* why) const {
   // What a rank has ended counts after it has left, too.
   for (const auto& [step, record] : records_) {
-    if (record.handovers.empty() && record.created.empty() && !record.skip) continue;
+    if (record.rank_gradients.empty() && record.created.empty() && !record.skip) continue;
     *why = ranks_.some_ended(step);
     return false;
   }

@@ -52,13 +52,13 @@ struct StepRecord {
   bool deferred = false;    // how it is committed;
   bool small = false;       // or by the committing thread alone
   Vector<Commit> commits;   // once its commit has begun
-  struct TableHandovers {
+  struct TableGradients {
     TableRef table;
-    Vector<Handover> ranks;  // as they came
-    void add(Handover&& h);  // there is room for it
-    Vector<Handover>& in_order();  // ascending: for the commit, when all have come
+    Vector<RankGradients> ranks;  // as they came
+    void add(RankGradients&& h);  // there is room for it
+    Vector<RankGradients>& in_order();  // ascending: for the commit, when all have come
   };
-  Map<const Table*, TableHandovers> handovers;
+  Map<const Table*, TableGradients> rank_gradients;
   Vector<CreatedRows> created;
   Map<const Table*, PreparedUpdate> prepared;
   std::shared_ptr<RewarmRows> rewarm GUARDED_BY(control);  // or null

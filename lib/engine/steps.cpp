@@ -155,15 +155,15 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       FRUGAL_TRY(aborter_.undo(t, Aborter::Why::kCall));
       return found_in_step(found, step);
     }
-    Vector<Handed> handovers;
-    FRUGAL_TRY(join_handovers(t, &handovers));
+    Vector<Submitted> rank_gradients;
+    FRUGAL_TRY(join_rank_gradients(t, &rank_gradients));
     bool taken = false;
     {
       ControlLock lock(mu_);
       // Who closes the engine has taken the records away already.
       if (closed()) return engine_closed();
       if (!t.abort_notice.load()) {
-        landed = hand_in(t, records_.of(step), handovers, flags);
+        landed = submit(t, records_.of(step), rank_gradients, flags);
         taken = true;
       }
     }
@@ -179,26 +179,26 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
 }
 
 // Of each table that the rank has pushed to, one sum a row.
-Status Engine::join_handovers(Trainer& t, Vector<Handed>* handovers) {
+Status Engine::join_rank_gradients(Trainer& t, Vector<Submitted>* rank_gradients) {
   for (auto& [raw, push] : t.pushes) {
     if (push.table->dropped.load()) continue;
-    Handed r{&push, {}, nullptr};
+    Submitted r{&push, {}, nullptr};
     if (!push.tail.empty())
       FRUGAL_TRY(
           join_pushes(push, push.table->dim, t.rank, memory_.pool, memory_.sums(), &r.joined));
-    Handover& h = push.tail.empty() ? push.first : r.joined;
-    if (h.rows()) handovers->push_back(std::move(r));
+    RankGradients& h = push.tail.empty() ? push.first : r.joined;
+    if (h.rows()) rank_gradients->push_back(std::move(r));
   }
   return FRUGAL_OK;
 }
 
 // First all that may want memory; then the hand-over, which cannot fail. Returns a flight that has
 // landed, for the caller to let go of once no lock is held.
-FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handovers,
-                          uint32_t flags) {
-  for (Handed& r : handovers) {
+FlightRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
+                         uint32_t flags) {
+  for (Submitted& r : rank_gradients) {
     const TableRef table = std::static_pointer_cast<Table>(r.push->table);
-    r.to = &record.handovers[table.get()];
+    r.to = &record.rank_gradients[table.get()];
     r.to->table = table;
     make_room(r.to->ranks, 1);
   }
@@ -207,7 +207,8 @@ FlightRef Engine::hand_in(Trainer& t, StepRecord& record, Vector<Handed>& handov
     make_room(record.flights, 1);
     if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
   }
-  for (Handed& r : handovers) r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
+  for (Submitted& r : rank_gradients)
+    r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
   for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
   if (flags & FRUGAL_STEP_SKIP) record.skip = true;
   FlightRef landed;

@@ -192,7 +192,7 @@ DueUpdate TableCache::due(const UpdateRef& update, bool all_now) {
     d.planned = update->ranks[r].part == plan_.pushed[r];
   if (!d.planned) {
     Vector<PartRef> pushed;
-    for (const Handover& h : update->ranks) pushed.push_back(h.part);
+    for (const RankGradients& h : update->ranks) pushed.push_back(h.part);
     index_.touched(pushed, owner_.rank, &d.other);
   }
   const LineUpdate& touched = d.touched(plan_);

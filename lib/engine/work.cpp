@@ -194,7 +194,7 @@ bool Engine::prepare_one() {
   }
   TraceSpan span(meters_.trace, SpanKind::kStage);
   span.step(update->step).table(table->number);
-  for (const Handover& h : update->ranks) span.more(h.part->distinct);
+  for (const RankGradients& h : update->ranks) span.more(h.part->distinct);
   Vector<uint32_t> rewarm;
   bool staged = true;
   try {

@@ -120,7 +120,7 @@ Status Client::take_due(Told& told, Flight& flight, DueUpdate* due) {
   for (uint64_t r = 0; r < place.ranks; ++r) {
     SumsPlace from;
     FRUGAL_TRY(told.take(&from));
-    Handover h;
+    RankGradients h;
     h.stride = place.stride;
     const char* sums = nullptr;
     if (from.bytes) FRUGAL_TRY(pin_shared(from, flight, &sums));

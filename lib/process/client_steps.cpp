@@ -298,7 +298,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   // So that nothing can fail when they are the controller's, which tells when it has read them. An
   // attempt that failed may have had some for a while: what it told of that is taken by now, and
   // they are still here.
-  for (const Handover& h : t.end.sums)
+  for (const RankGradients& h : t.end.sums)
     if (h.sums) t.handed[t.place(h.sums)] = Buffer();
   Status s = t.ask(e);
   t.cpu_ns = cpu;
@@ -306,7 +306,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   t.traced.events.clear();
   if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
   if (s != FRUGAL_OK) return s;
-  for (Handover& h : t.end.sums) {
+  for (RankGradients& h : t.end.sums) {
     if (!h.sums) continue;
     const uint64_t at = t.place(h.sums);
     t.handed[at] = std::move(h.sums);

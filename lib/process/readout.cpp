@@ -149,7 +149,7 @@ Status TableReadout::take_terms(Reach& reach, uint64_t place, const LedgerUpdate
   *seen = true;
   for (uint64_t r = 0; r < from.ranks; ++r) {
     const LedgerTerms& t = terms[r];
-    Handover h;
+    RankGradients h;
     h.rank = static_cast<uint32_t>(t.rank);
     h.stride = t.stride;
     h.part = make_part();

@@ -251,8 +251,8 @@ void RemoteTrainer::trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept
 
 Status RemoteTrainer::place_sums() {
   Vector<PushPlace> placed;
-  Vector<Handover> taken;
-  Vector<Handover*> alone;
+  Vector<RankGradients> taken;
+  Vector<RankGradients*> alone;
   placed.reserve(pushes.size());
   taken.reserve(pushes.size());
   alone.reserve(pushes.size());
@@ -260,7 +260,7 @@ Status RemoteTrainer::place_sums() {
     if (push.table->dropped.load()) continue;
     PushPlace p{};
     p.table = static_cast<const RemoteTable&>(*push.table).id;
-    Handover* h = &push.first;
+    RankGradients* h = &push.first;
     if (push.tail.empty()) {
       p.part = push.number;
       p.whole = h->whole;
@@ -277,7 +277,7 @@ Status RemoteTrainer::place_sums() {
     placed.push_back(p);
   }
   // Nothing fails from here on.
-  for (Handover* h : alone) taken.push_back(std::move(*h));
+  for (RankGradients* h : alone) taken.push_back(std::move(*h));
   end.places.swap(placed);
   end.sums.swap(taken);
   end.begun = true;

@@ -103,7 +103,7 @@ struct RemoteTrainer : AnyTrainer {
   struct End {
     bool begun = false;
     Vector<PushPlace> places;
-    Vector<Handover> sums;     // whose memory the places name
+    Vector<RankGradients> sums;  // whose memory the places name
   } end;
   struct Device {
     bool failed = false;       // and the controller knows

@@ -207,7 +207,7 @@ Status TrainerRequestLoop::step_begin(const Header& request) {
   // or there.
   if (!engine_->is_inside(*trainer_, step))
     FRUGAL_TRY(engine_->step_begin(*trainer_, step, {after_ns(request.args[1])}));
-  handed_over_ = kNoStep;
+  submitted_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
   Vector<RemotePart> parts;
@@ -375,7 +375,7 @@ Status TrainerRequestLoop::step_end(const Header& request) {
     engine_->trace_remote(e);
   }
   // Who tries again has sent its sums already, and they are not its own any more.
-  if (handed_over_ != step) {
+  if (submitted_ != step) {
     Vector<RemotePush> sums;
     sums.reserve(pushes);
     for (const PushPlace& place : places) {
@@ -399,8 +399,8 @@ Status TrainerRequestLoop::step_end(const Header& request) {
       }
       sums.push_back(std::move(p));
     }
-    FRUGAL_TRY(engine_->hand_over(*trainer_, &sums));
-    handed_over_ = step;
+    FRUGAL_TRY(engine_->submit_gradients(*trainer_, &sums));
+    submitted_ = step;
   }
   boundary_ = {};  // the trainer's device has done with it
   return engine_->step_end(*trainer_, step, static_cast<uint32_t>(request.args[1]));

@@ -59,7 +59,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
       parts_;  // of the step, then those that were asked for; changed with process.mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
   RemoteBoundary boundary_;  // of the last step: what it reads stays until the next one's is there
-  uint64_t handed_over_ =
+  uint64_t submitted_ =
       kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   Vector<PartPlace> places_;

@@ -67,7 +67,7 @@ size_t apply(const ApplyTo& to, const StepUpdate& u, const UpdateChunk& chunk,
     FRUGAL_ASSERT(rows);
     return rows;
   }
-  const Handover& h = u.ranks[0];
+  const RankGradients& h = u.ranks[0];
   const size_t first = chunk.number * kChunkRows, n = std::min(kChunkRows, h.rows() - first);
   RowWrite write(*to.table, h.slots() + first, n, purpose);
   if (h.lent)
@@ -97,7 +97,7 @@ size_t apply(const ApplyTo& to, const StepUpdate& u, const UpdateEntries& which,
     }
     return which.n;
   }
-  const Handover& h = u.ranks[0];
+  const RankGradients& h = u.ranks[0];
   const RowWrite write(*to.table, u.slots, which.n, purpose(0), which.entries);
   if (h.lent)
     k.apply_fused_indexed(write.in_place(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,

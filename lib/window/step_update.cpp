@@ -11,7 +11,7 @@ void StepUpdate::make_list() {
     return;
   }
   size_t all = 0, terms = 0;
-  for (const Handover& h : ranks) all += h.rows();
+  for (const RankGradients& h : ranks) all += h.rows();
   merged_slots.clear();
   term_start.clear();
   term_rank.resize(all);
@@ -40,7 +40,7 @@ void StepUpdate::add_terms(size_t row, TermList* out) const {
     return;
   }
   for (uint32_t t = term_start[row]; t < term_start[row + 1]; ++t) {
-    const Handover& h = ranks[term_rank[t]];
+    const RankGradients& h = ranks[term_rank[t]];
     out->add(h.sums.as<float>() + size_t{term_index[t]} * h.stride);
   }
 }
@@ -48,8 +48,8 @@ void StepUpdate::add_terms(size_t row, TermList* out) const {
 void StepUpdate::cut(size_t rows, Vector<uint64_t>* bounds) const {
   bounds->clear();
   bounds->push_back(0);
-  const Handover* most = nullptr;
-  for (const Handover& h : ranks)
+  const RankGradients* most = nullptr;
+  for (const RankGradients& h : ranks)
     if (!most || h.rows() > most->rows()) most = &h;
   if (most)
     for (size_t i = rows; i < most->rows(); i += rows) bounds->push_back(most->slots()[i]);

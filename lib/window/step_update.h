@@ -20,7 +20,7 @@
 namespace frugal {
 
 // What one rank hands over for one table in one step.
-struct Handover {
+struct RankGradients {
   uint32_t rank = 0;
   PartRef part;         // its distinct rows
   bool whole = false;   // `part` was declared and pushed exactly
@@ -80,7 +80,7 @@ struct StepUpdate : HeapObject {
   uint64_t step = 0;
   uint32_t seq = 0;               // its number in the window
   arith::StepScalars scalars{};
-  Vector<Handover> ranks;         // ascending; ranks without gradients are not here
+  Vector<RankGradients> ranks;    // ascending; ranks without gradients are not here
   size_t bytes = 0;               // of the sums: counted against the budget
 
   // Rows as a list: filled when the rows become pending one by one (deferred), except that with
@@ -134,7 +134,7 @@ struct StepUpdate : HeapObject {
 // the row if so. (Whether lists have the same slots cannot be guessed: no branch depends on it.)
 // `cursors` has room for one of each rank, or takes it.
 template <class Visit, class Term>
-void merge(const Vector<Handover>& ranks, uint64_t low, uint64_t high,
+void merge(const Vector<RankGradients>& ranks, uint64_t low, uint64_t high,
            Vector<TermList::Cursor>* cursors, Visit visit, Term term) {
   cursors->clear();
   for (size_t r = 0; r < ranks.size(); ++r) {

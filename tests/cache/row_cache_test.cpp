@@ -290,7 +290,7 @@ class Walk {
       pushed.push_back(resolved_part(pool_, step_ - 1, r, slots));
     }
     const UpdateRef update = make_update(pool_, step_ - 1, pushed, host_.layout().sums_stride);
-    for (Handover& h : update->ranks)
+    for (RankGradients& h : update->ranks)
       for (size_t i = 0; i < h.rows() * h.stride; ++i)
         h.sums.as<float>()[i] = static_cast<float>(random_.below(1000)) * 1e-3f;
     frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
@@ -460,7 +460,7 @@ class Walk {
     for (const bool reads : {true, false}) {
       for (auto& [slot, line] : model_) {
         bool updated = false;
-        for (const Handover& h : update.ranks) updated |= h.part->contains(slot);
+        for (const RankGradients& h : update.ranks) updated |= h.part->contains(slot);
         if (updated && !fresh_.count(slot) && (read_.count(slot) != 0) == reads)
           wanted.push_back(line);
       }
@@ -475,7 +475,7 @@ class Walk {
     for (size_t i = 0; i < wanted.size(); ++i) {
       uint32_t at = touched.start[i];
       for (uint32_t r = 0; r < update.ranks.size(); ++r) {
-        const Handover& h = update.ranks[r];
+        const RankGradients& h = update.ranks[r];
         if (!h.part->contains(row_of[wanted[i]])) continue;
         ASSERT_LT(at, touched.start[i + 1]);
         ASSERT_EQ(touched.terms[at].rank, r);

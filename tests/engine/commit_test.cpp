@@ -135,16 +135,16 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
                                            resolved_part(parts.pool, step, 1, {2, 3})};
     const UpdateRef staged = parts.stage(table, step, declared);
     for (const TrainerRef& t : {a, b}) parts.begin(t, step);
-    Handover first = parts.gradients(table, declared[0]);
-    Handover second = parts.gradients(table, declared[1]);
+    RankGradients first = parts.gradients(table, declared[0]);
+    RankGradients second = parts.gradients(table, declared[1]);
     first.whole = second.whole = true;
     // At step 1 a rank pushes other rows than it has declared, at step 2 nothing.
     if (step == 1) second = parts.gradients(table, step, 1, {3, 4});
-    parts.hand_over(a, table, std::move(first));
+    parts.submit_gradients(a, table, std::move(first));
     if (step == 2)
       parts.ranks.end(*b);
     else
-      parts.hand_over(b, table, std::move(second));
+      parts.submit_gradients(b, table, std::move(second));
     ASSERT_OK(parts.committer.ready());
     EXPECT_EQ(committed(), step);
     EXPECT_EQ(staged->committed, deferred() && step == 0);
@@ -164,10 +164,10 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   const TrainerRef cached = parts.join(0, true);
   const TableRef one = parts.add_table(2000), other = parts.add_table(100);
   all_end(0, other, {7});
-  parts.records.of(0).handovers[one.get()].table = one;
+  parts.records.of(0).rank_gradients[one.get()].table = one;
   Slots many;
   for (uint32_t i = 0; i < 2000; ++i) many.push_back(i);
-  parts.records.of(0).handovers[one.get()].add(parts.gradients(one, 0, 0, many));
+  parts.records.of(0).rank_gradients[one.get()].add(parts.gradients(one, 0, 0, many));
   WithoutMemory without;
   while (without.next()) {
     const Status s = without([&] { return parts.committer.ready(); });

@@ -395,7 +395,7 @@ TEST_F(RowPathTest, APushIsSummedByRow) {
   ASSERT_OK(push(op(table, keys), gradients({1, 10, 100})));
   const PushState* state = pushed(table);
   ASSERT_TRUE(state);
-  const Handover& h = state->first;
+  const RankGradients& h = state->first;
   EXPECT_EQ(h.rank, 1u);
   EXPECT_TRUE(h.whole);
   ASSERT_EQ(h.rows(), 2u);
@@ -450,7 +450,7 @@ TEST_F(RowPathTest, LentGradientsAreKept) {
   frugal_op o = op(table, keys);
   o.grads = static_cast<float*>(lent);
   ASSERT_OK(RowPath(view).push(&o, 1));
-  const Handover& h = pushed(table)->first;
+  const RankGradients& h = pushed(table)->first;
   EXPECT_TRUE(h.lent);
   EXPECT_EQ(h.source.grads, lent);
   EXPECT_FALSE(h.sums);

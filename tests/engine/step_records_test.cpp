@@ -18,7 +18,7 @@ TEST(StepRecords, HandoversAreByRank) {
   EngineParts parts(4);
   const TableRef table = parts.add_table(8);
   StepRecord record;
-  StepRecord::TableHandovers& to = record.handovers[table.get()];
+  StepRecord::TableGradients& to = record.rank_gradients[table.get()];
   to.table = table;
   const std::vector<Slots> slots{{5}, {1, 2, 2}, {0, 3, 7}, {}};
   for (const uint32_t rank : {2, 0, 3, 1})
@@ -71,7 +71,7 @@ TEST(StepRecords, ItIsBetweenStepsWhenAllThatIsEndedIsCommitted) {
   for (int what = 0; what < 3; ++what) {
     if (what == 0) records.of(3).skip = true;
     else if (what == 1) records.of(3).created.emplace_back();
-    else records.of(3).handovers[table.get()].table = table;
+    else records.of(3).rank_gradients[table.get()].table = table;
     EXPECT_FALSE(records.between(&why));
     EXPECT_EQ(why, "step 3 is not committed yet");
     records.erase(3);

@@ -91,14 +91,14 @@ struct World {
     if (slots.empty()) slots.push_back(t.rank);
     {
       Lock call(t.call_mu);
-      Handover pushed = parts.gradients(table, step, t.rank, slots);
+      RankGradients pushed = parts.gradients(table, step, t.rank, slots);
       bool undone;
       {
         Lock lock(parts.mu);
         undone = t.abort_notice.load() != 0;
         if (!undone) {
           handed[step][t.rank] = slots;
-          StepRecord::TableHandovers& to = parts.records.of(step).handovers[table.get()];
+          StepRecord::TableGradients& to = parts.records.of(step).rank_gradients[table.get()];
           to.table = table;
           to.add(std::move(pushed));
           parts.ranks.end(t);

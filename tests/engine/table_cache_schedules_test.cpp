@@ -349,7 +349,7 @@ class World {
       frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
       o.kind = FRUGAL_ADAM;
       u->scalars = arith::step_scalars(o, kFirst + i, ranks_, 0, kDim);
-      for (Handover& h : u->ranks)
+      for (RankGradients& h : u->ranks)
         for (size_t k = 0; k < h.rows() * h.stride; ++k)
           h.sums.as<float>()[k] = static_cast<float>(r_.below(1000)) * 1e-3f;
       window_.add(u);

@@ -51,8 +51,8 @@ struct EngineParts {
     ranks.begin(*t, step);
   }
   // Each row of a part becomes 1 more.
-  Handover gradients(const TableRef& table, const PartRef& part) {
-    Handover h;
+  RankGradients gradients(const TableRef& table, const PartRef& part) {
+    RankGradients h;
     h.rank = part->rank;
     h.part = part;
     h.stride = table->rows.layout().sums_stride;
@@ -60,7 +60,7 @@ struct EngineParts {
     std::fill_n(h.sums.as<float>(), h.rows() * h.stride, -1.0f);
     return h;
   }
-  Handover gradients(const TableRef& table, uint64_t step, uint32_t rank, const Slots& slots) {
+  RankGradients gradients(const TableRef& table, uint64_t step, uint32_t rank, const Slots& slots) {
     return gradients(table, resolved_part(pool, step, rank, slots));
   }
   // What ranks hand over, each for its slots.
@@ -69,7 +69,7 @@ struct EngineParts {
     u->step = step;
     for (const Slots& slots : of_ranks)
       u->ranks.push_back(gradients(table, step, static_cast<uint32_t>(u->ranks.size()), slots));
-    for (const Handover& h : u->ranks) u->bytes += h.bytes();
+    for (const RankGradients& h : u->ranks) u->bytes += h.bytes();
     u->scalars = arith::step_scalars(table->optimizer_at(step), step, ranks.size(),
                                      FRUGAL_NAN_REJECT, table->rows.layout().dim);
     pacing.add(u.get());
@@ -105,15 +105,15 @@ struct CommitParts : EngineParts {
     EXPECT_OK(memory.open(false, false));
   }
   // The rank ends the step that it is inside of, having pushed that.
-  void hand_over(const TrainerRef& t, const TableRef& table, Handover&& pushed) {
+  void submit_gradients(const TrainerRef& t, const TableRef& table, RankGradients&& pushed) {
     Lock lock(mu);
-    StepRecord::TableHandovers& to = records.of(t->step).handovers[table.get()];
+    StepRecord::TableGradients& to = records.of(t->step).rank_gradients[table.get()];
     to.table = table;
     to.add(std::move(pushed));
     ranks.end(*t);
   }
   void end(const TrainerRef& t, const TableRef& table, const Slots& slots) {
-    hand_over(t, table, gradients(table, t->step, t->rank, slots));
+    submit_gradients(t, table, gradients(table, t->step, t->rank, slots));
   }
   // What ranks, in order, have declared for a step is taken in ahead. It is the window's next.
   UpdateRef stage(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {

@@ -27,7 +27,8 @@ struct TableWithLedger : testing::Test {
     for (const Slots& rank : ranks)
       parts.push_back(resolved_part(pool, kStep, static_cast<uint32_t>(parts.size()), rank));
     update = make_update(pool, kStep, parts, dim);
-    for (Handover& h : update->ranks) std::fill_n(h.sums.as<float>(), h.rows() * h.stride, 0.25f);
+    for (RankGradients& h : update->ranks)
+      std::fill_n(h.sums.as<float>(), h.rows() * h.stride, 0.25f);
     frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
     o.kind = FRUGAL_ADAGRAD;
     update->scalars = arith::step_scalars(o, kStep, static_cast<uint32_t>(ranks.size()),

@@ -42,7 +42,7 @@ inline UpdateRef make_update(BufferPool& pool, uint64_t step, const std::vector<
   UpdateRef update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
   update->step = step;
   for (const PartRef& part : parts) {
-    Handover& h = update->ranks.emplace_back();
+    RankGradients& h = update->ranks.emplace_back();
     h.rank = part->rank;
     h.part = part;
     h.stride = stride;

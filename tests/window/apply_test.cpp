@@ -76,7 +76,7 @@ struct ApplyTest : testing::Test {
       // Some ranks have few rows; together they have most.
       std::vector<uint64_t> keys(random.one_in(4) ? 10 : 5000);
       for (uint64_t& key : keys) key = random.below(kRows);
-      Handover h;
+      RankGradients h;
       h.rank = rank;
       h.part = make_part();
       ASSERT_OK(h.part->take_keys(pool, dense, keys.data(), keys.size(), false, 0));
@@ -101,7 +101,7 @@ struct ApplyTest : testing::Test {
     for (size_t row = 0; row < update->n; ++row) {
       const uint32_t slot = update->slots[row];
       bool first = true;
-      for (const Handover& h : update->ranks) {
+      for (const RankGradients& h : update->ranks) {
         const uint32_t* at = std::lower_bound(h.slots(), h.slots() + h.rows(), slot);
         if (at == h.slots() + h.rows() || *at != slot) continue;
         const float* of = h.sums.as<float>() + static_cast<size_t>(at - h.slots()) * h.stride;
@@ -113,7 +113,7 @@ struct ApplyTest : testing::Test {
                               nullptr);
     }
     if (lent) {
-      Handover& h = update->ranks[0];
+      RankGradients& h = update->ranks[0];
       h.lent = std::make_shared<Buffer>();
       h.source = {gradients[0].data(), dim * sizeof(float), nullptr, nullptr, nullptr};
       h.sums.reset();

@@ -26,7 +26,7 @@ struct StepUpdateTest : testing::Test {
                                                                 uint64_t low = 0,
                                                                 uint64_t high = UINT64_MAX) {
     std::map<uint32_t, std::vector<const float*>> rows;
-    for (const Handover& h : u.ranks)
+    for (const RankGradients& h : u.ranks)
       for (size_t i = 0; i < h.rows(); ++i)
         if (h.slots()[i] >= low && h.slots()[i] < high)
           rows[h.slots()[i]].push_back(h.sums.as<float>() + i * h.stride);
@@ -201,7 +201,7 @@ TEST_F(StepUpdateTest, BytesCountUntilAllIsWritten) {
 // What is lent counts as the memory that it keeps.
 TEST_F(StepUpdateTest, BytesOfLentGradients) {
   UpdateRef u = make_update(pool, 0, {resolved_part(pool, 0, 0, {1, 2})}, 8);
-  Handover& h = u->ranks[0];
+  RankGradients& h = u->ranks[0];
   EXPECT_EQ(h.bytes(), 2 * 8 * sizeof(float));
   h.lent = std::make_shared<Buffer>();
   ASSERT_OK(pool.get(5000, h.lent.get()));

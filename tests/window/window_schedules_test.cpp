@@ -149,7 +149,7 @@ class World {
     frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
     o.kind = FRUGAL_ADAM;
     update->scalars = arith::step_scalars(o, step, ranks_, 0, kDim);
-    for (Handover& h : update->ranks)
+    for (RankGradients& h : update->ranks)
       for (size_t k = 0; k < h.rows() * h.stride; ++k)
         h.sums.as<float>()[k] = static_cast<float>(r_.below(1000)) * 1e-3f;
     for (size_t row = 0; row < update->n; ++row) {
@@ -340,7 +340,7 @@ class World {
     Vector<DueUpdate> due;
     for (const UpdateRef& update : backlog) {
       Vector<PartRef> pushed;
-      for (const Handover& h : update->ranks) pushed.push_back(h.part);
+      for (const RankGradients& h : update->ranks) pushed.push_back(h.part);
       DueUpdate& d = due.emplace_back();
       d.update = update;
       d.planned = pushed == plan_.pushed;
