@@ -30,7 +30,7 @@ Status Aborter::tell(Trainer& t) {
 }
 
 void Aborter::undo_part(Trainer& t) {
-  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
+  if (t.gpu) t.gpu->take_device_work();  // waits until the device has done with it
   t.parts.clear();
   t.pushes.clear();
   ranks_.undo(t);
@@ -73,7 +73,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
     // The others are told in any case, for they may be waiting for this rank; but not twice, if
     // its closing was first and has left nothing that will never be complete.
     bool left = by.in_step || !by.closing.load();
-    records_.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
+    records_.each_device_work([&](const DeviceWorkRef& f) { left |= f->rank == by.rank; });
     if (!left) return FRUGAL_OK;
   } else if (!by.in_step && why != Why::kLost) {
     if (leaving) return FRUGAL_OK;

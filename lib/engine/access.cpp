@@ -120,9 +120,10 @@ Status Engine::with_places(Trainer& t, const Vector<Access>& accesses, Call call
     Workers& workers;
     ~Wake() { workers.wake(); }
   } wake{workers_};  // declarations of later steps go on
-  List<Arriving::Wanted> wanted;
+  List<LoadingParts::Wanted> wanted;
   for (const Access& a : accesses)
-    if (!a.whole && own(*a.table).rows.far()) wanted.emplace_back(own(*a.table).arriving, t.step);
+    if (!a.whole && own(*a.table).rows.far())
+      wanted.emplace_back(own(*a.table).loading_parts, t.step);
   Status s = FRUGAL_ERR_BUSY;
   const auto help = [&] {
     return std::any_of(accesses.begin(), accesses.end(), [&](const Access& a) {
@@ -352,10 +353,10 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
 // Into memory of the device: complete when it returns, so nothing stays in flight.
 Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n,
                               const GpuOp& op, const AwayRows& away) {
-  Flight flight;
-  flight.gpu = t.gpu;
+  DeviceWork device_work;
+  device_work.gpu = t.gpu;
   const RowLayout& layout = table.rows.layout();
-  FRUGAL_TRY(t.gpu->send_rows(flight, op, n, layout.dim, layout.sums_stride,
+  FRUGAL_TRY(t.gpu->send_rows(device_work, op, n, layout.dim, layout.sums_stride,
                               [&](const frugal_op& host) {
                                 return read_rows(table, slots, n, host, away);
                               }));

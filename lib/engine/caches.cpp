@@ -197,7 +197,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     if (ranks_.to_commit() >= t.turn.from()) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
-  Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
+  DeviceWork* device_work = t.gpu ? &t.gpu->device_work(t.rank, step) : nullptr;
   t.remote_lines.boundary = {};
   if (t.remote_lines.exist) t.remote_lines.boundary.number = ++t.remote_lines.boundaries;
   Vector<TableCache*> turned;
@@ -213,9 +213,9 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
     turned.push_back(of);
   }
-  if (t.gpu) FRUGAL_TRY(t.gpu->end_boundary(*flight));
+  if (t.gpu) FRUGAL_TRY(t.gpu->end_boundary(*device_work));
   for (TableCache* of : turned) FRUGAL_TRY(of->finish());
-  return t.gpu ? flight->mark() : FRUGAL_OK;
+  return t.gpu ? device_work->mark() : FRUGAL_OK;
 }
 
 // A cache that there is no memory for is empty, and the step does without: updates may be lost to
@@ -231,7 +231,7 @@ Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
   if (s == FRUGAL_OK) return s;
   for (auto& [raw, of] : t.caches) of.forget();
   forget_places(t, step);
-  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
+  if (t.gpu) t.gpu->take_device_work();  // waits until the device has done with what it has taken
   t.remote_lines.boundary = {};
   ControlLock lock(mu_);
   t.backlog.clear();

@@ -21,7 +21,7 @@ bool Committer::one(Status* status) {
   bool begun = false;
   try {
     StepRecord* const record = records_.complete();
-    if (!record) return false;  // where something is in flight, land() comes back
+    if (!record) return false;  // where something is in flight, poll_device_work() comes back
     phase_.begin(Phase::kCommit);
     begun = true;
     commit(step, *record, status);
@@ -108,7 +108,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
 
 // What it is to be of is decided once.
 void Committer::begin(StepRecord& record) {
-  FRUGAL_ASSERT(record.flights.empty());
+  FRUGAL_ASSERT(record.device_work.empty());
   const bool any_pending = tables_.any_pending();
   Vector<Commit> commits(tables_.size());
   for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];

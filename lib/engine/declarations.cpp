@@ -69,7 +69,7 @@ void Declarations::Step::remove(Batch& b) {
 }
 
 Status Declarations::enter(const BatchRef& batch, bool want_handle,
-                           std::shared_ptr<Arrival> arrival, bool* alone) {
+                           std::shared_ptr<KeyDownload> download, bool* alone) {
   Lock lock(mu_);
   Step& s = steps_[batch->step];
   struct Empty {
@@ -90,7 +90,7 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
                 own ? of.own : of.own + of.former, static_cast<unsigned long long>(batch->step),
                 own ? kMostBatches : 2 * kMostBatches);
   make_room(s.batches, 1);
-  if (arrival) make_room(coming_, 1);
+  if (download) make_room(coming_, 1);
   if (want_handle) {
     batch->handle = handle_of<AnyBatch>(batch);
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
@@ -99,9 +99,9 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
   *alone = declared_ == 0;
   s.add(batch);
   for (size_t i = 0; i < batch->parts.size(); ++i) count(s, *batch, i, 1);
-  if (arrival) {
-    coming_.push_back({std::move(arrival), batch});
-    arriving_.fetch_add(1);
+  if (download) {
+    coming_.push_back({std::move(download), batch});
+    downloading_.fetch_add(1);
   }
   return FRUGAL_OK;
 }
@@ -238,7 +238,7 @@ bool Declarations::drop_table(const Table& table) {
 
 void Declarations::never_resolve(Batch& b, size_t i, Part::State instead) {
   const uint32_t was = b.parts[i]->state.load();
-  if (was == Part::kArriving || was == Part::kDeclared) set_state(b, i, instead);
+  if (was == Part::kDownloading || was == Part::kDeclared) set_state(b, i, instead);
 }
 
 void Declarations::give_up(Batch& b, size_t i) {
@@ -305,7 +305,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
         const uint32_t i = b->to_resolve++;
         if (b->parts[i]->state.load() != Part::kDeclared) continue;
         Table& table = *b->tables[i];
-        if (table.rows.far() && table.arriving.held_up(*b->parts[i], *table.rows.far())) {
+        if (table.rows.far() && table.loading_parts.held_up(*b->parts[i], *table.rows.far())) {
           --b->to_resolve;
           *out = {b, i, nullptr};
           return false;
@@ -417,28 +417,28 @@ uint64_t Declarations::unready(uint64_t step, uint64_t links) {
 
 // --- Keys that devices send ----------------------------------------------------------------------
 
-Vector<std::shared_ptr<Arrival>> Declarations::arrivals() {
-  Vector<std::shared_ptr<Arrival>> out;
+Vector<std::shared_ptr<KeyDownload>> Declarations::downloads() {
+  Vector<std::shared_ptr<KeyDownload>> out;
   Lock lock(mu_);
-  for (const Coming& c : coming_) out.push_back(c.arrival);
+  for (const Coming& c : coming_) out.push_back(c.download);
   return out;
 }
 
 // Who has asked an arrival holds it as yet: its memory goes back without the lock.
-void Declarations::arrived() {
+void Declarations::downloaded() {
   Lock lock(mu_);
   std::erase_if(coming_, [&](const Coming& c) {
     mu_.assert_held();
-    if (!c.arrival->arrived.load()) return false;
-    const Part::State state = c.arrival->failed.load() ? Part::kStale : Part::kDeclared;
+    if (!c.download->downloaded.load()) return false;
+    const Part::State state = c.download->failed.load() ? Part::kStale : Part::kDeclared;
     for (size_t i = 0; i < c.batch->parts.size(); ++i)
-      if (c.batch->parts[i]->state.load() == Part::kArriving) set_state(*c.batch, i, state);
-    arriving_.fetch_sub(1);
+      if (c.batch->parts[i]->state.load() == Part::kDownloading) set_state(*c.batch, i, state);
+    downloading_.fetch_sub(1);
     return true;
   });
 }
 
-void Declarations::forget_arrivals() {
+void Declarations::forget_downloads() {
   Vector<Coming> gone;
   Lock lock(mu_);
   gone.swap(coming_);

@@ -51,9 +51,9 @@ class Declarations {
   }
 
   // --- Coming and going
-  // `arrival`: of the keys that are on their way, or null. `alone`: nothing waited to be resolved.
+  // `download`: of the keys that are on their way, or null. `alone`: nothing waited to be resolved.
   // What fails has entered nothing.
-  Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<Arrival> arrival,
+  Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<KeyDownload> download,
                bool* alone);
   // Who joins as a rank declares steps from `from` on anew. What its predecessor has declared for
   // these stays, but does not count as its own. Ranks that come and go without an end are bounded,
@@ -110,11 +110,11 @@ class Declarations {
   uint64_t unready(uint64_t step, uint64_t links);
 
   // --- Keys that devices send
-  bool arriving() const { return arriving_.load() != 0; }
-  Vector<std::shared_ptr<Arrival>> arrivals();
+  bool downloading() const { return downloading_.load() != 0; }
+  Vector<std::shared_ptr<KeyDownload>> downloads();
   // Takes in those that have arrived, without any memory.
-  void arrived();
-  void forget_arrivals();
+  void downloaded();
+  void forget_downloads();
 
   // --- What is to be done with the lock held
   // A part that nobody has begun to resolve: nobody will.
@@ -200,11 +200,11 @@ class Declarations {
   bool retiring_ GUARDED_BY(mu_) = false;
   uint64_t retiring_to_ GUARDED_BY(mu_) = 0;
   struct Coming {
-    std::shared_ptr<Arrival> arrival;
+    std::shared_ptr<KeyDownload> download;
     BatchRef batch;
   };
   Vector<Coming> coming_ GUARDED_BY(mu_);
-  std::atomic<uint32_t> arriving_{0};
+  std::atomic<uint32_t> downloading_{0};
 };
 
 template <class May>

@@ -234,14 +234,14 @@ class Engine final : public Session, private DataPath {
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
 
-  // --- flights.cpp: what GPUs have in flight
+  // --- device_work.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
   bool pin_one();                    // a slab of what was there before the first GPU
   Status await_pins(Trainer& t, Deadline deadline) REQUIRES(t.call_mu);
-  bool land();                       // takes in what has landed since the last look
-  Status land_all(Deadline deadline);  // waits for all that is in flight
-  Status end_flights(Trainer& leaving);
-  Status end_flight(Trainer& t, Flight::Found* found) REQUIRES(t.call_mu);
+  bool poll_device_work();           // takes in what has completed since the last look
+  Status await_device_work(Deadline deadline);  // waits for all that is in flight
+  Status end_device_work(Trainer& leaving);
+  Status end_device_work(Trainer& t, DeviceWork::Found* found) REQUIRES(t.call_mu);
   void device_failed(uint32_t rank, const Gpu& gpu);
 
   // --- caches.cpp: boundaries of caches
@@ -275,8 +275,8 @@ class Engine final : public Session, private DataPath {
     StepRecord::TableGradients* to;
   };
   Status join_rank_gradients(Trainer& t, Vector<Submitted>* rank_gradients) REQUIRES(t.call_mu);
-  FlightRef submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
-                   uint32_t flags) REQUIRES(control, t.call_mu);
+  DeviceWorkRef submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
+                       uint32_t flags) REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true) REQUIRES(t.call_mu);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);
@@ -378,7 +378,7 @@ class Engine final : public Session, private DataPath {
        [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
        [this] { return load_one(); }}};
   PinnedTables pins_;
-  bool in_flight() const { return records_.flying() || declarations_.arriving(); }
+  bool in_flight() const { return records_.has_device_work() || declarations_.downloading(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   bool stale() const { return config_.staleness != 0; }
   Committer committer_;

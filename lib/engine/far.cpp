@@ -36,7 +36,7 @@ bool Engine::load_one() {
 bool Engine::loading_until(uint64_t step) {
   if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
   return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
-    return t->rows.far() && t->arriving.until(*t->rows.far(), step);
+    return t->rows.far() && t->loading_parts.until(*t->rows.far(), step);
   });
 }
 
@@ -60,7 +60,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
     // looked may have got them since, and have begun its step.
-    if (!table.arriving.lacking_until(step, *table.rows.far())) return false;
+    if (!table.loading_parts.lacking_until(step, *table.rows.far())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
       mu_.assert_held();
       const TrainerRef& t = ranks_[b.rank];

@@ -35,14 +35,14 @@ OnDevice::~OnDevice() {
   gpu->give_back(sent);
 }
 
-Arrival::~Arrival() {
+KeyDownload::~KeyDownload() {
   if (!event.handle) return;
   wait_for(*gpu, event);
   gpu->give_back(event);
 }
 
-bool Arrival::ask() {
-  if (arrived.load(std::memory_order_acquire)) return true;
+bool KeyDownload::ask() {
+  if (downloaded.load(std::memory_order_acquire)) return true;
   bool passed = false;
   Result r = gpu->runtime().query(event, &passed);
   gpu->answered(r, &errors);
@@ -50,12 +50,12 @@ bool Arrival::ask() {
     failed.store(true);
   else if (!r.ok() || !passed)
     return false;
-  arrived.store(true, std::memory_order_release);
+  downloaded.store(true, std::memory_order_release);
   return true;
 }
 
-Status Flight::use(device::Stream s) {
-  landed.store(false);
+Status DeviceWork::use(device::Stream s) {
+  completed.store(false);
   for (size_t i = 0; i < streams.size(); ++i)
     if (streams[i].handle == s.handle) {
       dirty[i] = 1;
@@ -75,7 +75,7 @@ Status Flight::use(device::Stream s) {
 
 // Behind each call: whoever undoes the step later must not touch the caller's streams, which may be
 // captured by then.
-Status Flight::mark() {
+Status DeviceWork::mark() {
   for (size_t i = 0; i < streams.size(); ++i) {
     if (!dirty[i]) continue;
     if (!events[i].handle) FRUGAL_TRY(gpu->create_event(&events[i]));
@@ -86,12 +86,12 @@ Status Flight::mark() {
   return FRUGAL_OK;
 }
 
-Status Flight::end() {
+Status DeviceWork::end() {
   for (device::Stream s : streams) FRUGAL_TRY(gpu->ready(s));
   return mark();
 }
 
-Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
+Status DeviceWork::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
   Buffer word;
   FRUGAL_TRY(gpu->pinned().get(sizeof(uint32_t), &word));
   *word.as<uint32_t>() = 0;
@@ -99,11 +99,11 @@ Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
   words->reserve(words->size() + 1);
   pinned.push_back(std::move(word));
   words->push_back(*out);
-  must_land = true;
+  must_complete = true;
   return FRUGAL_OK;
 }
 
-Flight::Found Flight::found() const {
+DeviceWork::Found DeviceWork::found() const {
   Found found = Found::kNothing;
   for (const uint32_t* word : nans)
     if (*word) found = Found::kNan;
@@ -112,17 +112,17 @@ Flight::Found Flight::found() const {
   return found;
 }
 
-Status found_in_step(Flight::Found found, uint64_t step) {
+Status found_in_step(DeviceWork::Found found, uint64_t step) {
   switch (found) {
-    case Flight::Found::kNothing:
+    case DeviceWork::Found::kNothing:
       return FRUGAL_OK;
-    case Flight::Found::kWrongOffsets:
+    case DeviceWork::Found::kWrongOffsets:
       return fail(
           FRUGAL_ERR_INVALID_ARGUMENT,
           "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
           "step is undone on all ranks; begin it again",
           static_cast<unsigned long long>(step));
-    case Flight::Found::kNan:
+    case DeviceWork::Found::kNan:
       break;
   }
   return fail(FRUGAL_ERR_NAN,
@@ -131,8 +131,8 @@ Status found_in_step(Flight::Found found, uint64_t step) {
               static_cast<unsigned long long>(step));
 }
 
-bool Flight::ask(uint64_t timeout_ns) {
-  if (landed.load(std::memory_order_acquire)) return true;
+bool DeviceWork::ask(uint64_t timeout_ns) {
+  if (completed.load(std::memory_order_acquire)) return true;
   UniqueLock lock(mu, std::try_to_lock);
   if (!lock.owns_lock()) {  // somebody else asks
     if (timeout_ns) sleep_ns(20'000);
@@ -152,14 +152,14 @@ bool Flight::ask(uint64_t timeout_ns) {
     gpu->give_back(e);
     e = {};
   }
-  landed.store(true, std::memory_order_release);
+  completed.store(true, std::memory_order_release);
   return true;
 }
 
-Flight::~Flight() {
+DeviceWork::~DeviceWork() {
   const KeepError why;
   // Whatever the step has used is the device's until then, also when the step was undone.
-  if (!landed.load() && mark() != FRUGAL_OK)
+  if (!completed.load() && mark() != FRUGAL_OK)
     for (size_t i = 0; i < streams.size(); ++i)
       if (dirty[i]) gpu->drain(streams[i]);
   for (device::Event e : events) {
@@ -277,15 +277,15 @@ Status Gpu::set_stream(void* stream) {
   return FRUGAL_OK;
 }
 
-Flight& Gpu::flight(uint32_t rank, uint64_t step) {
-  if (!flight_) {
-    auto f = std::allocate_shared<Flight>(HeapAllocator<Flight>());
+DeviceWork& Gpu::device_work(uint32_t rank, uint64_t step) {
+  if (!device_work_) {
+    auto f = std::allocate_shared<DeviceWork>(HeapAllocator<DeviceWork>());
     f->gpu = shared_from_this();
     f->rank = rank;
     f->step = step;
-    flight_ = std::move(f);
+    device_work_ = std::move(f);
   }
-  return *flight_;
+  return *device_work_;
 }
 
 // --- Pointers ------------------------------------------------------------------------------------
@@ -429,8 +429,8 @@ Status Gpu::take_pointers(const frugal_op& from, Use use, bool offsets_stay, Gpu
   return FRUGAL_OK;
 }
 
-Status Gpu::begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out) {
-  auto a = std::allocate_shared<Arrival>(HeapAllocator<Arrival>());
+Status Gpu::begin_download(Vector<PartRef> parts, std::shared_ptr<KeyDownload>* out) {
+  auto a = std::allocate_shared<KeyDownload>(HeapAllocator<KeyDownload>());
   a->gpu = shared_from_this();
   a->parts = std::move(parts);
   FRUGAL_TRY(create_event(&a->event));

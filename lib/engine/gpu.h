@@ -1,10 +1,10 @@
 // A trainer's GPU: its streams, its memory, and what its steps have in flight (docs/cuda.md).
 //
 // What: Gpu is the engine's side of one trainer on an accelerator: a thread of the engine's
-// process, or one that has attached (process/client.h). A Flight is what a step of a rank has given
-// to the device: while it is in flight, its memory is not used again and its step not committed.
-// Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a time
-// (call_mu).
+// process, or one that has attached (process/client.h). A DeviceWork is what a step of a rank has
+// given to the device: while it is in flight, its memory is not used again and its step not
+// committed. Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a
+// time (call_mu).
 #pragma once
 #include <atomic>
 #include <cstring>
@@ -91,8 +91,8 @@ struct Placed {
   device::RowsPtr lines, staged;
 };
 
-// What a step of a rank has in flight. Dies when it has landed: every event passed.
-struct Flight : HeapObject {
+// What a step of a rank has in flight. Dies when it has completed: every event passed.
+struct DeviceWork : HeapObject {
   std::shared_ptr<Gpu> gpu;
   uint32_t rank = 0;
   uint64_t step = 0;
@@ -109,13 +109,13 @@ struct Flight : HeapObject {
   Vector<Placed> placed;
   // Words in pinned memory, 0 unless: a gradient that is to be refused has a NaN; offsets are none.
   Vector<const uint32_t*> nans, wrong_offsets;
-  bool must_land = false;  // before the step's end answers
+  bool must_complete = false;  // before the step's end answers
   Mutex mu;           // of events, once it has ended
   std::atomic<int> errors{0};  // of asking, in a row
-  std::atomic<bool> landed{false};
+  std::atomic<bool> completed{false};
   std::atomic<bool> failed{false};
 
-  // What the words say when it has landed. Where offsets are wrong, what was summed may be
+  // What the words say when it has completed. Where offsets are wrong, what was summed may be
   // anything.
   enum class Found { kNothing, kNan, kWrongOffsets };
   Found found() const;
@@ -125,28 +125,28 @@ struct Flight : HeapObject {
   Status look_at(Vector<const uint32_t*>* words, const uint32_t** out);
   Status mark();    // records the events of streams that were used since the last time
   Status end();     // the same, when the step ends; refuses streams that are being captured
-  // Waits until it has landed, or failed. `go_on` ends that by a status.
+  // Waits until it has completed, or failed. `go_on` ends that by a status.
   template <class GoOn>
-  Status land(GoOn go_on) {
+  Status poll(GoOn go_on) {
     while (!ask(1000000)) FRUGAL_TRY(go_on());
     return FRUGAL_OK;
   }
-  // Asks the events, or waits for one of them for about `timeout_ns`. True: landed, or failed.
+  // Asks the events, or waits for one of them for about `timeout_ns`. True: completed, or failed.
   bool ask(uint64_t timeout_ns = 0);
-  ~Flight();
+  ~DeviceWork();
 };
-using FlightRef = std::shared_ptr<Flight>;
+using DeviceWorkRef = std::shared_ptr<DeviceWork>;
 
 // Keys that are on their way from the device to the host.
-struct Arrival : HeapObject {
+struct KeyDownload : HeapObject {
   std::shared_ptr<Gpu> gpu;
   device::Event event;
   Vector<PartRef> parts;
-  std::atomic<bool> arrived{false};
+  std::atomic<bool> downloaded{false};
   std::atomic<bool> failed{false};
   std::atomic<int> errors{0};  // of asking, in a row
   bool ask();  // true: arrived, or failed
-  ~Arrival();
+  ~KeyDownload();
 };
 
 // An op of a call of a trainer on a GPU, its keys and offsets on the host.
@@ -184,11 +184,11 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // What the device said, as device_status, and kept if it is a failure.
   Status noted(const device::Result& result, const char* what);
 
-  // The step's flight, begun when first needed.
-  Flight& flight(uint32_t rank, uint64_t step);
-  FlightRef take_flight() { return std::move(flight_); }
-  Flight* current_flight() { return flight_.get(); }
-  FlightRef share_flight() { return flight_; }
+  // The device work of the step, begun when first needed.
+  DeviceWork& device_work(uint32_t rank, uint64_t step);
+  DeviceWorkRef take_device_work() { return std::move(device_work_); }
+  DeviceWork* current_device_work() { return device_work_.get(); }
+  DeviceWorkRef share_device_work() { return device_work_; }
 
   // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
   // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a
@@ -221,7 +221,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   void drain() { drain(stream_); }
   void drain(device::Stream stream);
   // Keys of parts that were taken from the device: an event in the caller's stream.
-  Status begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out);
+  Status begin_download(Vector<PartRef> parts, std::shared_ptr<KeyDownload>* out);
 
   // The part's arrays on the device; made if they are not there. Threads: any; of two that make
   // them one wins.
@@ -234,48 +234,48 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // Rows of a part, pooled or not, to the op's rows_out. `lines` hold some of them, if there are
   // any.
-  Status gather(Flight& f, const PartRef& part, const device::RowsView& rows,
+  Status gather(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                 const device::RowsPtr& lines, const GpuOp& op);
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes
   // apart.
-  Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
+  Status put_rows(DeviceWork& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
   // Rows that gather(op) gathers on the host, `stride` floats apart, to the op's rows_out; `n`
   // keys.
   template <class Gather>
-  Status send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
+  Status send_rows(DeviceWork& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
                    Gather gather);
   // Rows that gather(op) puts into device memory, for an op that wants them in host memory; `n`
   // keys. Waits.
   template <class Gather>
   Status bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather);
   // Where the gradients of an op come from.
-  Status gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim,
+  Status gradients(DeviceWork& f, const PartRef& part, const GpuOp& op, uint32_t dim,
                    device::GradPtr* out);
   // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
   // `nan` (may be null) becomes 1 if a term is a NaN.
-  Status reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+  Status reduce(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& sums, size_t stride, const Buffer& runs, const uint32_t* nan);
   // A gradient for each key into pinned memory.
-  Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+  Status expand(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
   // A push of a table's gradients: the first of a step, whose hand-over is begun, is summed into
   // memory of `sums`; a later one is gone on with on the host, from the gradient of each key. With
-  // `reject` the flight tells of NaNs.
-  Status push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+  // `reject` the device work tells of NaNs.
+  Status push(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
               bool first, bool reject, BufferPool& sums, PushSums* push);
   // Where an op's keys are on the device, and those of the part, which the device finds out, they
   // need not come to the host: then it has none any more. Waits for the answer.
-  Status match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* op);
-  Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows,
+  Status match_keys(DeviceWork& f, const PartRef& part, bool by_key, frugal_op* op);
+  Status weight_grads(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                       const device::RowsPtr& lines, const GpuOp& op, const device::GradPtr& source);
 
   // The same with a row for each key in pinned memory.
-  Status weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n,
-                         uint32_t dim, const GpuOp& op, const device::GradPtr& source);
+  Status weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const uint32_t* slots,
+                         size_t n, uint32_t dim, const GpuOp& op, const device::GradPtr& source);
 
   // Lookups of the step come after what caches' boundaries have launched so far (DeviceLines).
-  Status end_boundary(Flight& f);
+  Status end_boundary(DeviceWork& f);
 
   Status create_event(device::Event* out);
   void give_back(device::Event e);
@@ -284,9 +284,10 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   friend class DeviceLines;
   device::Result take_event(device::Event* out);  // one that was given back, or a new one
   Status take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied);
-  Status same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys, bool* same);
+  Status same_keys(DeviceWork& f, const PartRef& part, bool by_key, const uint64_t* keys,
+                   bool* same);
   // Begins work of a step in the caller's stream, behind the part's upload.
-  Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
+  Status begin(DeviceWork& f, const PartRef& part, PartOnDevice** out);
   // Memory for `bytes` on both sides; send() copies from here to there.
   Status room(size_t bytes, OnDevice* out);
   Status send(size_t bytes, OnDevice* out) REQUIRES(upload_mu_);
@@ -297,29 +298,29 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments) {
     return launch(kernel, shape, arguments, stream_);
   }
-  // A pinned copy that lives as long as the flight.
+  // A pinned copy that lives as long as the device work.
   template <class T>
-  Status keep(Flight& f, const T* from, size_t n, device::Ptr<T>* out);
-  Status sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+  Status keep(DeviceWork& f, const T* from, size_t n, device::Ptr<T>* out);
+  Status sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                  const device::RowsPtr& lines, Placed* out);
   Status cached_places(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
-  Status stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows,
+  Status stage(DeviceWork& f, const PartOnDevice& d, const device::RowsView& rows,
                device::Ptr<uint32_t> which, device::Ptr<uint32_t> to, size_t count,
                device::RowsPtr* out);
-  Status places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+  Status places(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                 const device::RowsPtr& lines, Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
-  Status bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* out);
-  Status weights_of(Flight& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);
+  Status bags_of(DeviceWork& f, const GpuOp& op, size_t keys, device::BagsPtr* out);
+  Status weights_of(DeviceWork& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);
 
   std::shared_ptr<device::Runtime> runtime_;
   BufferPool& pinned_;
   device::Extent extent_;
   std::shared_ptr<DevicePool> memory_;
   device::Stream stream_;  // call_mu
-  FlightRef flight_;       // call_mu
+  DeviceWorkRef device_work_;  // call_mu
   Buffer identity_;        // call_mu
   Vector<Buffer> outgrown_;
   Mutex upload_mu_;
@@ -336,7 +337,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 };
 
 // A cache's lines on the trainer's GPU, brought up to date in a stream of their own within the
-// flight of its step.
+// device work of its step.
 class DeviceLines final : public Lines {
  public:
   // `rows`: the table's, where kernels see them.
@@ -367,11 +368,12 @@ class DeviceLines final : public Lines {
   Vector<Later> later_;
 };
 
-// What the end of a step answers where its flight has found something; the step is undone by then.
-Status found_in_step(Flight::Found found, uint64_t step);
+// What the end of a step answers where its device work has found something; the step is undone by
+// then.
+Status found_in_step(DeviceWork::Found found, uint64_t step);
 
 template <class Gather>
-Status Gpu::send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
+Status Gpu::send_rows(DeviceWork& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
                       Gather gather) {
   const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
   Buffer copies, weights;
@@ -438,16 +440,16 @@ Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
   // What a call that fails has given to the device to look at is of no interest.
-  const Flight* before = current_flight();
+  const DeviceWork* before = current_device_work();
   const size_t nans = before ? before->nans.size() : 0,
                wrong_offsets = before ? before->wrong_offsets.size() : 0;
   Status s = call(host.data(), taken.data());
-  if (Flight* f = current_flight(); f && s != FRUGAL_OK) {
+  if (DeviceWork* f = current_device_work(); f && s != FRUGAL_OK) {
     if (f->nans.size() > nans) f->nans.resize(nans);
     if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
   }
   // Where it fails, the end of the step tries again.
-  if (Flight* f = current_flight()) {
+  if (DeviceWork* f = current_device_work()) {
     const KeepError why;
     (void)f->mark();
   }

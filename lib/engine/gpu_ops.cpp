@@ -42,7 +42,7 @@ Status Gpu::launch(Kernel kernel, const device::Shape& shape, const Arguments& a
 }
 
 template <class T>
-Status Gpu::keep(Flight& f, const T* from, size_t n, Ptr<T>* out) {
+Status Gpu::keep(DeviceWork& f, const T* from, size_t n, Ptr<T>* out) {
   Buffer copy;
   FRUGAL_TRY(pinned_.get(n * sizeof(T), &copy));
   std::memcpy(copy.data(), from, n * sizeof(T));
@@ -51,7 +51,7 @@ Status Gpu::keep(Flight& f, const T* from, size_t n, Ptr<T>* out) {
   return FRUGAL_OK;
 }
 
-Status Gpu::begin(Flight& f, const PartRef& part, PartOnDevice** out) {
+Status Gpu::begin(DeviceWork& f, const PartRef& part, PartOnDevice** out) {
   FRUGAL_TRY(f.use(stream_));
   f.parts.push_back(part);
   FRUGAL_TRY(upload(*part, out));
@@ -75,8 +75,8 @@ Status Gpu::identity(size_t n, Ptr<uint32_t>* out) {
   return FRUGAL_OK;
 }
 
-Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
-                     size_t out_stride) {
+Status Gpu::put_rows(DeviceWork& f, Buffer pinned, size_t stride, size_t n, uint32_t dim,
+                     float* out, size_t out_stride) {
   if (n == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(stream_));
   device::GatherArgs a{};
@@ -95,7 +95,7 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
 
 // Host rows into device memory: `count` of the part's distinct rows (null: all), to places there
 // (null: one after the other).
-Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows,
+Status Gpu::stage(DeviceWork& f, const PartOnDevice& d, const device::RowsView& rows,
                   Ptr<uint32_t> which, Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
   out->stride = elements(rows.value_pitch);
@@ -117,7 +117,7 @@ Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows
 
 namespace {
 
-bool placed_before(const Flight& f, const Part& part, device::Stream stream, bool pooled,
+bool placed_before(const DeviceWork& f, const Part& part, device::Stream stream, bool pooled,
                    Placed* out) {
   for (const Placed& p : f.placed)
     if (p.part == &part && p.stream == stream.handle && p.pooled == pooled) {
@@ -135,7 +135,7 @@ bool placed_before(const Flight& f, const Part& part, device::Stream stream, boo
 
 // Where the rows of a part are read: sources and items, and frequent host rows staged. Without
 // lines sources and items are the same for all steps, and came with the part.
-Status Gpu::sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+Status Gpu::sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                     const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
@@ -176,7 +176,7 @@ Status Gpu::behind(const OnDevice& sent) {
 
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the
 // link once, however many bags it is in.
-Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+Status Gpu::places(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                    const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
@@ -208,13 +208,13 @@ Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDe
   return FRUGAL_OK;
 }
 
-Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out) {
+Status Gpu::weights_of(DeviceWork& f, const GpuOp& op, size_t keys, Ptr<float>* out) {
   *out = op.device_weights;
   if (*out || !op.op.weights || keys == 0) return FRUGAL_OK;
   return keep(f, op.op.weights, keys, out);
 }
 
-Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows,
+Status Gpu::gather(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                    const device::RowsPtr& lines, const GpuOp& op) {
   const uint32_t dim = rows.dim;
   PartOnDevice* d;
@@ -260,7 +260,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows,
 }
 
 // Offsets where kernels see them.
-Status Gpu::bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* out) {
+Status Gpu::bags_of(DeviceWork& f, const GpuOp& op, size_t keys, device::BagsPtr* out) {
   *out = {};
   out->bags = static_cast<uint32_t>(op.op.bags);
   out->keys = static_cast<uint32_t>(keys);
@@ -273,7 +273,7 @@ Status Gpu::bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* ou
   return FRUGAL_OK;
 }
 
-Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim,
+Status Gpu::gradients(DeviceWork& f, const PartRef& part, const GpuOp& op, uint32_t dim,
                       device::GradPtr* g) {
   *g = {};
   g->grads = {reinterpret_cast<uint64_t>(op.op.grads)};
@@ -309,7 +309,7 @@ Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t 
   return weights_of(f, op, part->n, &g->factor);
 }
 
-Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+Status Gpu::reduce(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                    const Buffer& sums, size_t stride, const Buffer& runs, const uint32_t* nan) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -339,7 +339,7 @@ Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source
   return launch(Kernel::combine_runs, device::combine_shape(c, extent_), c);
 }
 
-Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+Status Gpu::expand(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                    const Buffer& out, const uint32_t* nan) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -353,7 +353,7 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   return launch(Kernel::expand_terms, device::expand_shape(a, part->n, extent_), a);
 }
 
-Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+Status Gpu::push(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                  bool first, bool reject, BufferPool& sums, PushSums* push) {
   const uint32_t* nan = nullptr;
   if (reject && part->n) FRUGAL_TRY(f.look_at(&f.nans, &nan));
@@ -363,7 +363,7 @@ Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, 
     FRUGAL_TRY(pinned_.get(part->n * dim * sizeof(float), &tail.grads));
     push->tail.reserve(push->tail.size() + 1);
     FRUGAL_TRY(expand(f, part, source, dim, tail.grads, nan));
-    f.must_land = true;
+    f.must_complete = true;
     push->tail.push_back(std::move(tail));
     return FRUGAL_OK;
   }
@@ -374,7 +374,7 @@ Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, 
   return status;
 }
 
-Status Gpu::match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* op) {
+Status Gpu::match_keys(DeviceWork& f, const PartRef& part, bool by_key, frugal_op* op) {
   const bool padded = op->flags & FRUGAL_OP_PADDING;
   if (!part->resolved() || part->n != op->count || part->has_padding != padded ||
       (padded && part->padding != op->padding_key))
@@ -385,7 +385,7 @@ Status Gpu::match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* o
   return FRUGAL_OK;
 }
 
-Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys,
+Status Gpu::same_keys(DeviceWork& f, const PartRef& part, bool by_key, const uint64_t* keys,
                       bool* same) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -420,7 +420,7 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_
   return FRUGAL_OK;
 }
 
-Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows,
+Status Gpu::weight_grads(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                          const device::RowsPtr& lines, const GpuOp& op,
                          const device::GradPtr& source) {
   PartOnDevice* d;
@@ -442,7 +442,7 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView&
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
-Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots,
+Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const uint32_t* slots,
                             size_t n, uint32_t dim, const GpuOp& op,
                             const device::GradPtr& source) {
   if (n == 0) return FRUGAL_OK;
@@ -511,7 +511,7 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
                           size_t from, size_t to) {
   const size_t n = to - from;
   if (n == 0) return FRUGAL_OK;
-  Flight& f = *gpu_.current_flight();
+  DeviceWork& f = *gpu_.current_device_work();
   FRUGAL_TRY(f.use(gpu_.boundary_));
   f.updates.push_back(update);
   f.sent.push_back(lists);
@@ -564,7 +564,7 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
 Status DeviceLines::fill() {
   const PlanOnDevice& plan = *plan_;
   if (plan.count == 0) return FRUGAL_OK;
-  Flight& f = *gpu_.current_flight();
+  DeviceWork& f = *gpu_.current_device_work();
   FRUGAL_TRY(f.use(gpu_.boundary_));
   f.sent.push_back(plan_);
   FRUGAL_TRY(
@@ -583,7 +583,7 @@ Status DeviceLines::fill() {
 }
 
 // What is launched from now on in the caller's stream comes after the boundary's work.
-Status Gpu::end_boundary(Flight& f) {
+Status Gpu::end_boundary(DeviceWork& f) {
   bool used = false;
   for (device::Stream s : f.streams) used |= s.handle == boundary_.handle;
   f.after_boundary = used;

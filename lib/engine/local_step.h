@@ -57,7 +57,7 @@ class Engine::LocalStep final : public StepView {
   Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override;
   Status create() override;
   Status rows_of(const Access& access, RowSource* out) override;
-  Status show_device(const Access&, Flight&) override { return FRUGAL_OK; }
+  Status show_device(const Access&, DeviceWork&) override { return FRUGAL_OK; }
   Status row_awaited() override { return engine_.row_awaited(&until_); }
   Status end(bool on_device) override;
   BufferPool& sums(bool on_device) override { return on_device ? engine_.memory_.pinned : engine_.memory_.sums(); }

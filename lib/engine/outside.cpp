@@ -45,10 +45,11 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   Phase& phase = engine.phase_;
   String why;
   if (phase.await(lock, Phase::kOutside) &&
-      (engine.records_.flying() || engine.committer_.stalled()) && !engine.ranks_.inside(&why)) {
+      (engine.records_.has_device_work() || engine.committer_.stalled()) &&
+      !engine.ranks_.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
-    status_ = engine.land_all(deadline);
+    status_ = engine.await_device_work(deadline);
     if (status_ != FRUGAL_OK) return;
     lock.lock();
     phase.await(lock, Phase::kOutside);
@@ -80,7 +81,7 @@ CommittedScope::~CommittedScope() {
 
 Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(check());
-  FRUGAL_TRY(land_all(deadline));
+  FRUGAL_TRY(await_device_work(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
     ControlLock lock(mu_);

@@ -173,7 +173,7 @@ Status RowPath::match_batch(frugal_op* op) {
       batch->step != t_.step || (batch->trainer && batch->trainer != &t_))
     return FRUGAL_OK;
   const StepPart* p = declared_part(batch->id, op->part);
-  return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part,
+  return p && p->table ? t_.gpu->match_keys(t_.gpu->device_work(t_.rank, t_.step), p->part,
                                             !p->table->keys_are_slots, op)
                        : FRUGAL_OK;
 }
@@ -231,12 +231,12 @@ Status RowPath::gather(const Access& a, const RowSource& from, const frugal_op& 
 // Into memory of the device, in the caller's stream. With staleness rows are written meanwhile:
 // they are read here.
 Status RowPath::gather_on_device(const Access& a, const RowSource& from, const GpuOp& op) {
-  Flight& flight = t_.gpu->flight(t_.rank, t_.step);
+  DeviceWork& device_work = t_.gpu->device_work(t_.rank, t_.step);
   if (step_.stale())
-    return t_.gpu->send_rows(flight, op, a.part->n, a.table->dim, a.table->stride,
+    return t_.gpu->send_rows(device_work, op, a.part->n, a.table->dim, a.table->stride,
                              [&](const frugal_op& host) { return gather(a, from, host); });
-  FRUGAL_TRY(step_.show_device(a, flight));
-  return t_.gpu->gather(flight, a.part, from.rows, from.lines.device, op);
+  FRUGAL_TRY(step_.show_device(a, device_work));
+  return t_.gpu->gather(device_work, a.part, from.rows, from.lines.device, op);
 }
 
 // Into host memory, where rows may be newer in lines of the device.
@@ -384,10 +384,10 @@ Status RowPath::push_one(const frugal_op& op, const Access& a, PushState* state)
 // A push of gradients in memory of the device, in the caller's stream. What it finds is told when
 // the step ends. `reading`: kernels read rows for it.
 Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading) {
-  Flight& flight = t_.gpu->flight(t_.rank, t_.step);
+  DeviceWork& device_work = t_.gpu->device_work(t_.rank, t_.step);
   const uint32_t dim = a.table->dim;
   device::GradPtr source;
-  FRUGAL_TRY(t_.gpu->gradients(flight, a.part, op, dim, &source));
+  FRUGAL_TRY(t_.gpu->gradients(device_work, a.part, op, dim, &source));
   if (op.device_weight_grads) {
     RowSource from;
     FRUGAL_TRY(step_.rows_of(a, &from));
@@ -400,12 +400,13 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
       plain.rows_out = rows.as<float>();
       plain.row_stride = stride * sizeof(float);
       FRUGAL_TRY(gather(a, from, plain));
-      FRUGAL_TRY(t_.gpu->weight_grads_of(flight, std::move(rows), stride,
+      FRUGAL_TRY(t_.gpu->weight_grads_of(device_work, std::move(rows), stride,
                                          a.part->slots.as<uint32_t>(), a.part->n, dim, op, source));
     } else {
-      FRUGAL_TRY(step_.show_device(a, flight));
+      FRUGAL_TRY(step_.show_device(a, device_work));
       *reading = true;
-      FRUGAL_TRY(t_.gpu->weight_grads(flight, a.part, from.rows, from.lines.device, op, source));
+      FRUGAL_TRY(
+          t_.gpu->weight_grads(device_work, a.part, from.rows, from.lines.device, op, source));
     }
   }
   const bool first = !state->table;
@@ -413,8 +414,8 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
     begin_rank_gradients(a, state);
   else
     FRUGAL_TRY(sum_lent(state));
-  return t_.gpu->push(flight, a.part, source, dim, first, a.table->nan_policy == FRUGAL_NAN_REJECT,
-                      step_.sums(true), state);
+  return t_.gpu->push(device_work, a.part, source, dim, first,
+                      a.table->nan_policy == FRUGAL_NAN_REJECT, step_.sums(true), state);
 }
 
 // The lent memory that holds all gradients of a push, one for each key; null if there is none.

@@ -80,8 +80,8 @@ class StepView {
   virtual Status create() = 0;
   // Where an access's rows are read; they are up to date then.
   virtual Status rows_of(const Access& access, RowSource* out) = 0;
-  // Before kernels of the flight read rows of an access.
-  virtual Status show_device(const Access& access, Flight& flight) = 0;
+  // Before kernels of the device work read rows of an access.
+  virtual Status show_device(const Access& access, DeviceWork& device_work) = 0;
   // A row is being written, by who may be gone: whether to wait for that.
   virtual Status row_awaited() = 0;
   // What the call has read is right: nobody has undone the step meanwhile. `on_device`: it may be reading as yet.

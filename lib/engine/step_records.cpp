@@ -40,12 +40,12 @@ void StepRecord::undo() {
     if (c.added) c.table->window.unstage(c.update);
     if (c.held) Flusher::let_go(*c.table, *c.update);
   }
-  await_flights();
-  flights.clear();
+  await_device_work();
+  device_work.clear();
 }
 
-void StepRecord::await_flights() const {
-  for (const FlightRef& f : flights)
+void StepRecord::await_device_work() const {
+  for (const DeviceWorkRef& f : device_work)
     while (!f->ask(1000000)) {
     }
 }
@@ -57,7 +57,7 @@ StepRecord* StepRecords::complete() {
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
   // may be empty: later ones wait behind it, and rows may be staged for it.
   StepRecord* const record = present ? &of(step) : find(step);
-  return record && record->flights.empty() ? record : nullptr;
+  return record && record->device_work.empty() ? record : nullptr;
 }
 
 bool StepRecords::between(String* why) const {
@@ -86,15 +86,18 @@ bool StepRecords::staged() const {
 }
 
 Map<uint64_t, StepRecord> StepRecords::take() {
-  for (const auto& [step, record] : records_) done(static_cast<uint32_t>(record.flights.size()));
+  for (const auto& [step, record] : records_)
+    done(static_cast<uint32_t>(record.device_work.size()));
   return std::exchange(records_, {});
 }
 
-uint32_t StepRecords::forget_landed() {
+uint32_t StepRecords::forget_completed() {
   ControlLock lock(mu_);
-  const auto landed = [](const FlightRef& f) { return f->landed.load() && !f->failed.load(); };
+  const auto completed = [](const DeviceWorkRef& f) {
+    return f->completed.load() && !f->failed.load();
+  };
   size_t n = 0;
-  for (auto& [step, record] : records_) n += std::erase_if(record.flights, landed);
+  for (auto& [step, record] : records_) n += std::erase_if(record.device_work, completed);
   return static_cast<uint32_t>(n);
 }
 

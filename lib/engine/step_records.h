@@ -64,13 +64,14 @@ struct StepRecord {
   std::shared_ptr<RewarmRows> rewarm GUARDED_BY(control);  // or null
   bool prepare_scheduled = false;
   size_t stage_at = 0;  // tables before this have been looked at
-  Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
+  // of ranks that have ended it: hand-overs that are not complete yet
+  Vector<DeviceWorkRef> device_work;
 
   bool staged() const;  // all that is taken in ahead is
   uint64_t row_bytes() const;  // of rows that gradients were handed over for
   // It will not be: windows forget what they have taken in of it, and devices are waited for.
   void undo();
-  void await_flights() const;
+  void await_device_work() const;
 };
 
 class StepRecords {
@@ -99,37 +100,38 @@ class StepRecords {
   // All of them; what they have in flight is the caller's to wait for.
   Map<uint64_t, StepRecord> take() REQUIRES(control);
 
-  // --- Flights
-  // Some are in flight, or have landed and what that allows is not committed yet.
-  bool flying() const { return flying_.load() != 0; }
-  void fly(StepRecord* record, FlightRef&& flight) REQUIRES(control) {  // there is room for it
-    record->flights.push_back(std::move(flight));
-    flying_.fetch_add(1);
+  // --- Device work
+  // Some are in flight, or have completed and what that allows is not committed yet.
+  bool has_device_work() const { return device_work_in_flight_.load() != 0; }
+  // there is room for it
+  void add_device_work(StepRecord* record, DeviceWorkRef&& device_work) REQUIRES(control) {
+    record->device_work.push_back(std::move(device_work));
+    device_work_in_flight_.fetch_add(1);
   }
   template <class Visit>
-  void each_flight(Visit visit) const REQUIRES(control) {
+  void each_device_work(Visit visit) const REQUIRES(control) {
     for (const auto& [step, record] : records_)
-      for (const FlightRef& f : record.flights) visit(f);
+      for (const DeviceWorkRef& f : record.device_work) visit(f);
   }
-  // These two take the mutex. Those that have landed are forgotten; their number is to be told when
-  // what follows is done.
-  Vector<FlightRef> flights() const {
-    Vector<FlightRef> all;
+  // These two take the mutex. Those that have completed are forgotten; their number is to be told
+  // when what follows is done.
+  Vector<DeviceWorkRef> device_work() const {
+    Vector<DeviceWorkRef> all;
     ControlLock lock(mu_);
-    each_flight([&](const FlightRef& f) { all.push_back(f); });
+    each_device_work([&](const DeviceWorkRef& f) { all.push_back(f); });
     return all;
   }
-  uint32_t forget_landed();
-  void done(uint32_t flights) {
-    FRUGAL_ASSERT(flights <= flying_.load());
-    flying_.fetch_sub(flights);
+  uint32_t forget_completed();
+  void done(uint32_t completed) {
+    FRUGAL_ASSERT(completed <= device_work_in_flight_.load());
+    device_work_in_flight_.fetch_sub(completed);
   }
 
  private:
   ControlMutex& mu_;
   const Ranks& ranks_;
   Map<uint64_t, StepRecord> records_ GUARDED_BY(control);
-  std::atomic<uint32_t> flying_{0};
+  std::atomic<uint32_t> device_work_in_flight_{0};
 };
 
 }  // namespace frugal

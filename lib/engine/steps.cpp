@@ -137,7 +137,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   Timed timed(meters_.counters.step_end_ns);
   TraceSpan span(meters_.trace, SpanKind::kStepEnd);
   span.step(step).rank(t.rank);
-  FlightRef landed;  // ends when no lock is held
+  DeviceWorkRef work;  // ends when no lock is held
   {
     UniqueLock call(t.call_mu);
     FRUGAL_TRY(enter(t));
@@ -148,9 +148,9 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     if (t.step != step)
       return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
                   static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
-    Flight::Found found = Flight::Found::kNothing;
-    if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
-    if (found != Flight::Found::kNothing) {
+    DeviceWork::Found found = DeviceWork::Found::kNothing;
+    if (t.gpu) FRUGAL_TRY(end_device_work(t, &found));
+    if (found != DeviceWork::Found::kNothing) {
       call.unlock();
       FRUGAL_TRY(aborter_.undo(t, Aborter::Why::kCall));
       return found_in_step(found, step);
@@ -163,7 +163,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       // Who closes the engine has taken the records away already.
       if (closed()) return engine_closed();
       if (!t.abort_notice.load()) {
-        landed = submit(t, records_.of(step), rank_gradients, flags);
+        work = submit(t, records_.of(step), rank_gradients, flags);
         taken = true;
       }
     }
@@ -171,7 +171,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     // committed before it.
     if (!taken) return aborter_.tell(t);
   }
-  if (records_.flying()) workers_.wake();  // one of them looks when it has landed
+  if (records_.has_device_work()) workers_.wake();  // one of them looks when it has work
   // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has
   // memory, makes it.
   const Status s = committer_.ready();
@@ -192,10 +192,10 @@ Status Engine::join_rank_gradients(Trainer& t, Vector<Submitted>* rank_gradients
   return FRUGAL_OK;
 }
 
-// First all that may want memory; then the hand-over, which cannot fail. Returns a flight that has
-// landed, for the caller to let go of once no lock is held.
-FlightRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
-                         uint32_t flags) {
+// First all that may want memory; then the hand-over, which cannot fail. Returns device work that
+// has work, for the caller to let go of once no lock is held.
+DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
+                             uint32_t flags) {
   for (Submitted& r : rank_gradients) {
     const TableRef table = std::static_pointer_cast<Table>(r.push->table);
     r.to = &record.rank_gradients[table.get()];
@@ -204,27 +204,28 @@ FlightRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank
   }
   make_room(record.created, t.created.size());
   if (t.gpu) {
-    make_room(record.flights, 1);
-    if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
+    make_room(record.device_work, 1);
+    if (DeviceWork* f = t.gpu->current_device_work())
+      f->pinned.reserve(f->pinned.size() + t.pushes.size());
   }
   for (Submitted& r : rank_gradients)
     r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
   for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
   if (flags & FRUGAL_STEP_SKIP) record.skip = true;
-  FlightRef landed;
-  if (t.gpu) landed = t.gpu->take_flight();
-  if (landed && !landed->landed.load()) {
+  DeviceWorkRef work;
+  if (t.gpu) work = t.gpu->take_device_work();
+  if (work && !work->completed.load()) {
     // Sums of runs are of no use any more, but kernels may still be writing them.
     for (auto& [raw, push] : t.pushes)
-      if (push.runs) landed->pinned.push_back(std::move(push.runs));
-    records_.fly(&record, std::move(landed));
+      if (push.runs) work->pinned.push_back(std::move(push.runs));
+    records_.add_device_work(&record, std::move(work));
   }
   ranks_.end(t);
   t.parts.clear();
   t.pushes.clear();
   t.created.clear();
   t.lent.clear();
-  return landed;
+  return work;
 }
 
 // A call's hold of places of a table has ended; there may be a call that waits for them.

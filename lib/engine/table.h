@@ -6,9 +6,9 @@
 #include <memory>
 
 #include "base/heap.h"
-#include "engine/arriving.h"
 #include "engine/control.h"
 #include "engine/ledger.h"
+#include "engine/loading_parts.h"
 #include "engine/session.h"
 #include "storage/rows.h"
 #include "window/window.h"
@@ -35,7 +35,7 @@ struct Table : AnyTable {
   // Held while it gets another kind of optimizer, and by who tells another process of the table.
   Mutex kind_mu;
   uint64_t kinds GUARDED_BY(kind_mu) = 0;  // how often that was
-  Arriving arriving;                    // where rows may be far
+  LoadingParts loading_parts;           // where rows may be far
 };
 using TableRef = std::shared_ptr<Table>;
 

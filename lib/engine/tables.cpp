@@ -12,7 +12,7 @@
 namespace frugal {
 
 constexpr size_t kMostChanges = 4096;  // of a table's optimizer, for steps to come
-constexpr int kLandTries = 10;         // to commit what has been ended, before the engine is closed
+constexpr int kCommitTries = 10;       // to commit what has been ended, before the engine is closed
 
 Engine::Engine(const frugal_config& config)
     : Session(config),
@@ -73,8 +73,8 @@ void Engine::close_ranks() {
 // that it is closed and keep what they use alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
-  retry_for_memory([this] { return land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
-                   [](int tries) { return tries >= kLandTries; });
+  retry_for_memory([this] { return await_device_work(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
+                   [](int tries) { return tries >= kCommitTries; });
   bool again;
   {
     ControlLock lock(mu_);
@@ -123,9 +123,9 @@ void Engine::shutdown() {
     records = records_.take();
   }
   workers_.forget_jobs();
-  declarations_.forget_arrivals();
+  declarations_.forget_downloads();
   // Not when the last who holds one lets go of it: tables end here.
-  for (const auto& [step, record] : records) record.await_flights();
+  for (const auto& [step, record] : records) record.await_device_work();
   declarations_.retire(kNoStep);
   for (const TableRef& t : tables) {
     t->dropped.store(true);
@@ -136,7 +136,7 @@ void Engine::shutdown() {
     t.closing.store(true);
     handle_remove(HandleKind::kTrainer, t.handle);
     Lock call(t.call_mu);
-    if (t.gpu) t.gpu->take_flight();
+    if (t.gpu) t.gpu->take_device_work();
     t.parts.clear();
     t.pushes.clear();
     t.created.clear();
@@ -156,7 +156,7 @@ Status Engine::check() const {
 
 Status Engine::committed(uint64_t* step) {
   try {
-    land();  // with nobody waiting and no flush threads, nobody else looks
+    poll_device_work();  // with nobody waiting and no flush threads, nobody else looks
   } catch (const std::bad_alloc&) {
     // What cannot be committed now is not.
   }

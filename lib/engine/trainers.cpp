@@ -48,7 +48,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
     }
   } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
-  FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  FRUGAL_TRY(await_device_work(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   ControlLock lock(mu_);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
@@ -115,7 +115,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   if (t->gpu) {
     call.unlock();
-    FRUGAL_TRY(end_flights(*t));
+    FRUGAL_TRY(end_device_work(*t));
     call.lock();
   }
   // What it has read in a step that the others have not ended yet stays declared.
@@ -201,7 +201,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   batch->rank = t.rank;
   batch->session = this;
   uint64_t keys = 0;
-  Vector<PartRef> arriving;
+  Vector<PartRef> downloading;
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kDeclare));
   if (t.gpu) {
     FRUGAL_TRY(t.gpu->ready());
@@ -230,7 +230,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       FRUGAL_TRY(part->expect_keys(op.count, padded, op.padding_key));
       coming_keys.gpu = t.gpu.get();
       FRUGAL_TRY(t.gpu->copy_in(op.keys, op.count * sizeof(uint64_t), &part->keys));
-      arriving.push_back(part);
+      downloading.push_back(part);
     } else {
       FRUGAL_TRY(in_op(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count,
                                                  padded, op.padding_key)
@@ -243,9 +243,9 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     keys += op.count;
   }
   batch->index();
-  std::shared_ptr<Arrival> arrival;
+  std::shared_ptr<KeyDownload> download;
   bool alone;
-  if (!arriving.empty()) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
+  if (!downloading.empty()) FRUGAL_TRY(t.gpu->begin_download(std::move(downloading), &download));
   {
     ControlLock lock(mu_);
     // Who closes the engine has taken the batches away already.
@@ -256,7 +256,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     table->name.c_str());
     FRUGAL_TRY(may_declare(t, step, late));
     FRUGAL_TRY(check_step(step));
-    FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(arrival), &alone));
+    FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(download), &alone));
     coming_keys.gpu = nullptr;
     if (want_handle) *batch_out = batch->handle;
     t.turn.declared(step);

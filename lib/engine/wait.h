@@ -22,10 +22,10 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
   };
   // What there is no memory for may become possible by the rest: updates that are written give
   // theirs back.
-  auto land_or_help = [&] {
+  auto poll_or_help = [&] {
     bool lacking = false;
     try {
-      if (land()) return true;
+      if (poll_device_work()) return true;
     } catch (const std::bad_alloc&) {
       lacking = true;
     }
@@ -33,7 +33,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     if (!worked && lacking) throw std::bad_alloc();
     return worked;
   };
-  return workers_.wait(deadline.at, ended, ready, land_or_help, [&] { return in_flight(); });
+  return workers_.wait(deadline.at, ended, ready, poll_or_help, [&] { return in_flight(); });
 }
 
 template <class Ready, class Help>

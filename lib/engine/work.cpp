@@ -36,7 +36,7 @@ void Engine::list_work() {
   };
   // What GPUs have in flight is looked at from time to time.
   workers_.add(Urgency::kSoon, [this] {
-    return land() ? Outcome::kWork : in_flight() ? Outcome::kHeld : Outcome::kNothing;
+    return poll_device_work() ? Outcome::kWork : in_flight() ? Outcome::kHeld : Outcome::kNothing;
   });
   add(Urgency::kSoon, [this] { return workers_.help(false); });
   add(Urgency::kSoon, [this] { return pin_one(); });
@@ -74,16 +74,16 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   Status status = FRUGAL_OK;
   try {
     if (table->rows.far()) {
-      table->arriving.make_room(part->step);
+      table->loading_parts.make_room(part->step);
       expected = true;
     }
     // Ids from a device that the table does not have are told by the calls of the step, too.
     status = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr);
     resolved = status == FRUGAL_OK;
-    if (status == FRUGAL_ERR_BUSY) table->arriving.lacks(part);
+    if (status == FRUGAL_ERR_BUSY) table->loading_parts.lacks(part);
   } catch (const std::bad_alloc&) {
   }
-  if (expected) table->arriving.add(part->step, resolved ? part : nullptr);
+  if (expected) table->loading_parts.add(part->step, resolved ? part : nullptr);
   if (status == FRUGAL_ERR_BUSY) {
     span.drop();
     part->slots.reset();

@@ -21,7 +21,7 @@
 namespace frugal {
 
 constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
-constexpr uint64_t kLandNs = 5000;   // between two looks at what is in flight, while spinning
+constexpr uint64_t kPollNs = 5000;   // between two looks at what is in flight, while spinning
 constexpr uint64_t kSliceNs = 1'000'000'000;  // a call that waits wakes now and then
 
 struct Counted {
@@ -111,10 +111,10 @@ class Workers {
     }
   }
   // Until ready(). Before each look ended() may end the wait by a status. help() does one unit of
-  // the work that ready() needs, and tells whether there was any. Where something is in flight(),
-  // nobody tells when it has landed: help() looks. FRUGAL_ERR_TIMEOUT has no message.
-  template <class Ended, class Ready, class Help, class Flight>
-  Status wait(uint64_t until, Ended ended, Ready ready, Help help, Flight in_flight);
+  // the work that ready() needs, and tells whether there was any. While in_flight(), nobody tells
+  // when it has completed: help() looks. FRUGAL_ERR_TIMEOUT has no message.
+  template <class Ended, class Ready, class Help, class InFlight>
+  Status wait(uint64_t until, Ended ended, Ready ready, Help help, InFlight in_flight);
   // Tells all who wait, again and again, until nobody does any more.
   void await_nobody();
 
@@ -170,8 +170,8 @@ inline bool Workers::moves(const std::atomic<uint64_t>& count, uint64_t seen, ui
   return false;
 }
 
-template <class Ended, class Ready, class Help, class Flight>
-Status Workers::wait(uint64_t until, Ended ended, Ready ready, Help help, Flight in_flight) {
+template <class Ended, class Ready, class Help, class InFlight>
+Status Workers::wait(uint64_t until, Ended ended, Ready ready, Help help, InFlight in_flight) {
   Counted waiting(waiters_);
   uint64_t spun = 0;
   for (;;) {
@@ -192,10 +192,10 @@ Status Workers::wait(uint64_t until, Ended ended, Ready ready, Help help, Flight
     }
     if (now_ns() >= until) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.
-    const bool flying = in_flight();
-    if (moves(progress_, seen, flying ? kLandNs : kSpinNs)) continue;
-    if (flying && (spun += kLandNs) < kSpinNs) continue;
-    sleep(seen, std::min(until, now_ns() + (flying ? kSpinNs : kSliceNs)));
+    const bool in_flight_now = in_flight();
+    if (moves(progress_, seen, in_flight_now ? kPollNs : kSpinNs)) continue;
+    if (in_flight_now && (spun += kPollNs) < kSpinNs) continue;
+    sleep(seen, std::min(until, now_ns() + (in_flight_now ? kSpinNs : kSliceNs)));
   }
 }
 

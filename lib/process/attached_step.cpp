@@ -94,8 +94,8 @@ class Client::AttachedStep final : public StepView {
     if (p.part->sources) out->lines = {p.line_values, t_.device_lines(*a.table)};
     return FRUGAL_OK;
   }
-  Status show_device(const Access& a, Flight& flight) override {
-    return client_.show_device(a, flight);
+  Status show_device(const Access& a, DeviceWork& device_work) override {
+    return client_.show_device(a, device_work);
   }
   Status row_awaited() override {
     if (!until_) until_ = answer_until(client_.deadline(FRUGAL_TIMEOUT_DEFAULT).at);

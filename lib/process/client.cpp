@@ -82,7 +82,7 @@ void Client::shutdown() {
       // Another thread closes it, or nobody can. A call of its may be reading what is let go of
       // below.
       Lock call(t->call_mu);
-      if (t->gpu) t->gpu->take_flight();  // kernels read what is about to be unmapped
+      if (t->gpu) t->gpu->take_device_work();  // kernels read what is about to be unmapped
     }
     handle_remove(HandleKind::kTrainer, t->handle);
   }

@@ -117,18 +117,18 @@ class Client final : public Session, private DataPath, private Controller::Owner
   // --- client_gpu.cpp: trainers on GPUs
   Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
   Status pin_tables();
-  Status show_device(const Access& access, Flight& flight);
+  Status show_device(const Access& access, DeviceWork& device_work);
   class Told;
   Status lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::Caches::OfTable** out,
                   uint64_t* without);
-  Status take_due(Told& told, Flight& flight, DueUpdate* due);
+  Status take_due(Told& told, DeviceWork& device_work, DueUpdate* due);
   Status ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) REQUIRES(t.call_mu);
   Status turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
                     uint64_t* without);
-  Status pin_shared(const SumsPlace& sums, Flight& flight, const char** out);
+  Status pin_shared(const SumsPlace& sums, DeviceWork& device_work, const char** out);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait) REQUIRES(t.call_mu);
-  Status end_flight(RemoteTrainer& t, Flight::Found* found) REQUIRES(t.call_mu);
+  Status end_device_work(RemoteTrainer& t, DeviceWork::Found* found) REQUIRES(t.call_mu);
   Status await_stream(RemoteTrainer& t) REQUIRES(t.call_mu);
   uint64_t heartbeat_ns() const;
   void say_here(RemoteTrainer& t) noexcept REQUIRES(t.call_mu);

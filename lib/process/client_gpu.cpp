@@ -31,8 +31,8 @@ Status Client::pin_tables() {
   return FRUGAL_OK;
 }
 
-// Before kernels read an access's rows: they stay mapped until the flight has landed.
-Status Client::show_device(const Access& a, Flight& f) {
+// Before kernels read an access's rows: they stay mapped until the device work has completed.
+Status Client::show_device(const Access& a, DeviceWork& f) {
   const RemoteTableRef table = std::static_pointer_cast<RemoteTable>(a.table);
   FRUGAL_TRY(table->pinned.pin(a.part->row_slots(), a.part->distinct));
   if (std::find(f.kept.begin(), f.kept.end(), table) == f.kept.end()) f.kept.push_back(table);
@@ -41,13 +41,13 @@ Status Client::show_device(const Access& a, Flight& f) {
 
 // --- Caches --------------------------------------------------------------------------------------
 
-// Shared memory that the flight's kernels read from now on: staging memory, or the arena.
-Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) {
+// Shared memory that the kernels of the device work read from now on: staging memory, or the arena.
+Status Client::pin_shared(const SumsPlace& s, DeviceWork& device_work, const char** out) {
   RegionRefs reads;
   FRUGAL_TRY(controller_.regions().find(s.place, s.bytes, &reads, out));
   if (s.place % 64) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
   FRUGAL_TRY(reads[0]->pin(s.place, s.bytes));
-  flight.kept.push_back(reads[0]);  // it stays mapped until the flight has landed
+  device_work.kept.push_back(reads[0]);  // it stays mapped until the device work has completed
   return FRUGAL_OK;
 }
 
@@ -108,7 +108,7 @@ Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of,
   return FRUGAL_OK;
 }
 
-Status Client::take_due(Told& told, Flight& flight, DueUpdate* due) {
+Status Client::take_due(Told& told, DeviceWork& device_work, DueUpdate* due) {
   UpdatePlace place;
   FRUGAL_TRY(told.take(&place));
   FRUGAL_TRY(told.list(place.lines, place.count, &due->other.lines));
@@ -123,7 +123,7 @@ Status Client::take_due(Told& told, Flight& flight, DueUpdate* due) {
     RankGradients h;
     h.stride = place.stride;
     const char* sums = nullptr;
-    if (from.bytes) FRUGAL_TRY(pin_shared(from, flight, &sums));
+    if (from.bytes) FRUGAL_TRY(pin_shared(from, device_work, &sums));
     h.sums = Buffer::view(sums, from.bytes);
     due->update->ranks.push_back(std::move(h));
   }
@@ -139,7 +139,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
                           uint64_t* without) {
   Told told(controller_, bytes);
   Gpu& gpu = *t.gpu;
-  Flight& flight = gpu.flight(t.rank, t.step);
+  DeviceWork& device_work = gpu.device_work(t.rank, t.step);
   Vector<Lines*> turned;
   for (uint64_t i = 0; i < tables; ++i) {
     LinesPlace of;
@@ -158,8 +158,8 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
     if (table.pinned_state)
       FRUGAL_TRY(table.pinned_state->pin(ascending.data(), ascending.size()));
     for (uint64_t u = 0; u < of.updates; ++u)
-      FRUGAL_TRY(take_due(told, flight, &due.emplace_back()));
-    flight.kept.push_back(known->table);
+      FRUGAL_TRY(take_due(told, device_work, &due.emplace_back()));
+    device_work.kept.push_back(known->table);
     lines.forget_plan();
     FRUGAL_TRY(lines.turn(plan, due));
     turned.push_back(&lines);
@@ -168,12 +168,12 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
   std::erase_if(t.caches.lines, [&](auto& item) {
     return std::find(turned.begin(), turned.end(), item.second.lines.get()) == turned.end();
   });
-  FRUGAL_TRY(gpu.end_boundary(flight));
+  FRUGAL_TRY(gpu.end_boundary(device_work));
   for (Lines* lines : turned) {
     FRUGAL_TRY(lines->finish());
     lines->forget_plan();
   }
-  return flight.mark();
+  return device_work.mark();
 }
 
 // --- A step's calls ------------------------------------------------------------------------------
@@ -218,14 +218,14 @@ Status Client::await_stream(RemoteTrainer& t) {
                       [&](auto go_on) { return t.gpu->wait_stream(go_on); });
 }
 
-// What a step has given to the device has landed when its end is sent: the controller reads the
+// What a step has given to the device has completed when its end is sent: the controller reads the
 // sums at once, and others may write the rows that were read. May be repeated.
-Status Client::end_flight(RemoteTrainer& t, Flight::Found* found) {
-  const FlightRef f = t.gpu->share_flight();  // it stays if the step is undone meanwhile
+Status Client::end_device_work(RemoteTrainer& t, DeviceWork::Found* found) {
+  const DeviceWorkRef f = t.gpu->share_device_work();  // it stays if the step is undone meanwhile
   if (!f) return FRUGAL_OK;
   FRUGAL_TRY(f->end());
   FRUGAL_TRY(await_device(t, "step_end waited for the device to end the step's work",
-                          [&](auto go_on) { return f->land(go_on); }));
+                          [&](auto go_on) { return f->poll(go_on); }));
   FRUGAL_TRY(t.gpu->sticky() ? t.gpu->ready() : FRUGAL_OK);
   *found = f->found();
   return FRUGAL_OK;
@@ -259,12 +259,12 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
   }
   if (Controller::Remaining remaining{controller_}) FRUGAL_TRY(read_out(&t, host.data(), n));
   else FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
-  Flight flight;
-  flight.gpu = t.gpu;
+  DeviceWork device_work;
+  device_work.gpu = t.gpu;
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = taken[i].op;
     if (taken[i].rows_on_device)
-      FRUGAL_TRY(t.gpu->put_rows(flight, std::move(rows[i]), strides[i], counts[i],
+      FRUGAL_TRY(t.gpu->put_rows(device_work, std::move(rows[i]), strides[i], counts[i],
                                  static_cast<uint32_t>(dims[i]), op.rows_out, op.row_stride));
   }
   return t.gpu->wait_stream();

@@ -251,7 +251,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     }
     // The controller sees from the number that the lines are lost.
     t.parts.clear();
-    t.gpu->take_flight();
+    t.gpu->take_device_work();
     if (!without) return s;
   }
   t.in_step = true;
@@ -281,9 +281,9 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
   if (!t.end.begun) {
-    Flight::Found found = Flight::Found::kNothing;
-    if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
-    if (found != Flight::Found::kNothing) {
+    DeviceWork::Found found = DeviceWork::Found::kNothing;
+    if (t.gpu) FRUGAL_TRY(end_device_work(t, &found));
+    if (found != DeviceWork::Found::kNothing) {
       FRUGAL_TRY(t.abort());
       return found_in_step(found, step);
     }

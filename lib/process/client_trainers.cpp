@@ -152,7 +152,7 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
   t->batches.clear();
   // Kernels may be writing its staging memory, which may be another's when it has left.
-  if (t->gpu) t->gpu->take_flight();
+  if (t->gpu) t->gpu->take_device_work();
   Status s = controller_.is_lost() || t->let_go
                  ? FRUGAL_OK
                  : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);

@@ -144,7 +144,7 @@ Status RemoteTrainer::abort() {
 }
 
 void RemoteTrainer::leave_step() {
-  if (gpu) gpu->take_flight();  // waits until the device has done with it
+  if (gpu) gpu->take_device_work();  // waits until the device has done with it
   in_step = end.begun = false;
   forget_used();
   parts.clear();

@@ -22,7 +22,7 @@ namespace frugal {
 
 struct RemoteTrainer : AnyTrainer {
   explicit RemoteTrainer(Controller& controller) : rpc(controller), controller_(controller) {}
-  // What has buffers of `sums` ends before that. (What the GPU has in flight has landed when a
+  // What has buffers of `sums` ends before that. (What the GPU has in flight has completed when a
   // step's end is sent.)
   ~RemoteTrainer() {
     parts.clear();

@@ -14,7 +14,7 @@ Status Part::expect_keys(size_t count, bool padded, uint64_t padding_key) {
   n = count;
   has_padding = padded;
   padding = padding_key;
-  state.store(kArriving);
+  state.store(kDownloading);
   return FRUGAL_OK;
 }
 

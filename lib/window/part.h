@@ -44,7 +44,7 @@ class RowFinder {
 
 struct Part : HeapObject {
   enum State : uint32_t {
-    kArriving,   // keys are on their way from a device
+    kDownloading,  // keys are on their way from a device
     kDeclared,   // keys are there, nothing else
     kResolving,
     kResolved,

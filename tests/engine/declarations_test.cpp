@@ -445,7 +445,7 @@ class Model : public DeclarationsTest {
     bool linking;
   };
   std::vector<Held> held;
-  std::vector<std::shared_ptr<Arrival>> coming;
+  std::vector<std::shared_ptr<KeyDownload>> coming;
   uint64_t base = 0;
 
   void check(Random& r) {
@@ -524,9 +524,9 @@ class Model : public DeclarationsTest {
           break;
         }
         // Keys that a device sends.
-        const BatchRef b = batch(step, rank, of, Part::kArriving);
+        const BatchRef b = batch(step, rank, of, Part::kDownloading);
         bool alone;
-        coming.push_back(std::allocate_shared<Arrival>(HeapAllocator<Arrival>()));
+        coming.push_back(std::allocate_shared<KeyDownload>(HeapAllocator<KeyDownload>()));
         ASSERT_OK(all.enter(b, false, coming.back(), &alone));
         entered.push_back(b);
         break;
@@ -582,15 +582,15 @@ class Model : public DeclarationsTest {
         for (size_t i = coming.size(); i-- > 0;) {
           if (r.one_in(2)) continue;
           coming[i]->failed.store(r.one_in(4));
-          coming[i]->arrived.store(true);
+          coming[i]->downloaded.store(true);
           coming.erase(coming.begin() + static_cast<long>(i));
         }
         {
           HeapFails fails(1);  // it wants no memory
-          all.arrived();
+          all.downloaded();
         }
-        ASSERT_EQ(all.arrivals().size(), coming.size());
-        ASSERT_EQ(all.arriving(), !coming.empty());
+        ASSERT_EQ(all.downloads().size(), coming.size());
+        ASSERT_EQ(all.downloading(), !coming.empty());
         break;
       default: {
         const uint32_t rank = static_cast<uint32_t>(r.below(kRanks));
@@ -627,8 +627,8 @@ TEST_F(Model, AnswersAsByLookingAtAllParts) {
     }
     for (Vector<BatchRef> out; all.retire_one(kNoStep, &out);) {
     }
-    for (const auto& a : coming) a->arrived.store(true);
-    all.arrived();
+    for (const auto& a : coming) a->downloaded.store(true);
+    all.downloaded();
     coming.clear();
     entered.clear();
     for (const uint64_t next = base + 12; base < next; ++base)

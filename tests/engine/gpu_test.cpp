@@ -314,7 +314,7 @@ TEST(Gpu, TheBitsOfTheCpu) {
 // before somebody waits for it.
 void DeclaredBatchesDoNotWait(double cache) {
   Device device;
-  // No flush threads: one that looks whether the flight has landed would wait for it.
+  // No flush threads: one that looks whether the device work has completed would wait for it.
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
   frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
@@ -1473,8 +1473,8 @@ TEST(Gpu, StepsLandByThemselves) {
   EXPECT_EQ(stats.steps_committed, 1u);
 }
 
-// Who looks at what has landed while the engine is closed holds what is in flight: tables wait for
-// it, too.
+// Who looks at what has completed while the engine is closed holds what is in flight: tables wait
+// for it, too.
 TEST(Gpu, ClosedBesideALook) {
   for (int i = 0; i < 10; ++i) {
     Device device;
@@ -1637,7 +1637,7 @@ TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
     ASSERT_OK(frugal_push_grad(cpu, &op, 1));
     ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
     device.memory->Collect();
-    EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP);  // takes in what has landed
+    EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP);  // takes in what has completed
     ASSERT_OK(DeviceStep(gpu, *device.memory, table, 1, Batch(1, 0, 300, 16)));
     frugal::heap_test_fail_after(request);
     const int32_t ended = frugal_step_end(cpu, 0, 0);

@@ -100,7 +100,7 @@ struct View final : StepView {
     out->versions = versions;
     return FRUGAL_OK;
   }
-  Status show_device(const Access&, Flight&) override { return FRUGAL_OK; }
+  Status show_device(const Access&, DeviceWork&) override { return FRUGAL_OK; }
   Status row_awaited() override { return fail(FRUGAL_ERR_PEER_LOST, "who writes the row is gone"); }
   Status end(bool) override { return ends; }
   BufferPool& sums(bool) override { return pool; }

@@ -1,15 +1,16 @@
 // What is known of steps that are not committed: hand-overs by rank, whether all ranks have ended
-// them, whether all that is taken in ahead is, flights that have landed, and what an abort takes.
+// them, whether all that is taken in ahead is, device work that has completed, and what an abort
+// takes.
 #include "engine/step_records.h"
 
 #include "support/engine_parts.h"
 
 namespace frugal::step_records_test {
 
-FlightRef flight(uint32_t rank, bool landed, bool failed = false) {
-  FlightRef f = std::allocate_shared<Flight>(HeapAllocator<Flight>());
+DeviceWorkRef device_work(uint32_t rank, bool completed, bool failed = false) {
+  DeviceWorkRef f = std::allocate_shared<DeviceWork>(HeapAllocator<DeviceWork>());
   f->rank = rank;
-  f->landed = landed;
+  f->completed = completed;
   f->failed = failed;
   return f;
 }
@@ -38,10 +39,10 @@ TEST(StepRecords, AStepIsCompleteWhenAllRanksHaveEndedItAndNothingIsInFlight) {
   EXPECT_EQ(records.complete(), nullptr);
   parts.ranks.end(*b);
   EXPECT_EQ(records.complete(), &records.of(4));
-  records.fly(&records.of(4), flight(1, false));
+  records.add_device_work(&records.of(4), device_work(1, false));
   EXPECT_EQ(records.complete(), nullptr);
-  records.of(4).flights[0]->landed = true;
-  records.done(records.forget_landed());
+  records.of(4).device_work[0]->completed = true;
+  records.done(records.forget_completed());
   // Whoever has ended it and left, too, if it has left something.
   for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
   EXPECT_EQ(records.complete(), records.find(4));
@@ -122,24 +123,24 @@ TEST(StepRecords, WhatIsTakenInAhead) {
 TEST(StepRecords, Flights) {
   EngineParts parts;
   StepRecords& records = parts.records;
-  EXPECT_FALSE(records.flying());
-  records.fly(&records.of(1), flight(0, true));
-  records.fly(&records.of(1), flight(1, false));
-  records.fly(&records.of(2), flight(0, true, true));
+  EXPECT_FALSE(records.has_device_work());
+  records.add_device_work(&records.of(1), device_work(0, true));
+  records.add_device_work(&records.of(1), device_work(1, false));
+  records.add_device_work(&records.of(2), device_work(0, true, true));
   std::vector<uint32_t> ranks;
-  records.each_flight([&](const FlightRef& f) { ranks.push_back(f->rank); });
+  records.each_device_work([&](const DeviceWorkRef& f) { ranks.push_back(f->rank); });
   EXPECT_EQ(ranks, (std::vector<uint32_t>{0, 1, 0}));
-  EXPECT_EQ(records.flights().size(), 3u);
-  EXPECT_EQ(records.flights()[1], records.find(1)->flights[1]);
-  EXPECT_EQ(records.forget_landed(), 1u);
-  EXPECT_EQ(records.find(1)->flights.size(), 1u);
-  EXPECT_EQ(records.find(2)->flights.size(), 1u) << "it has failed";
-  EXPECT_EQ(records.forget_landed(), 0u);
+  EXPECT_EQ(records.device_work().size(), 3u);
+  EXPECT_EQ(records.device_work()[1], records.find(1)->device_work[1]);
+  EXPECT_EQ(records.forget_completed(), 1u);
+  EXPECT_EQ(records.find(1)->device_work.size(), 1u);
+  EXPECT_EQ(records.find(2)->device_work.size(), 1u) << "it has failed";
+  EXPECT_EQ(records.forget_completed(), 0u);
   records.done(1);
-  EXPECT_TRUE(records.flying());
+  EXPECT_TRUE(records.has_device_work());
   const Map<uint64_t, StepRecord> taken = records.take();
   EXPECT_EQ(taken.size(), 2u);
-  EXPECT_FALSE(records.flying()) << "they are the taker's to wait for";
+  EXPECT_FALSE(records.has_device_work()) << "they are the taker's to wait for";
   EXPECT_EQ(records.end(), 0u);
 }
 
@@ -154,12 +155,12 @@ TEST(StepRecords, AnUndoneStep) {
   Map<uint64_t, StepRecord> taken;
   {
     Lock lock(parts.mu);
-    parts.records.fly(&parts.records.of(0), flight(0, true));
+    parts.records.add_device_work(&parts.records.of(0), device_work(0, true));
     EXPECT_TRUE(parts.records.staged());
     taken = parts.records.take();
   }
   taken.at(0).undo();
-  EXPECT_TRUE(taken.at(0).flights.empty());
+  EXPECT_TRUE(taken.at(0).device_work.empty());
   const UpdateRef again = parts.stage(table, 0, {resolved_part(parts.pool, 0, 0, {2, 3})});
   EXPECT_EQ(again->staged_rows, 2u);
   EXPECT_FALSE(table->window.any_pending());

@@ -229,7 +229,7 @@ TEST_F(PartTest, KeysOfAnotherPart) {
 TEST_F(PartTest, KeysThatArriveLater) {
   PartRef part = make_part();
   ASSERT_OK(part->expect_keys(2, false, 0));
-  EXPECT_EQ(part->state.load(), Part::kArriving);
+  EXPECT_EQ(part->state.load(), Part::kDownloading);
   EXPECT_EQ(part->expect_keys(UINT32_MAX, false, 0), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(part->take_keys(pool, dense, nullptr, size_t{1} << 32, false, 0),
             FRUGAL_ERR_INVALID_ARGUMENT);

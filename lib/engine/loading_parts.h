@@ -12,7 +12,7 @@
 
 namespace frugal {
 
-class Arriving {
+class LoadingParts {
  public:
   // For a part of this step. Throws where there is no memory. Then lacks() and add() of it do not.
   void make_room(uint64_t step) {
@@ -49,12 +49,12 @@ class Arriving {
   // none.
   class Wanted {
    public:
-    Wanted(Arriving& of, uint64_t step) : of_(of), step_(step) { of_.want(step, 1); }
+    Wanted(LoadingParts& of, uint64_t step) : of_(of), step_(step) { of_.want(step, 1); }
     ~Wanted() { of_.want(step_, -1); }
     Wanted(const Wanted&) = delete;
 
    private:
-    Arriving& of_;
+    LoadingParts& of_;
     const uint64_t step_;
   };
   // The part that there was room for has found no places: the same, until it is resolved, or nobody

@@ -1,6 +1,6 @@
 // Parts whose rows may be far: who gets places first, what a gate waits for, and parts that have
 // found none, give theirs up, or are of a step that is committed meanwhile.
-#include "engine/arriving.h"
+#include "engine/loading_parts.h"
 
 #include <vector>
 
@@ -10,7 +10,7 @@
 #include "support/rows.h"
 #include "support/slow_store.h"
 
-namespace frugal::arriving_test {
+namespace frugal::loading_parts_test {
 
 // Of a table with three places.
 struct ArrivingTest : testing::Test {
@@ -19,7 +19,7 @@ struct ArrivingTest : testing::Test {
   Declarations all;
   TableRef of = std::allocate_shared<Table>(HeapAllocator<Table>());
   Rows& rows = of->rows;
-  Arriving& arriving = of->arriving;
+  LoadingParts& loading_parts = of->loading_parts;
 
   void SetUp() override {
     of->keys_are_slots = false;
@@ -50,10 +50,10 @@ struct ArrivingTest : testing::Test {
   }
   // As the engine does it.
   Status find(const Declarations::Item& item) {
-    arriving.make_room(item.part()->step);
+    loading_parts.make_room(item.part()->step);
     const Status s = item.part()->resolve(pool, rows, Rows::Missing::kReserve, nullptr);
-    if (s == FRUGAL_ERR_BUSY) arriving.lacks(item.part());
-    arriving.add(item.part()->step, s == FRUGAL_OK ? item.part() : nullptr);
+    if (s == FRUGAL_ERR_BUSY) loading_parts.lacks(item.part());
+    loading_parts.add(item.part()->step, s == FRUGAL_OK ? item.part() : nullptr);
     if (s != FRUGAL_ERR_BUSY) return s;
     item.part()->slots.reset();
     return s;
@@ -90,42 +90,42 @@ TEST_F(ArrivingTest, AGateWaitsForRowsThatAreLoading) {
   make({0, 1, 2, 3, 4, 5});
   declare(5, 0, {0, 1});
   ASSERT_OK(resolve());
-  EXPECT_FALSE(arriving.until(*rows.far(), 4));
-  EXPECT_TRUE(arriving.until(*rows.far(), 5));
-  EXPECT_TRUE(arriving.until(*rows.far(), 6));
+  EXPECT_FALSE(loading_parts.until(*rows.far(), 4));
+  EXPECT_TRUE(loading_parts.until(*rows.far(), 5));
+  EXPECT_TRUE(loading_parts.until(*rows.far(), 6));
   load();
-  EXPECT_FALSE(arriving.until(*rows.far(), 6));
+  EXPECT_FALSE(loading_parts.until(*rows.far(), 6));
 }
 
 TEST_F(ArrivingTest, NobodyWaitsForRowsOfAPartThatHasGivenThemUp) {
   make({0, 1, 2, 3, 4, 5});
   const BatchRef later = declare(5, 0, {0, 1});
   ASSERT_OK(resolve());
-  ASSERT_TRUE(arriving.until(*rows.far(), 5));
+  ASSERT_TRUE(loading_parts.until(*rows.far(), 5));
   EXPECT_TRUE(revoke(4));
   EXPECT_EQ(state(later), Part::kDeclared);
   EXPECT_TRUE(rows.far()->loading());
-  EXPECT_FALSE(arriving.until(*rows.far(), 5));
+  EXPECT_FALSE(loading_parts.until(*rows.far(), 5));
   // Once it has found them again, they are waited for.
   ASSERT_OK(resolve());
-  EXPECT_TRUE(arriving.until(*rows.far(), 5));
+  EXPECT_TRUE(loading_parts.until(*rows.far(), 5));
   load();
-  EXPECT_FALSE(arriving.until(*rows.far(), 5));
+  EXPECT_FALSE(loading_parts.until(*rows.far(), 5));
 }
 
 TEST_F(ArrivingTest, ThereIsRoomForAPartOnlyWhereThereWasMemory) {
   const PartRef part = make_part();
   for (uint64_t nth : {1, 2, 2}) {
     HeapFails fails(nth);
-    EXPECT_THROW(arriving.make_room(3), std::bad_alloc) << nth;
+    EXPECT_THROW(loading_parts.make_room(3), std::bad_alloc) << nth;
   }
-  arriving.make_room(3);
-  arriving.make_room(4);
-  arriving.make_room(3);
+  loading_parts.make_room(3);
+  loading_parts.make_room(4);
+  loading_parts.make_room(3);
   HeapFails fails(1);
-  arriving.add(3, part);
-  arriving.add(4, part);
-  arriving.add(3, part);
+  loading_parts.add(3, part);
+  loading_parts.add(4, part);
+  loading_parts.add(3, part);
 }
 
 TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
@@ -141,17 +141,17 @@ TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
   Declarations::Item item;
   EXPECT_FALSE(next(&item));
   EXPECT_EQ(item.batch, soon);
-  EXPECT_TRUE(arriving.held_up(*soon->parts[0], *rows.far()));
-  EXPECT_TRUE(arriving.held_up(*last->parts[0], *rows.far()));
-  EXPECT_TRUE(arriving.lacking_until(5, *rows.far()));
-  EXPECT_FALSE(arriving.lacking_until(4, *rows.far()));
+  EXPECT_TRUE(loading_parts.held_up(*soon->parts[0], *rows.far()));
+  EXPECT_TRUE(loading_parts.held_up(*last->parts[0], *rows.far()));
+  EXPECT_TRUE(loading_parts.lacking_until(5, *rows.far()));
+  EXPECT_FALSE(loading_parts.lacking_until(4, *rows.far()));
   EXPECT_TRUE(revoke(5));
   EXPECT_EQ(state(later), Part::kDeclared);
-  EXPECT_FALSE(arriving.held_up(*soon->parts[0], *rows.far()));
-  EXPECT_TRUE(arriving.held_up(*last->parts[0], *rows.far()));
+  EXPECT_FALSE(loading_parts.held_up(*soon->parts[0], *rows.far()));
+  EXPECT_TRUE(loading_parts.held_up(*last->parts[0], *rows.far()));
   ASSERT_OK(resolve(&tried));
   EXPECT_EQ(tried, soon);
-  EXPECT_FALSE(arriving.lacking_until(9, *rows.far()));
+  EXPECT_FALSE(loading_parts.lacking_until(9, *rows.far()));
   // The one that has given way is a part like others.
   EXPECT_EQ(resolve(&tried), FRUGAL_ERR_BUSY);
   EXPECT_EQ(tried, later);
@@ -165,14 +165,14 @@ TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
 TEST_F(ArrivingTest, ACallOfAStepComesBeforeDeclarationsOfLaterOnes) {
   const BatchRef same = declare(5, 0, {1}), later = declare(6, 0, {1});
   {
-    const Arriving::Wanted one(arriving, 5), other(arriving, 5);
-    EXPECT_FALSE(arriving.held_up(*same->parts[0], *rows.far()));
-    EXPECT_TRUE(arriving.held_up(*later->parts[0], *rows.far()));
-    EXPECT_TRUE(arriving.lacking_until(5, *rows.far()));
-    EXPECT_FALSE(arriving.lacking_until(4, *rows.far()));
+    const LoadingParts::Wanted one(loading_parts, 5), other(loading_parts, 5);
+    EXPECT_FALSE(loading_parts.held_up(*same->parts[0], *rows.far()));
+    EXPECT_TRUE(loading_parts.held_up(*later->parts[0], *rows.far()));
+    EXPECT_TRUE(loading_parts.lacking_until(5, *rows.far()));
+    EXPECT_FALSE(loading_parts.lacking_until(4, *rows.far()));
   }
-  EXPECT_FALSE(arriving.lacking_until(5, *rows.far()));
-  EXPECT_FALSE(arriving.held_up(*later->parts[0], *rows.far()));
+  EXPECT_FALSE(loading_parts.lacking_until(5, *rows.far()));
+  EXPECT_FALSE(loading_parts.held_up(*later->parts[0], *rows.far()));
 }
 
 TEST_F(ArrivingTest, ThoseOfTheLastStepGiveWayFirst) {
@@ -208,7 +208,7 @@ TEST_F(ArrivingTest, APartThatIsResolvedWhenItsStepIsCommittedHoldsNothing) {
     if (between) all.retire(5);
     EXPECT_FALSE(rows.has_reserved()) << between;
     EXPECT_EQ(state(late), Part::kDropped);
-    EXPECT_FALSE(arriving.until(*rows.far(), 5));
+    EXPECT_FALSE(loading_parts.until(*rows.far(), 5));
   }
 }
 
@@ -234,4 +234,4 @@ TEST_F(ArrivingTest, APartThatFindsNoPlacesWhenItsStepIsCommittedStopsNobody) {
   }
 }
 
-}  // namespace frugal::arriving_test
+}  // namespace frugal::loading_parts_test

@@ -48,43 +48,43 @@ Status Engine::set_stream(AnyTrainer& t, void* stream) {
 
 // --- Landing -------------------------------------------------------------------------------------
 
-bool Engine::land() {
+bool Engine::poll_device_work() {
   if (committer_.stalled()) {
     if (committer_.ready() == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
     if (!committer_.stalled()) return true;
   }
   if (!in_flight()) return false;
-  Vector<FlightRef> flights = records_.flights();
-  Vector<std::shared_ptr<Arrival>> arrivals = declarations_.arrivals();
+  Vector<DeviceWorkRef> device_work = records_.device_work();
+  Vector<std::shared_ptr<KeyDownload>> downloads = declarations_.downloads();
   bool any = false;
-  for (const FlightRef& f : flights) {
+  for (const DeviceWorkRef& f : device_work) {
     if (!f->ask()) continue;
     if (f->failed.load())
       device_failed(f->rank, *f->gpu);
     else
       any = true;
   }
-  for (const auto& a : arrivals) {
+  for (const auto& a : downloads) {
     any |= a->ask();
     if (a->failed.load()) device_failed(a->parts.front()->rank, *a->gpu);
   }
   if (!any) return false;
-  const uint32_t landed = records_.forget_landed();
-  declarations_.arrived();
-  flights.clear();  // without the lock: their memory goes back
-  arrivals.clear();
+  const uint32_t completed = records_.forget_completed();
+  declarations_.downloaded();
+  device_work.clear();  // without the lock: their memory goes back
+  downloads.clear();
   (void)committer_.ready();  // what it cannot do is owed
-  records_.done(landed);
+  records_.done(completed);
   workers_.wake();
   workers_.progress();
   return true;
 }
 
-Status Engine::land_all(Deadline deadline) {
-  auto landed = [&] { return !records_.flying() && !committer_.stalled(); };
-  if (landed()) return FRUGAL_OK;
+Status Engine::await_device_work(Deadline deadline) {
+  auto completed = [&] { return !records_.has_device_work() && !committer_.stalled(); };
+  if (completed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
-  Status s = wait(deadline, nullptr, landed, [&] {
+  Status s = wait(deadline, nullptr, completed, [&] {
     return committer_.stalled() && (workers_.help(true) || flusher_.write(UINT64_MAX));
   });
   if (s == FRUGAL_ERR_TIMEOUT)
@@ -94,15 +94,15 @@ Status Engine::land_all(Deadline deadline) {
 
 // The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot
 // be told later. May be repeated.
-Status Engine::end_flight(Trainer& t, Flight::Found* found) {
-  Flight* f = t.gpu->current_flight();
+Status Engine::end_device_work(Trainer& t, DeviceWork::Found* found) {
+  DeviceWork* f = t.gpu->current_device_work();
   if (!f) return FRUGAL_OK;
   // Several pushes are joined on the host.
-  for (auto& [raw, push] : t.pushes) f->must_land |= !push.tail.empty();
+  for (auto& [raw, push] : t.pushes) f->must_complete |= !push.tail.empty();
   FRUGAL_TRY(f->end());
-  if (!f->must_land) return FRUGAL_OK;
+  if (!f->must_complete) return FRUGAL_OK;
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
-  FRUGAL_TRY(f->land([&]() -> Status {
+  FRUGAL_TRY(f->poll([&]() -> Status {
     if (until.passed())
       return fail(FRUGAL_ERR_TIMEOUT,
                   "step_end waited for the device to end the step's work; call again");
@@ -116,16 +116,16 @@ Status Engine::end_flight(Trainer& t, Flight::Found* found) {
 
 // What a rank that leaves has ended lands, or is undone, while it is still there to be undone.
 // OUT_OF_MEMORY: the engine is about to be closed, and neither is so.
-Status Engine::end_flights(Trainer& t) {
+Status Engine::end_device_work(Trainer& t) {
   auto next = [&] {
-    FlightRef its;
+    DeviceWorkRef its;
     ControlLock lock(mu_);
-    records_.each_flight([&](const FlightRef& f) {
-      if (!its && f->gpu == t.gpu && (!f->landed.load() || f->failed.load())) its = f;
+    records_.each_device_work([&](const DeviceWorkRef& f) {
+      if (!its && f->gpu == t.gpu && (!f->completed.load() || f->failed.load())) its = f;
     });
     return its;
   };
-  while (FlightRef f = next()) {
+  while (DeviceWorkRef f = next()) {
     while (!f->ask(1000000)) {
     }
     if (!f->failed.load()) continue;
