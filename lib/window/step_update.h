@@ -90,7 +90,7 @@ struct StepUpdate : HeapObject {
   Vector<uint32_t> merged_slots;
   Vector<uint32_t> term_start, term_rank, term_index;
   // The window's, guarded by its locks.
-  Vector<uint32_t> pages;         // of nodes
+  Vector<uint32_t> pages;         // of entries
   Vector<uint32_t> late;          // rows that had older pending updates
   Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
   uint64_t staged[kRing + 1] = {};

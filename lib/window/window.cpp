@@ -19,46 +19,46 @@ namespace {
 
 class SCOPED_CAPABILITY Window::Both {
  public:
-  Both(Window& w, Urgency urgency) ACQUIRE(w.links_mu_, w.nodes_.mu)
-      : links_(w.links_mu_, urgency), nodes_(w.nodes_, urgency) {}
+  Both(Window& w, Urgency urgency) ACQUIRE(w.links_mu_, w.pending_.mu)
+      : links_(w.links_mu_, urgency), pending_(w.pending_, urgency) {}
   ~Both() RELEASE() {}
 
  private:
   UrgentLock links_;
-  Nodes::Section nodes_;
+  PendingUpdates::Section pending_;
 };
 
 Status Window::open(const Config& config, uint64_t base) {
   Both lock(*this, Urgency::kUrgent);
   if (opened()) return FRUGAL_OK;
   config_ = config;
-  // Beyond what words hold, nothing is urgent.
+  // Beyond what read sets hold, nothing is urgent.
   config_.staleness = std::min<uint64_t>(config.staleness, kRing);
-  words_only_ = config.staleness != 0;
+  read_sets_only_ = config.staleness != 0;
   base_ = base;
-  nodes_.open(config.tree_heap, base, config.pending_rows);
+  pending_.open(config.tree_heap, base, config.pending_rows);
   // Last, so that an open that fails holds none.
-  FRUGAL_TRY(words_.open(config.rows));
+  FRUGAL_TRY(read_sets_.open(config.rows));
   opened_.store(true, std::memory_order_release);
   return FRUGAL_OK;
 }
 
 uint64_t Window::base() {
-  Nodes::Section lock(nodes_, Urgency::kUrgent);
-  return nodes_.base();
+  PendingUpdates::Section lock(pending_, Urgency::kUrgent);
+  return pending_.base();
 }
 
 void Window::set_base(uint64_t base) {
   Both lock(*this, Urgency::kUrgent);
   base_ = base;
-  nodes_.set_base(base);
+  pending_.set_base(base);
 }
 
-// --- Words ---------------------------------------------------------------------------------------
+// --- Read sets ----------------------------------------------------------------------------------
 
 // Of an update of `step` to the row: the first declared step that has to see it.
-inline uint8_t Window::deadline(Word aged, uint64_t step) const {
-  return Words::next_read(aged, base_, step + 1 + config_.staleness);
+inline uint8_t Window::deadline(ReadSet current, uint64_t step) const {
+  return ReadSets::next_read(current, base_, step + 1 + config_.staleness);
 }
 
 // The row is read in declared step `step`, and next with priority `prio`.
@@ -84,35 +84,35 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     UrgentLock lock(links_mu_, urgency);
     if (part.step < base_ || part.step - base_ >= kHorizon) return false;
     if (at == 0) parts_[part.step & (kRing - 1)].push_back(ref);
-    if (owned) words_only_ = true;
+    if (owned) read_sets_only_ = true;
     const uint64_t base = base_, own = part.step - base, bit = uint64_t{1} << own;
     const uint8_t prio = static_cast<uint8_t>(part.step & (kRing - 1));
     uint64_t written;
     bool ancient;
     {
-      Nodes::Section nodes(nodes_, urgency);
-      written = nodes_.written_mask(
+      PendingUpdates::Section section(pending_, urgency);
+      written = pending_.written_mask(
           &ancient);  // who takes an update in holds both locks, so no bit is missing
     }
     // Earlier steps that will read, or that have an unwritten update.
-    const uint64_t matters = ((bit << kPast) - 1) & (~Words::kPassed | written);
+    const uint64_t matters = ((bit << kPast) - 1) & (~ReadSets::kPassed | written);
     Found* const found = found_;
     size_t stop = std::min(end, at + kChunk), finds = 0;
     for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
-      __builtin_prefetch(&words_[slots[i]], 1);
+      __builtin_prefetch(&read_sets_[slots[i]], 1);
     for (size_t i = at; i < stop; ++i) {
-      if (i + kAhead < stop) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
-      Word w = Words::aged(words_[slots[i]], base);
+      if (i + kAhead < stop) __builtin_prefetch(&read_sets_[slots[i + kAhead]], 1);
+      ReadSet w = ReadSets::at_step(read_sets_[slots[i]], base);
       bool apart = owned && config_.placement.may_cache(part.rank, slots[i]);
-      Word linked = w | (apart ? bit << Words::kOwnerAt : bit << kPast);
-      words_[slots[i]] = linked;
-      if (words_only_) {
+      ReadSet linked = w | (apart ? bit << ReadSets::kOwnerAt : bit << kPast);
+      read_sets_[slots[i]] = linked;
+      if (read_sets_only_) {
         if ((w & written) || ancient) found[finds++] = {slots[i], -1, 0};
         continue;
       }
       next[i] = deadline(w, part.step);
       if ((w & matters) == 0 && !ancient) continue;
-      uint64_t earlier = w & ((bit << kPast) - 1) & Words::kReads;
+      uint64_t earlier = w & ((bit << kPast) - 1) & ReadSets::kReads;
       found[finds++] = {slots[i],
                         static_cast<int>(std::bit_width(earlier)) - 1 - static_cast<int>(kPast), 0};
     }
@@ -142,14 +142,14 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
       // Its update may be there already.
       // (Whatever the step before seems to be, if the update is so old that the stamp may have
       // wrapped.)
-      if (ancient || (found[f].step <= 0 && (words_[slot] & written))) found[kept++] = found[f];
+      if (ancient || (found[f].step <= 0 && (read_sets_[slot] & written))) found[kept++] = found[f];
     }
     if (kept == 0) continue;
-    Nodes::Section nodes(nodes_, urgency);
+    PendingUpdates::Section section(pending_, urgency);
     for (size_t f = 0; f < kept; ++f) {
-      Word w = words_[found[f].slot];
-      if (Node node = nodes_.pending(w, found[f].slot); node.update)
-        nodes_.reprioritize(node, deadline(w, node.update->step));
+      ReadSet w = read_sets_[found[f].slot];
+      if (Entry entry = pending_.oldest(w, found[f].slot); entry.update)
+        pending_.reprioritize(entry, deadline(w, entry.update->step));
     }
   }
   return true;
@@ -164,10 +164,10 @@ void Window::unlink(const PartRef& part) {
   auto set = [&](const Part& p, bool on) REQUIRES(links_mu_) {
     for (size_t i = 0; i < p.distinct; ++i) {
       uint32_t slot = p.row_slots()[i];
-      Word& w = words_[slot];
+      ReadSet& w = read_sets_[slot];
       bool apart = p.owner_apart && config_.placement.may_cache(p.rank, slot);
-      Word mask = apart ? bit << Words::kOwnerAt : bit << kPast;
-      w = on ? Words::aged(w, base_) | mask : Words::aged(w, base_) & ~mask;
+      ReadSet mask = apart ? bit << ReadSets::kOwnerAt : bit << kPast;
+      w = on ? ReadSets::at_step(w, base_) | mask : ReadSets::at_step(w, base_) & ~mask;
     }
   };
   set(*part, false);
@@ -175,16 +175,16 @@ void Window::unlink(const PartRef& part) {
   for (const PartRef& p : here) set(*p, true);
   for (size_t i = 0; i < part->distinct; ++i) {
     uint32_t slot = part->row_slots()[i];
-    Word w = words_[slot];
+    ReadSet w = read_sets_[slot];
     if (!(w & bit << kPast)) {
-      uint64_t earlier = (w & Words::kReads) >> kPast & (bit - 1);
+      uint64_t earlier = (w & ReadSets::kReads) >> kPast & (bit - 1);
       if (earlier) {
         uint64_t step = base_ + static_cast<uint64_t>(std::bit_width(earlier)) - 1;
         learn_next(step, slot, deadline(w, part->step));
       }
     }
-    if (Node node = nodes_.pending(w, slot); node.update)
-      nodes_.reprioritize(node, deadline(w, node.update->step));
+    if (Entry entry = pending_.oldest(w, slot); entry.update)
+      pending_.reprioritize(entry, deadline(w, entry.update->step));
   }
 }
 
@@ -192,19 +192,20 @@ void Window::unlink(const PartRef& part) {
 
 void Window::add(const UpdateRef& update) {
   Both lock(*this, Urgency::kUrgent);
-  nodes_.add(update);
+  pending_.add(update);
 }
 
 bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
-  uint8_t prio[Nodes::kPage];
-  static_assert(kPiece % Nodes::kPage == 0);
+  uint8_t prio[PendingUpdates::kPage];
+  static_assert(kPiece % PendingUpdates::kPage == 0);
   FRUGAL_ASSERT(!u.committed);
   for (const size_t end = std::min(u.n, u.staged_rows + std::min(most, u.n));
        u.staged_rows < end;) {
     Both lock(*this, urgency);
     const size_t at = u.staged_rows;
-    nodes_.stage(u, declared && !words_only_ ? next_of(u, at, prio) : read_words(u, at, prio),
-                 prio);
+    pending_.stage(
+        u, declared && !read_sets_only_ ? next_of(u, at, prio) : next_from_read_sets(u, at, prio),
+        prio);
   }
   return u.staged_rows == u.n;
 }
@@ -212,7 +213,7 @@ bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
 // Priorities of a page of the update's rows. All ranks have passed the gate of the step: the rows
 // that it reads have nothing unwritten.
 size_t Window::next_of(const StepUpdate& u, size_t at, uint8_t* prio) const {
-  const size_t n = std::min<size_t>(Nodes::kPage, u.n - at);
+  const size_t n = std::min<size_t>(PendingUpdates::kPage, u.n - at);
   if (u.ranks.size() == 1) {
     std::copy_n(u.ranks[0].part->next.as<uint8_t>() + at, n, prio);
     return n;
@@ -224,23 +225,23 @@ size_t Window::next_of(const StepUpdate& u, size_t at, uint8_t* prio) const {
   return n;
 }
 
-// The same, where words tell.
-size_t Window::read_words(StepUpdate& u, size_t at, uint8_t* prio) {
+// The same, where read sets tell.
+size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
   constexpr size_t kAhead = 48;
-  const size_t n = std::min<size_t>(Nodes::kPage, u.n - at);
+  const size_t n = std::min<size_t>(PendingUpdates::kPage, u.n - at);
   const uint32_t* slots = u.slots + at;
   const uint64_t own = u.step + kPast - base_;
   bool ancient;
-  const uint64_t written = nodes_.written_mask(&ancient) & ~(uint64_t{1} << own);
+  const uint64_t written = pending_.written_mask(&ancient) & ~(uint64_t{1} << own);
   if ((written || ancient) && u.late.capacity() < u.late.size() + n)
     u.late.reserve(2 * u.late.size() + n);
-  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
+  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&read_sets_[slots[i]], 1);
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
-    Word w = Words::aged(words_[slots[i]], base_);
-    words_[slots[i]] = w | uint64_t{1} << own;
-    if (((w & written) || ancient) && nodes_.pending(w, slots[i]).update) {
-      prio[i] = Nodes::kBlocked;
+    if (i + kAhead < n) __builtin_prefetch(&read_sets_[slots[i + kAhead]], 1);
+    ReadSet w = ReadSets::at_step(read_sets_[slots[i]], base_);
+    read_sets_[slots[i]] = w | uint64_t{1} << own;
+    if (((w & written) || ancient) && pending_.oldest(w, slots[i]).update) {
+      prio[i] = PendingUpdates::kBlocked;
       u.late.push_back(static_cast<uint32_t>(at + i));
       continue;
     }
@@ -251,21 +252,21 @@ size_t Window::read_words(StepUpdate& u, size_t at, uint8_t* prio) {
 
 void Window::staged_for_next(const StepUpdate& u, Vector<uint32_t>* slots) {
   const uint8_t prio = static_cast<uint8_t>((u.step + 1) & (kRing - 1));
-  for (size_t page = 0; page * Nodes::kPage < u.n; ++page) {
-    Nodes::Section lock(nodes_, Urgency::kBackground);
-    nodes_.staged_for(prio, u, page, slots);
+  for (size_t page = 0; page * PendingUpdates::kPage < u.n; ++page) {
+    PendingUpdates::Section lock(pending_, Urgency::kBackground);
+    pending_.staged_for(prio, u, page, slots);
   }
 }
 
 void Window::unstage(const UpdateRef& update) {
-  Nodes::Section lock(nodes_, Urgency::kUrgent);
-  nodes_.unstage(*update);
+  PendingUpdates::Section lock(pending_, Urgency::kUrgent);
+  pending_.unstage(*update);
 }
 
 void Window::make_room(const StepUpdate& update) {
   if (update.late.empty()) return;
-  Nodes::Section lock(nodes_, Urgency::kUrgent);
-  nodes_.make_room();
+  PendingUpdates::Section lock(pending_, Urgency::kUrgent);
+  pending_.make_room();
 }
 
 void Window::commit(StepUpdate* u, uint64_t step) {
@@ -276,30 +277,31 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
   served.swap(parts_[passed]);
   base_ = step + 1;
-  nodes_.set_base(base_);
+  pending_.set_base(base_);
   // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
   // that it had forced can leave some: they must not seem to be 64 steps away.
-  nodes_.each_of(passed, [&](const Node& node) {
+  pending_.each_of(passed, [&](const Entry& entry) {
     links_mu_.assert_held();
-    nodes_.mu.assert_held();
-    const uint32_t slot = node.update->slots[node.row];
-    nodes_.reprioritize(node, deadline(Words::aged(words_[slot], base_), node.update->step));
+    pending_.mu.assert_held();
+    const uint32_t slot = entry.update->slots[entry.row];
+    pending_.reprioritize(entry,
+                          deadline(ReadSets::at_step(read_sets_[slot], base_), entry.update->step));
   });
   if (!u) return;
-  uint64_t rows = nodes_.commit(*u);
+  uint64_t rows = pending_.commit(*u);
   for (uint32_t row : u->late) {
     uint32_t slot = u->slots[row];
-    Word w = Words::aged(words_[slot], base_);
-    if (Node node = nodes_.pending(w, slot); node.update) {
-      nodes_.chain(*u, row, node);
+    ReadSet w = ReadSets::at_step(read_sets_[slot], base_);
+    if (Entry entry = pending_.oldest(w, slot); entry.update) {
+      pending_.chain(*u, row, entry);
       continue;
     }
     // The older update was written meanwhile.
-    nodes_.enqueue(nodes_.node_id(*u, row), deadline(w, u->step));
+    pending_.enqueue(pending_.id_of(*u, row), deadline(w, u->step));
     ++rows;
   }
   u->late.clear();
-  nodes_.now_pending(rows);
+  pending_.now_pending(rows);
 }
 
 // --- Asking --------------------------------------------------------------------------------------
@@ -311,10 +313,10 @@ bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
     Both lock(*this, Urgency::kUrgent);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       if (slots[i] >= kMissingSlot) continue;
-      Node node = nodes_.pending(Words::aged(words_[slots[i]], base_), slots[i]);
-      if (!node.update || !node.update->committed || node.update->step >= before) continue;
+      Entry entry = pending_.oldest(ReadSets::at_step(read_sets_[slots[i]], base_), slots[i]);
+      if (!entry.update || !entry.update->committed || entry.update->step >= before) continue;
       any = true;
-      nodes_.reprioritize(node, static_cast<uint8_t>(base_ & (kRing - 1)));
+      pending_.reprioritize(entry, static_cast<uint8_t>(base_ & (kRing - 1)));
     }
   }
   return any;
@@ -322,8 +324,8 @@ bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
 
 bool Window::in_flight_until(uint64_t step) {
   if (!any_pending()) return false;
-  Nodes::Section lock(nodes_, Urgency::kUrgent);
-  return nodes_.in_flight_until(step);
+  PendingUpdates::Section lock(pending_, Urgency::kUrgent);
+  return pending_.in_flight_until(step);
 }
 
 bool Window::claim(uint64_t step, size_t max, Claim* c) {
@@ -332,21 +334,21 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->runs.clear();
   if (!any_pending()) return false;
   c->reserve(max);
-  Nodes::Section lock(nodes_, Urgency::kUrgent);
-  nodes_.pop(step, max, c);
+  PendingUpdates::Section lock(pending_, Urgency::kUrgent);
+  pending_.pop(step, max, c);
   return !c->ids.empty();
 }
 
 void Window::finish(Claim& c) {
   {
-    Nodes::Section lock(nodes_, Urgency::kUrgent);
-    if (nodes_.finish(c)) return;
+    PendingUpdates::Section lock(pending_, Urgency::kUrgent);
+    if (pending_.finish(c)) return;
   }
-  // What waits behind these rows gets its priority from the words.
+  // What waits behind these rows gets its priority from the read sets.
   Both lock(*this, Urgency::kUrgent);
-  nodes_.finish_chained(c, [&](const StepUpdate& after, uint32_t row) {
+  pending_.finish_chained(c, [&](const StepUpdate& after, uint32_t row) {
     links_mu_.assert_held();
-    return deadline(Words::aged(words_[after.slots[row]], base_), after.step);
+    return deadline(ReadSets::at_step(read_sets_[after.slots[row]], base_), after.step);
   });
 }
 
@@ -354,7 +356,7 @@ void Window::finish(Claim& c) {
 
 namespace {
 
-constexpr size_t kRowsAhead = 16;  // words on their way from memory
+constexpr size_t kRowsAhead = 16;  // read sets on their way from memory
 constexpr size_t kLockedRows = 2048;
 
 }  // namespace
@@ -363,17 +365,17 @@ void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* 
                         Urgency urgency) {
   for (size_t from = 0; from < n; from += kLockedRows) {
     Both lock(*this, urgency);
-    words_only_ = true;
+    read_sets_only_ = true;
     const size_t end = std::min(n, from + kLockedRows);
     for (size_t i = from; i < end; ++i) {
-      if (i + kRowsAhead < end) __builtin_prefetch(&words_[slots[i + kRowsAhead]], 1);
-      Word& w = words_[slots[i]];
-      w = Words::aged(w, base_);
-      w = cached ? w | Words::kCached : w & ~Words::kCached;
-      Node node = nodes_.pending(w, slots[i]);
-      if (!node.update) continue;
-      if (dirty && !cached && node.update->committed) ++*dirty;
-      nodes_.reprioritize(node, deadline(w, node.update->step));
+      if (i + kRowsAhead < end) __builtin_prefetch(&read_sets_[slots[i + kRowsAhead]], 1);
+      ReadSet& w = read_sets_[slots[i]];
+      w = ReadSets::at_step(w, base_);
+      w = cached ? w | ReadSets::kCached : w & ~ReadSets::kCached;
+      Entry entry = pending_.oldest(w, slots[i]);
+      if (!entry.update) continue;
+      if (dirty && !cached && entry.update->committed) ++*dirty;
+      pending_.reprioritize(entry, deadline(w, entry.update->step));
     }
   }
 }
@@ -384,11 +386,12 @@ void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, u
     UrgentLock lock(links_mu_, urgency);
     const size_t end = std::min(n, from + kLockedRows);
     for (size_t i = from; i < end; ++i) {
-      if (i + kRowsAhead < end) __builtin_prefetch(&words_[slots[i + kRowsAhead]]);
+      if (i + kRowsAhead < end) __builtin_prefetch(&read_sets_[slots[i + kRowsAhead]]);
       next[i] = UINT64_MAX;
       uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
-      uint64_t ahead =
-          (Words::aged(words_[slots[i]], base_) >> Words::kOwnerAt & Words::kOwner) >> skip << skip;
+      uint64_t ahead = (ReadSets::at_step(read_sets_[slots[i]], base_) >> ReadSets::kOwnerAt &
+                        ReadSets::kOwner) >>
+                       skip << skip;
       if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
     }
   }
@@ -400,8 +403,8 @@ size_t Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>
   Both lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
-    Node node = nodes_.pending(Words::aged(words_[slots[i]], base_), slots[i]);
-    if (!node.update || !node.update->committed) continue;
+    Entry entry = pending_.oldest(ReadSets::at_step(read_sets_[slots[i]], base_), slots[i]);
+    if (!entry.update || !entry.update->committed) continue;
     ++found;
     if (out) out->push_back(slots[i]);
   }
@@ -409,8 +412,8 @@ size_t Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>
 }
 
 WindowStats Window::stats() {
-  Nodes::Section lock(nodes_, Urgency::kBackground);
-  return nodes_.stats();
+  PendingUpdates::Section lock(pending_, Urgency::kBackground);
+  return pending_.stats();
 }
 
 }  // namespace frugal

@@ -1,40 +1,40 @@
 // The window of a table: who reads a row next, and which of its updates are not in the host row yet
 // (FRUGAL section 3.3: g-entries).
 //
-// A row's g-entry has two parts. Its word in the flat index (words.h) is the R set: the declared
-// steps that read the row, and which of the latest steps did. While updates of it are unwritten,
-// each of them is a node (nodes.h): the W set, found through the word. The priority of a row is
-// that of its oldest node: the first declared step > the node's step + staleness, else infinity.
-// The window is what joins the two.
+// A row's g-entry has two parts. Its read set in the flat index (read_sets.h) is the R set: the
+// declared steps that read the row, and which of the latest steps did. While updates of it are
+// unwritten, each of them is an entry (pending_updates.h): the W set, found through the read set.
+// The priority of a row is that of its oldest entry: the first declared step > the entry's step +
+// staleness, else infinity. The window is what joins the two.
 //
-// A word costs a cache line from memory, so it is touched once for each declared row, when that is
-// linked. Then the row's declaration before learns its next read (Part::next), and when its update
-// is staged the priorities are there. (With staleness, caches, or gradients that were not declared,
-// staging reads the words.)
+// A read set costs a cache line from memory, so it is touched once for each declared row, when that
+// is linked. Then the row's declaration before learns its next read (Part::next), and when its
+// update is staged the priorities are there. (With staleness, caches, or gradients that were not
+// declared, staging reads the read sets.)
 //
 // Life of an update: link() sets the bits of a declared step; stage() takes a step's rows in before
 // the step is committed, while the device computes; commit() makes all of them pending in O(ring);
 // claim() takes the most urgent ones, the caller writes the rows, finish() publishes that. Rows of
 // a part and of an update are sorted by slot, so every pass runs through memory in one direction.
 //
-// Threads: words and what parts learn are guarded by links_mu_, nodes by their own lock, which
-// is taken second. So linking, the longest pass, does not stand in the way of who writes rows. All
-// is done in bulk, a chunk of rows at a time; background passes give way to a thread that is on
-// somebody's critical path (Urgency).
+// Threads: read sets and what parts learn are guarded by links_mu_, entries by their own lock,
+// which is taken second. So linking, the longest pass, does not stand in the way of who writes
+// rows. All is done in bulk, a chunk of rows at a time; background passes give way to a thread that
+// is on somebody's critical path (Urgency).
 #pragma once
 #include <atomic>
 
-#include "window/nodes.h"
+#include "window/pending_updates.h"
 #include "window/placement.h"
+#include "window/read_sets.h"
 #include "window/urgent_lock.h"
-#include "window/words.h"
 
 namespace frugal {
 
 class Window : public HeapObject {
  public:
   using Urgency = UrgentMutex::Urgency;
-  static constexpr uint32_t kHorizon = Words::kHorizon, kPast = Words::kPast;
+  static constexpr uint32_t kHorizon = ReadSets::kHorizon, kPast = ReadSets::kPast;
   // A background thread takes in so many rows at a time, of a declaration or an update, and looks
   // in between whether it is wanted: whoever looks rows up wants it at once.
   static constexpr size_t kPiece = 1024;
@@ -62,11 +62,11 @@ class Window : public HeapObject {
   // Takes back the bits of a linked part.
   void unlink(const PartRef& part);
 
-  // Gives an update, whose list is made, its number and nodes, before it is staged. Without memory:
-  // nothing.
+  // Gives an update, whose list is made, its number and entries, before it is staged. Without
+  // memory: nothing.
   void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
-  bool backlogged() const { return nodes_.updates() > kPast; }
+  bool backlogged() const { return pending_.updates() > kPast; }
   // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`:
   // they are the linked parts of its ranks.
   bool stage(StepUpdate& update, bool declared, size_t most, Urgency urgency);
@@ -84,9 +84,9 @@ class Window : public HeapObject {
   bool force(const uint32_t* slots, size_t n, uint64_t before);
   // For the priority's sake: is an update of a step <= `step` - staleness that a declared step <=
   // `step` reads (or a forced one) not written yet?
-  bool pending_until(uint64_t step) const { return nodes_.pending_until(step); }
+  bool pending_until(uint64_t step) const { return pending_.pending_until(step); }
   bool any_pending() const { return pending_rows() != 0; }
-  uint64_t pending_rows() const { return nodes_.pending_rows(); }
+  uint64_t pending_rows() const { return pending_.pending_rows(); }
   // Rows that are claimed but unwritten, of priorities up to `step`.
   bool in_flight_until(uint64_t step);
 
@@ -107,7 +107,7 @@ class Window : public HeapObject {
   WindowStats stats();
 
  private:
-  using Node = Nodes::Node;
+  using Entry = PendingUpdates::Entry;
   // A row of a part that is being linked.
   struct Found {
     uint32_t slot;
@@ -116,19 +116,20 @@ class Window : public HeapObject {
   };
 
   class Both;
-  uint8_t deadline(Word aged, uint64_t step) const REQUIRES(links_mu_);
+  uint8_t deadline(ReadSet current, uint64_t step) const REQUIRES(links_mu_);
   void learn_next(uint64_t step, uint32_t slot, uint8_t prio) REQUIRES(links_mu_);
   size_t next_of(const StepUpdate& u, size_t at, uint8_t* prio) const REQUIRES(links_mu_);
-  size_t read_words(StepUpdate& u, size_t at, uint8_t* prio) REQUIRES(links_mu_, nodes_.mu);
+  size_t next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio)
+      REQUIRES(links_mu_, pending_.mu);
 
   Config config_;
   std::atomic<bool> opened_{false};
-  UrgentMutex links_mu_ ACQUIRED_BEFORE(nodes_.mu);
-  Nodes nodes_;
-  uint64_t base_ GUARDED_BY(links_mu_) = 0;  // set with both locks held: the nodes have it, too
-  Words words_ GUARDED_BY(links_mu_);
+  UrgentMutex links_mu_ ACQUIRED_BEFORE(pending_.mu);
+  PendingUpdates pending_;
+  uint64_t base_ GUARDED_BY(links_mu_) = 0;  // set with both locks held: the entries have it, too
+  ReadSets read_sets_ GUARDED_BY(links_mu_);
   Vector<PartRef> parts_[kRing] GUARDED_BY(links_mu_);  // linked, by step mod kRing
-  bool words_only_ GUARDED_BY(links_mu_) =
+  bool read_sets_only_ GUARDED_BY(links_mu_) =
       false;  // staleness or a cache: Part::next does not tell everything
   Found found_[2048] GUARDED_BY(
       links_mu_);  // of the piece that is being linked: too much for a caller's stack

@@ -322,7 +322,7 @@ TEST_F(WindowTest, AnOlderUpdateIsWrittenMeanwhile) {
   EXPECT_EQ(order, (Slots{1, 2, 2}));
 }
 
-// Words remember kPast steps; unwritten updates of older ones are found all the same.
+// Read sets remember kPast steps; unwritten updates of older ones are found all the same.
 TEST_F(WindowTest, AncientUpdates) {
   open();
   commit(100, Slots{1, 2, 5000});
@@ -844,7 +844,7 @@ class Walk {
         random_.one_in(2) ? link.part->distinct : 1 + random_.below(link.part->distinct);
     EXPECT_TRUE(window_.link(link.part, link.linked, n, link.owned, urgency()));
     link.linked = std::min(link.part->distinct, link.linked + n);
-    words_only_ |= link.owned;
+    read_sets_only_ |= link.owned;
   }
 
   void go_on_linking() {
@@ -914,10 +914,10 @@ class Walk {
         window_.stage(*staged_, as_declared_, random_.one_in(2) ? 1 : SIZE_MAX, urgency());
     ASSERT_EQ(all, staged_->staged_rows == staged_->n);
     ASSERT_GT(staged_->staged_rows, before);
-    const bool by_words = !as_declared_ || words_only_ || config_.staleness != 0;
+    const bool by_read_sets = !as_declared_ || read_sets_only_ || config_.staleness != 0;
     for (size_t i = before; i < staged_->staged_rows; ++i) {
       const uint32_t slot = staged_->slots[i];
-      if (by_words) touched_.insert(slot);
+      if (by_read_sets) touched_.insert(slot);
       if (pending_.count(slot)) late_.insert(slot);
     }
   }
@@ -1042,7 +1042,7 @@ class Walk {
     const bool in = random_.one_in(2);
     uint64_t dirty = 0, wanted = 0;
     window_.set_cached(slots.data(), slots.size(), in, &dirty, urgency());
-    words_only_ = true;
+    read_sets_only_ = true;
     for (uint32_t s : slots) {
       in ? (void)cached_.insert(s) : (void)cached_.erase(s);
       wanted += !in && pending_.count(s);
@@ -1137,7 +1137,7 @@ class Walk {
     const WindowStats stats = window_.stats();
     ASSERT_EQ(stats.enqueued, enqueued_);
     ASSERT_EQ(stats.dequeued, dequeued_);
-    if (words_only_ || config_.staleness != 0) return;
+    if (read_sets_only_ || config_.staleness != 0) return;
     for (const Link& link : links_)
       for (size_t i = 0; i < link.linked; ++i) {
         uint64_t next = kNever;
@@ -1155,7 +1155,7 @@ class Walk {
   Window window_;
   Window::Config config_;
   uint32_t ranks_ = 1;
-  bool large_, lazy_, words_only_ = false;
+  bool large_, lazy_, read_sets_only_ = false;
   size_t most_;
   bool has_cache_[4] = {};
   uint64_t base_;

@@ -1,7 +1,7 @@
-// The flat index of a window: a word of 8 bytes for each row of the table, by slot. It is the row's
-// R set.
+// The flat index of a window: a read set of 8 bytes for each row of the table, by slot. It is the
+// row's R set.
 //
-// Bits of a word count from the step in its stamp, so it is brought up to date when it is next
+// Bits of a read set count from the step in its stamp, so it is brought up to date when it is next
 // touched and no pass is needed to take back what has passed. Stamps wrap around: a row that nobody
 // touched for some 500 steps may seem to be read soon. That makes an update too urgent, never too
 // late.
@@ -24,52 +24,53 @@ namespace frugal {
 // step stamp + i;
 // - cached: it has, so its own reads do not count;
 // - stamp, 9 bits of a step.
-using Word = uint64_t;
+using ReadSet = uint64_t;
 
-class Words {
+class ReadSets {
  public:
   // Declared steps in [base, base + kHorizon) can be linked. Later ones wait for the base.
   static constexpr uint32_t kHorizon = 21;
-  // Words remember this many steps. Unwritten updates of older ones are searched for every row that
-  // is looked at.
+  // Read sets remember this many steps. Unwritten updates of older ones are searched for every row
+  // that is looked at.
   static constexpr uint32_t kPast = 12;
   static constexpr int kOwnerAt = kPast + kHorizon, kCachedAt = kOwnerAt + kHorizon, kStampAt = 55;
-  static constexpr Word kReads = (Word{1} << kOwnerAt) - 1, kOwner = (Word{1} << kHorizon) - 1;
-  static constexpr Word kPassed = (Word{1} << kPast) - 1, kCached = Word{1} << kCachedAt;
-  static constexpr Word kStamp = 511;
+  static constexpr ReadSet kReads = (ReadSet{1} << kOwnerAt) - 1,
+                           kOwner = (ReadSet{1} << kHorizon) - 1;
+  static constexpr ReadSet kPassed = (ReadSet{1} << kPast) - 1, kCached = ReadSet{1} << kCachedAt;
+  static constexpr ReadSet kStamp = 511;
   static_assert(kCachedAt < kStampAt && kStampAt + 9 == 64);
 
-  Words() = default;
-  Words(const Words&) = delete;
-  Words& operator=(const Words&) = delete;
-  ~Words() { os_release(&map_); }
+  ReadSets() = default;
+  ReadSets(const ReadSets&) = delete;
+  ReadSets& operator=(const ReadSets&) = delete;
+  ~ReadSets() { os_release(&map_); }
   // Addresses only: pages come with use, and are zero then, as nobody's row should be.
   Status open(uint64_t rows) {
-    FRUGAL_TRY(os_reserve(rows * sizeof(Word), false, &map_));
-    words_ = reinterpret_cast<Word*>(map_.base);
+    FRUGAL_TRY(os_reserve(rows * sizeof(ReadSet), false, &map_));
+    read_sets_ = reinterpret_cast<ReadSet*>(map_.base);
     return FRUGAL_OK;
   }
-  Word& operator[](uint32_t slot) { return words_[slot]; }
+  ReadSet& operator[](uint32_t slot) { return read_sets_[slot]; }
 
-  // The word with its stamp at `base`.
-  static Word aged(Word w, uint64_t base) {
+  // The read set with its stamp at `base`.
+  static ReadSet at_step(ReadSet w, uint64_t base) {
     uint64_t passed = std::min<uint64_t>((base - (w >> kStampAt)) & kStamp, 63);
-    Word reads = (w & kReads) >> passed;
+    ReadSet reads = (w & kReads) >> passed;
     // What the owner has read is of the past like all else.
-    Word owner = (w >> kOwnerAt & kOwner) << kPast >> passed;
+    ReadSet owner = (w >> kOwnerAt & kOwner) << kPast >> passed;
     return reads | (owner & kPassed) | owner >> kPast << kOwnerAt | (w & kCached) |
            (base & kStamp) << kStampAt;
   }
   // Steps from the stamp on whose reads count.
-  static uint64_t effective_reads(Word aged) {
-    uint64_t owner = aged & kCached ? 0 : aged >> kOwnerAt & kOwner;
-    return (aged & kReads) >> kPast | owner;
+  static uint64_t effective_reads(ReadSet current) {
+    uint64_t owner = current & kCached ? 0 : current >> kOwnerAt & kOwner;
+    return (current & kReads) >> kPast | owner;
   }
-  // As a priority: the first declared step, of those from `first` on, that reads the row, of a word
-  // with its stamp at `base`.
-  static uint8_t next_read(Word aged, uint64_t base, uint64_t first) {
+  // As a priority: the first declared step, of those from `first` on, that reads the row, of a
+  // read set with its stamp at `base`.
+  static uint8_t next_read(ReadSet current, uint64_t base, uint64_t first) {
     uint64_t skip = std::min<uint64_t>(first > base ? first - base : 0, 63);
-    uint64_t reads = effective_reads(aged) >> skip;
+    uint64_t reads = effective_reads(current) >> skip;
     if (reads == 0) return kInfinity;
     return static_cast<uint8_t>((base + skip + static_cast<uint64_t>(std::countr_zero(reads))) &
                                 (kRing - 1));
@@ -77,7 +78,7 @@ class Words {
 
  private:
   Mapping map_;
-  Word* words_ = nullptr;
+  ReadSet* read_sets_ = nullptr;
 };
 
 }  // namespace frugal

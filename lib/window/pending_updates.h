@@ -1,15 +1,15 @@
 // The updates of a window's rows that are not in the host rows yet: the W sets.
 //
-// An update of a row is a node (6 bytes, with the queue's). The oldest unwritten one of a row is in
-// the queue, with a priority that the window tells: it knows who reads the row next. Younger nodes
-// of the row are blocked behind it, in a chain, and enter the queue one after the other.
+// An update of a row is an entry (6 bytes, with the queue's). The oldest unwritten one of a row is
+// in the queue, with a priority that the window tells: it knows who reads the row next. Younger
+// entries of the row are blocked behind it, in a chain, and enter the queue one after the other.
 //
 // Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
 // therefore means written, not merely taken (contract, gate condition c).
 //
 // Without memory for a place in the queue a row that has to become more urgent has gone astray:
 // until all that was pending then is written, every gate waits for all of it, and claims search the
-// nodes.
+// entries.
 //
 // Threads: `mu`, by a Section. What says so takes no lock.
 #pragma once
@@ -17,9 +17,9 @@
 #include <memory>
 
 #include "flush/queue.h"
+#include "window/read_sets.h"
 #include "window/step_update.h"
 #include "window/urgent_lock.h"
-#include "window/words.h"
 
 namespace frugal {
 
@@ -35,7 +35,7 @@ struct Claim {
     rows.reserve(most);
     runs.reserve(most);
   }
-  Vector<uint32_t> ids;    // nodes
+  Vector<uint32_t> ids;    // entries
   Vector<uint32_t> rows;   // row of the update
   Vector<Run> runs;        // neighbours of one update
 };
@@ -45,11 +45,11 @@ struct WindowStats {
   uint64_t pending = 0, active = 0;
 };
 
-class Nodes {
+class PendingUpdates {
  public:
-  // Nodes are handed out in pages, row i of an update lies in the update's page i / kPage.
+  // Entries are handed out in pages, row i of an update lies in the update's page i / kPage.
   static constexpr uint32_t kPage = 1024;
-  struct Node {
+  struct Entry {
     StepUpdate* update = nullptr;
     uint32_t row = 0, id = 0;
   };
@@ -57,12 +57,12 @@ class Nodes {
   UrgentMutex mu;
   class SCOPED_CAPABILITY Section {
    public:
-    Section(Nodes& nodes, UrgentMutex::Urgency urgency) ACQUIRE(nodes.mu)
-        : nodes_(nodes), lock_(nodes.mu, urgency) {}
-    ~Section() RELEASE() NO_THREAD_SAFETY_ANALYSIS { nodes_.note_soonest(); }
+    Section(PendingUpdates& of, UrgentMutex::Urgency urgency) ACQUIRE(of.mu)
+        : pending_(of), lock_(of.mu, urgency) {}
+    ~Section() RELEASE() NO_THREAD_SAFETY_ANALYSIS { pending_.note_soonest(); }
 
    private:
-    Nodes& nodes_;
+    PendingUpdates& pending_;
     UrgentLock lock_;
   };
 
@@ -71,7 +71,7 @@ class Nodes {
   void set_base(uint64_t base) REQUIRES(mu);
   uint64_t base() const REQUIRES(mu) { return base_; }
 
-  // Gives an update its number and nodes. Without memory: nothing.
+  // Gives an update its number and entries. Without memory: nothing.
   void add(const UpdateRef& update) REQUIRES(mu);
   // The next n rows of the update, a page, are staged with these priorities, or kBlocked.
   static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
@@ -84,26 +84,26 @@ class Nodes {
   // The staged rows of the update are in the queue: so many.
   uint64_t commit(StepUpdate& u) REQUIRES(mu);
   // A row of a committed update that was blocked when it was staged. `before`: its row's oldest
-  // unwritten node.
-  void chain(StepUpdate& u, uint32_t row, const Node& before) REQUIRES(mu);
+  // unwritten entry.
+  void chain(StepUpdate& u, uint32_t row, const Entry& before) REQUIRES(mu);
   void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu);
   void now_pending(uint64_t rows) REQUIRES(mu);
 
-  // Bits of a word's reads that stand for unwritten updates. `ancient`: there are some of older
+  // Bits of a read set's reads that stand for unwritten updates. `ancient`: there are some of older
   // steps, too.
   uint64_t written_mask(bool* ancient) const REQUIRES(mu);
   // The row's oldest unwritten update.
-  Node pending(Word aged, uint32_t slot) REQUIRES(mu);
-  void reprioritize(const Node& node, uint8_t prio) noexcept REQUIRES(mu);
-  // Calls of(node) for all nodes of committed updates with this priority.
+  Entry oldest(ReadSet current, uint32_t slot) REQUIRES(mu);
+  void reprioritize(const Entry& entry, uint8_t prio) noexcept REQUIRES(mu);
+  // Calls of(entry) for all entries of committed updates with this priority.
   template <class F>
   void each_of(uint8_t prio, F of) REQUIRES(mu) {
     if (count_[prio] == 0) return;
     for (const UpdateRef& u : updates_) {
       if (!u->committed) continue;
       for (uint32_t row = 0; row < u->n; ++row)
-        if (const uint32_t id = node_id(*u, row); (state_[id] & ~kClaimed) == prio)
-          of(Node{u.get(), row, id});
+        if (const uint32_t id = id_of(*u, row); (state_[id] & ~kClaimed) == prio)
+          of(Entry{u.get(), row, id});
     }
   }
 
@@ -126,14 +126,14 @@ class Nodes {
         }
         StepUpdate* after = find_update(static_cast<uint32_t>((link - 1) >> 32));
         uint32_t row = static_cast<uint32_t>(link - 1);
-        enqueue(node_id(*after, row), prio(*after, row));
+        enqueue(id_of(*after, row), prio(*after, row));
       }
       settle(run);
     }
     wrote(done);
   }
 
-  uint32_t node_id(const StepUpdate& u, uint32_t row) const {
+  uint32_t id_of(const StepUpdate& u, uint32_t row) const {
     return u.pages[row / kPage] * kPage + row % kPage;
   }
   // Rows that are claimed but unwritten, of priorities up to `step`.
@@ -151,7 +151,7 @@ class Nodes {
   uint32_t updates() const { return live_.load(std::memory_order_relaxed); }
 
  private:
-  // What a node is, one byte: a priority; with kClaimed, somebody is writing it; or kBlocked; or
+  // What an entry is, one byte: a priority; with kClaimed, somebody is writing it; or kBlocked; or
   // kDone.
   static constexpr uint8_t kClaimed = 0x80;
   static constexpr uint8_t kDone = 0x7f;     // nothing is pending
@@ -161,7 +161,7 @@ class Nodes {
   };
 
   StepUpdate* find_update(uint32_t seq) const REQUIRES(mu);
-  Node find_node(StepUpdate& u, uint32_t slot) REQUIRES(mu);
+  Entry find_pending(StepUpdate& u, uint32_t slot) REQUIRES(mu);
   void release(StepUpdate& u) REQUIRES(mu);
   uint32_t limit_distance(uint64_t step) const REQUIRES(mu);
   size_t search(uint32_t* ids, size_t max) REQUIRES(mu);
@@ -177,7 +177,7 @@ class Nodes {
   std::atomic<uint64_t> soonest_{UINT64_MAX};
   std::atomic<uint32_t> live_{0};                  // updates_.size()
   uint64_t base_ GUARDED_BY(mu) = 0;               // the window's
-  Vector<uint8_t> state_ GUARDED_BY(mu);           // by node
+  Vector<uint8_t> state_ GUARDED_BY(mu);           // by entry
   Vector<Page> pages_ GUARDED_BY(mu);
   Vector<uint32_t> free_pages_ GUARDED_BY(mu);
   std::unique_ptr<Queue> queue_ GUARDED_BY(mu);

@@ -1,4 +1,4 @@
-#include "window/nodes.h"
+#include "window/pending_updates.h"
 
 #include <algorithm>
 #include <functional>
@@ -8,38 +8,38 @@
 
 namespace frugal {
 
-void Nodes::open(bool tree_heap, uint64_t base, std::atomic<uint64_t>* pending_rows) {
+void PendingUpdates::open(bool tree_heap, uint64_t base, std::atomic<uint64_t>* pending_rows) {
   pending_of_all_ = pending_rows;
   queue_.reset(tree_heap ? make_tree_heap() : make_two_level_queue());
   set_base(base);
 }
 
-void Nodes::set_base(uint64_t base) {
+void PendingUpdates::set_base(uint64_t base) {
   base_ = base;
   queue_->set_base(base);
 }
 
-// --- Whose nodes ---------------------------------------------------------------------------------
+// --- Whose entries ------------------------------------------------------------------------------
 
-uint64_t Nodes::written_mask(bool* ancient) const {
+uint64_t PendingUpdates::written_mask(bool* ancient) const {
   uint64_t mask = 0;
   *ancient = false;
   for (const UpdateRef& u : updates_) {
-    if (u->step + Words::kPast < base_)
+    if (u->step + ReadSets::kPast < base_)
       *ancient = true;
     else
-      mask |= uint64_t{1} << (u->step + Words::kPast - base_);
+      mask |= uint64_t{1} << (u->step + ReadSets::kPast - base_);
   }
   return mask;
 }
 
-StepUpdate* Nodes::find_update(uint32_t seq) const {
+StepUpdate* PendingUpdates::find_update(uint32_t seq) const {
   for (const UpdateRef& u : updates_)
     if (u->seq == seq) return u.get();
   return nullptr;
 }
 
-Nodes::Node Nodes::find_node(StepUpdate& u, uint32_t slot) {
+PendingUpdates::Entry PendingUpdates::find_pending(StepUpdate& u, uint32_t slot) {
   uint32_t row;
   if (u.ranks.size() == 1 && u.ranks[0].part->finder.built()) {
     row = RowFinder::find(u.slots, u.ranks[0].part->finder.near(slot), slot);
@@ -49,39 +49,39 @@ Nodes::Node Nodes::find_node(StepUpdate& u, uint32_t slot) {
     if (at == u.slots + u.n || *at != slot) return {};
     row = static_cast<uint32_t>(at - u.slots);
   }
-  return {&u, row, node_id(u, row)};
+  return {&u, row, id_of(u, row)};
 }
 
-Nodes::Node Nodes::pending(Word aged, uint32_t slot) {
+PendingUpdates::Entry PendingUpdates::oldest(ReadSet current, uint32_t slot) {
   for (const UpdateRef& u : updates_) {
-    // Of old steps words know nothing.
-    if (u->step + Words::kPast >= base_ && !(aged >> (u->step + Words::kPast - base_) & 1))
+    // Of old steps read sets know nothing.
+    if (u->step + ReadSets::kPast >= base_ && !(current >> (u->step + ReadSets::kPast - base_) & 1))
       continue;
-    Node node = find_node(*u, slot);
-    if (!node.update) continue;
-    uint8_t state = state_[node.id];
-    if (state != kDone && state != kBlocked) return node;
+    Entry entry = find_pending(*u, slot);
+    if (!entry.update) continue;
+    uint8_t state = state_[entry.id];
+    if (state != kDone && state != kBlocked) return entry;
   }
   return {};
 }
 
-void Nodes::reprioritize(const Node& node, uint8_t prio) noexcept {
-  uint8_t state = state_[node.id], old = state & ~kClaimed;
+void PendingUpdates::reprioritize(const Entry& entry, uint8_t prio) noexcept {
+  uint8_t state = state_[entry.id], old = state & ~kClaimed;
   FRUGAL_ASSERT(old <= kInfinity);
   if (old == prio) return;
   // The queue first: it may want memory. Where there is none the row stays where it is.
   try {
-    if (!node.update->committed)
-      queue_->stage(&node.id, 1, prio);
+    if (!entry.update->committed)
+      queue_->stage(&entry.id, 1, prio);
     else if (!(state & kClaimed))
-      queue_->move(node.id, prio);
+      queue_->move(entry.id, prio);
   } catch (const std::bad_alloc&) {
-    (node.update->committed ? unqueued_ : node.update->unqueued) = true;
+    (entry.update->committed ? unqueued_ : entry.update->unqueued) = true;
     return;
   }
-  if (!node.update->committed) {
-    --node.update->staged[old];
-    ++node.update->staged[prio];
+  if (!entry.update->committed) {
+    --entry.update->staged[old];
+    ++entry.update->staged[prio];
   } else {
     if (!(state & kClaimed)) {
       --queued_[old];
@@ -91,12 +91,12 @@ void Nodes::reprioritize(const Node& node, uint8_t prio) noexcept {
     --count_[old];
     ++count_[prio];
   }
-  state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
+  state_[entry.id] = static_cast<uint8_t>(prio | (state & kClaimed));
 }
 
 // --- Updates come and go -------------------------------------------------------------------------
 
-void Nodes::add(const UpdateRef& update) {
+void PendingUpdates::add(const UpdateRef& update) {
   FRUGAL_ASSERT(update->pages.empty() && update->staged_rows == 0);
   FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
   FRUGAL_ASSERT(std::adjacent_find(update->slots, update->slots + update->n,
@@ -125,7 +125,7 @@ void Nodes::add(const UpdateRef& update) {
 }
 
 // By priority, so that a bag gets its rows at once. Most have none.
-void Nodes::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
+void PendingUpdates::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
   uint32_t ids[kPage];
   uint16_t read[kPage];
   uint32_t start[kRing + 1], next[kRing];
@@ -154,7 +154,8 @@ void Nodes::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
   u.staged_rows += n;
 }
 
-void Nodes::staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots) {
+void PendingUpdates::staged_for(uint8_t prio, const StepUpdate& u, size_t page,
+                                Vector<uint32_t>* slots) {
   if (page == 0) slots->reserve(u.staged[prio]);
   const uint8_t* state = state_.data() + u.pages[page] * kPage;
   const size_t at = page * kPage, n = std::min<size_t>(kPage, u.n - at);
@@ -162,7 +163,7 @@ void Nodes::staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<ui
     if (state[i] == prio) slots->push_back(u.slots[at + i]);
 }
 
-void Nodes::unstage(StepUpdate& u) {
+void PendingUpdates::unstage(StepUpdate& u) {
   FRUGAL_ASSERT(!u.committed);
   queue_->drop_stage();
   // (Of a piece that memory ran short for some rows are in.)
@@ -173,12 +174,12 @@ void Nodes::unstage(StepUpdate& u) {
   release(u);
 }
 
-void Nodes::make_room() {
+void PendingUpdates::make_room() {
   for (const UpdateRef& older : updates_)
     if (older->committed) older->next.reserve(older->n);
 }
 
-uint64_t Nodes::commit(StepUpdate& u) {
+uint64_t PendingUpdates::commit(StepUpdate& u) {
   u.committed = true;
   u.remaining = u.n;
   unqueued_ |= u.unqueued;
@@ -194,7 +195,7 @@ uint64_t Nodes::commit(StepUpdate& u) {
 }
 
 // Behind the older ones, so that updates of a row are applied in step order.
-void Nodes::chain(StepUpdate& u, uint32_t row, const Node& before) {
+void PendingUpdates::chain(StepUpdate& u, uint32_t row, const Entry& before) {
   StepUpdate* last = before.update;
   uint32_t last_row = before.row;
   while (!last->next.empty() && last->next[last_row]) {
@@ -208,7 +209,7 @@ void Nodes::chain(StepUpdate& u, uint32_t row, const Node& before) {
 }
 
 // A row that waited for nothing but its turn becomes pending.
-void Nodes::enqueue(uint32_t id, uint8_t prio) noexcept {
+void PendingUpdates::enqueue(uint32_t id, uint8_t prio) noexcept {
   FRUGAL_ASSERT(state_[id] == kBlocked);
   state_[id] = prio;
   ++count_[prio];
@@ -220,13 +221,13 @@ void Nodes::enqueue(uint32_t id, uint8_t prio) noexcept {
   }
 }
 
-void Nodes::now_pending(uint64_t rows) {
+void PendingUpdates::now_pending(uint64_t rows) {
   schedule_point();
   if (pending_of_all_) pending_of_all_->fetch_add(rows, std::memory_order_acq_rel);
   pending_total_.fetch_add(rows, std::memory_order_acq_rel);
 }
 
-void Nodes::release(StepUpdate& u) {
+void PendingUpdates::release(StepUpdate& u) {
   FRUGAL_ASSERT(!u.committed || u.remaining == 0);
   for (uint32_t page : u.pages) {
     FRUGAL_ASSERT(pages_[page].update == &u);
@@ -245,13 +246,13 @@ void Nodes::release(StepUpdate& u) {
 
 // --- Taking rows ---------------------------------------------------------------------------------
 
-uint32_t Nodes::limit_distance(uint64_t step) const {
+uint32_t PendingUpdates::limit_distance(uint64_t step) const {
   if (step == UINT64_MAX || unqueued_) return kRing;
   return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
 }
 
 // What pending_until() asks, once a section: gates look at many tables again and again.
-void Nodes::note_soonest() {
+void PendingUpdates::note_soonest() {
   uint64_t soonest = unqueued_ ? 0 : UINT64_MAX;
   for (uint32_t r = 0; r < kRing && soonest == UINT64_MAX; ++r)
     if (count_[(base_ + r) & (kRing - 1)]) soonest = r ? base_ + r : 0;
@@ -259,7 +260,7 @@ void Nodes::note_soonest() {
     soonest_.store(soonest, std::memory_order_release);
 }
 
-bool Nodes::in_flight_until(uint64_t step) const {
+bool PendingUpdates::in_flight_until(uint64_t step) const {
   uint32_t limit = limit_distance(step);
   for (uint32_t r = 0; r <= std::min(limit, kRing - 1); ++r) {
     uint32_t p = (base_ + r) & (kRing - 1);
@@ -268,7 +269,7 @@ bool Nodes::in_flight_until(uint64_t step) const {
   return limit == kRing && count_[kInfinity] != queued_[kInfinity];
 }
 
-void Nodes::pop(uint64_t step, size_t max, Claim* c) {
+void PendingUpdates::pop(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(max);
   c->rows.resize(max);
   // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
@@ -323,7 +324,7 @@ void Nodes::pop(uint64_t step, size_t max, Claim* c) {
 }
 
 // Pending rows, wherever the queue has them.
-size_t Nodes::search(uint32_t* ids, size_t max) {
+size_t PendingUpdates::search(uint32_t* ids, size_t max) {
   size_t n = 0;
   for (size_t p = 0; p < pages_.size(); ++p) {
     if (!pages_[p].update || !pages_[p].update->committed) continue;
@@ -336,7 +337,7 @@ size_t Nodes::search(uint32_t* ids, size_t max) {
   return n;
 }
 
-bool Nodes::finish(Claim& c) {
+bool PendingUpdates::finish(Claim& c) {
   bool chained = false;
   for (const Claim::Run& run : c.runs) chained |= !run.update->next.empty();
   if (chained) return false;
@@ -348,7 +349,7 @@ bool Nodes::finish(Claim& c) {
   return true;
 }
 
-void Nodes::wrote(uint64_t rows) {
+void PendingUpdates::wrote(uint64_t rows) {
   FRUGAL_ASSERT(pending_total_.load() >= rows);
   schedule_point();
   if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) unqueued_ = false;
@@ -358,8 +359,8 @@ void Nodes::wrote(uint64_t rows) {
   FRUGAL_ASSERT(std::accumulate(count_, count_ + kRing + 1, uint64_t{0}) == pending_total_.load());
 }
 
-// The nodes of a run are done.
-void Nodes::written(const Claim& c, const Claim::Run& run) {
+// The entries of a run are done.
+void PendingUpdates::written(const Claim& c, const Claim::Run& run) {
   uint64_t same = 0;
   uint8_t last = 0;
   for (uint32_t i = run.begin; i < run.end; ++i) {
@@ -379,7 +380,7 @@ void Nodes::written(const Claim& c, const Claim::Run& run) {
   count_[last] -= same;
 }
 
-void Nodes::settle(Claim::Run& run) {
+void PendingUpdates::settle(Claim::Run& run) {
   StepUpdate* u = run.update;
   FRUGAL_ASSERT(u->committed && u->remaining >= run.end - run.begin);
   if ((u->remaining -= run.end - run.begin) != 0) return;
@@ -389,7 +390,7 @@ void Nodes::settle(Claim::Run& run) {
   release(*u);
 }
 
-WindowStats Nodes::stats() const {
+WindowStats PendingUpdates::stats() const {
   WindowStats s = stats_;
   s.pending = s.active = pending_total_.load(std::memory_order_relaxed);
   return s;
