@@ -63,7 +63,7 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   auto first_uncommitted = [&] {
     if (!stale()) return t.step;
     ControlLock lock(mu_);
-    return ranks_.to_commit();
+    return ranks_.next_commit();
   };
   for (const Access& a : accesses) {
     if (!a.table->any_key) continue;
@@ -97,9 +97,9 @@ Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, siz
     while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
       if (!waited) meters_.counters.lookup_waits.fetch_add(1, std::memory_order_relaxed);
       waited = true;
-      const uint64_t base = ranks_.to_commit();
-      s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
-               [&] { return flusher_.write(base); });
+      const uint64_t next_commit = ranks_.next_commit();
+      s = wait(deadline, t, [&] { return !table.window.pending_until(next_commit); },
+               [&] { return flusher_.write(next_commit); });
     }
   }
   if (s == FRUGAL_ERR_STEP_ABORTED && t) {

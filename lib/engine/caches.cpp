@@ -194,7 +194,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     ControlLock lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
-    if (ranks_.to_commit() >= t.turn.from()) declared_by(t, step, &parts);
+    if (ranks_.next_commit() >= t.turn.from()) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   DeviceWork* device_work = t.gpu ? &t.gpu->device_work(t.rank, step) : nullptr;

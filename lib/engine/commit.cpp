@@ -17,7 +17,7 @@ Status Committer::ready() {
 
 bool Committer::one(Status* status) {
   if (!phase_.may(Phase::kCommit) || workers_.health() != FRUGAL_OK) return false;
-  const uint64_t step = ranks_.to_commit();
+  const uint64_t step = ranks_.next_commit();
   bool begun = false;
   try {
     StepRecord* const record = records_.complete();
@@ -85,7 +85,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
     tables_.each_window([&](Window& w) {
-      if (w.base() <= step) w.commit(nullptr, step);
+      if (w.next_commit() <= step) w.commit(nullptr, step);
     });
     meters_.counters.steps_committed.fetch_add(1, std::memory_order_relaxed);
     (record.deferred ? meters_.counters.modes_deferred : meters_.counters.modes_at_once)

@@ -291,8 +291,8 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
     // This rank may have been told of an abort that is still taking rows of others back.
     busy = !phase_.may(Phase::kRead);
     const bool others = next != kNoStep && config_.staleness < next &&
-                        ranks_.to_commit() < next - config_.staleness;
-    if (others) ranks_.note_awaited(ranks_.to_commit());
+                        ranks_.next_commit() < next - config_.staleness;
+    if (others) ranks_.note_awaited(ranks_.next_commit());
     if (busy || others) return false;
     FRUGAL_ASSERT(!*reading);
     // Between steps nothing else keeps operations outside steps from changing the rows.

@@ -53,7 +53,7 @@ void Ranks::note_awaited(uint64_t step) {
 bool Ranks::find_unresponsive(const Liveness& liveness) {
   if (liveness.limit == UINT64_MAX) return false;
   ControlLock lock(mu_);
-  const uint64_t step = to_commit(), now = now_ns();
+  const uint64_t step = next_commit(), now = now_ns();
   if (now - std::exchange(looked_, now) > liveness.gap) went_on_ = now;
   if (!on_unresponsive_ || step == kNoStep || awaited_step_ != step) return false;
   if (now - std::max(awaited_since_, went_on_) < liveness.limit) return false;
@@ -80,7 +80,7 @@ Status Ranks::may_begin(const Trainer& t, uint64_t step) const {
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
-  const uint64_t expected = t.next_step != kNoStep ? t.next_step : to_commit();
+  const uint64_t expected = t.next_step != kNoStep ? t.next_step : next_commit();
   if (expected != kNoStep && step != expected)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u must begin step %llu now, not %llu", t.rank,
                 static_cast<unsigned long long>(expected), static_cast<unsigned long long>(step));
@@ -97,7 +97,7 @@ void Ranks::begin(Trainer& t, uint64_t step) {
 void Ranks::undo(Trainer& t) {
   ControlLock lock(mu_);
   t.turn.stop_plans();
-  go(t, false, t.next_step == kNoStep ? kNoStep : to_commit());
+  go(t, false, t.next_step == kNoStep ? kNoStep : next_commit());
 }
 
 void Ranks::go(Trainer& t, bool in_step, uint64_t next_step) {
@@ -127,7 +127,7 @@ Ranks::Counts Ranks::counted() const {
 }
 
 String Ranks::step_again() const {
-  const uint64_t next = to_commit();
+  const uint64_t next = next_commit();
   return next == kNoStep ? text("the first step")
                          : text("step %llu again", static_cast<unsigned long long>(next));
 }

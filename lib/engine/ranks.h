@@ -94,13 +94,13 @@ class Ranks {
 
   // --- Steps of all
   // kNoStep: no step has begun, or none is committed.
-  uint64_t to_commit() const {
+  uint64_t next_commit() const {
     const uint64_t last = committed_.load();
     return last == kNoStep ? first_step_.load() : last + 1;
   }
   uint64_t committed() const { return committed_.load(); }
   uint64_t soonest() const {  // that may begin, or is under way
-    const uint64_t next = to_commit();
+    const uint64_t next = next_commit();
     return next == kNoStep ? 0 : next;
   }
   uint64_t begun() const { return begun_.load(); }  // 1 + the latest step that some rank has begun
@@ -143,7 +143,7 @@ class Ranks {
   // Some rank is inside a step, or two are apart.
   bool inside(String* why) const REQUIRES(control) { return apart(kNoStep, why); }
   // None is inside a step, and what they have ended is committed.
-  bool between(String* why) const REQUIRES(control) { return !apart(to_commit(), why); }
+  bool between(String* why) const REQUIRES(control) { return !apart(next_commit(), why); }
   String some_ended(uint64_t step) const REQUIRES(control);  // and others not
 
   // --- Caches

@@ -23,11 +23,11 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
   add({waited_for(WaitedFor::kRanks),
        [this](Pass& p) REQUIRES(control) {
          const bool is_near = near(p.step);
-         if (!is_near) of_.ranks.note_awaited(of_.ranks.to_commit());
+         if (!is_near) of_.ranks.note_awaited(of_.ranks.next_commit());
          return is_near;
        },
        [this](const Pass&) REQUIRES(control) {
-         const uint64_t step = of_.ranks.to_commit();
+         const uint64_t step = of_.ranks.next_commit();
          return text("rank %s to end step %llu", of_.ranks.late_ranks(step).c_str(),
                      static_cast<unsigned long long>(step));
        },
@@ -40,7 +40,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
          const bool links = (of_.pacing.deferred() || of_.ranks.caches_exist()) &&
                             of_.config.staleness < kRing;
-         p.declared = of_.declarations.unready(p.step, links ? of_.ranks.to_commit() : kNoStep);
+         p.declared = of_.declarations.unready(p.step, links ? of_.ranks.next_commit() : kNoStep);
          return p.declared == kNoStep;
        },
        [](const Pass& p) {
@@ -82,7 +82,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
 
 // How far is it from the step to be committed?
 bool StepGate::near(uint64_t step) const {
-  const uint64_t needed = of_.ranks.to_commit(), staleness = of_.config.staleness;
+  const uint64_t needed = of_.ranks.next_commit(), staleness = of_.config.staleness;
   const bool is_near = staleness >= step || step - staleness <= needed;
   return is_near && (step <= needed || step - needed <= most_ahead(of_.config));
 }

@@ -51,7 +51,7 @@ void StepRecord::await_device_work() const {
 }
 
 StepRecord* StepRecords::complete() {
-  const uint64_t step = ranks_.to_commit();
+  const uint64_t step = ranks_.next_commit();
   bool present;
   if (step == kNoStep || !ranks_.ended(step, &present)) return nullptr;
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
@@ -71,12 +71,12 @@ bool StepRecords::between(String* why) const {
 }
 
 bool StepRecords::schedule(uint64_t step) {
-  if (step != ranks_.to_commit() || !ranks_.all_begun(step)) return false;
+  if (step != ranks_.next_commit() || !ranks_.all_begun(step)) return false;
   return of(step).prepare_scheduled = true;
 }
 
 StepRecord* StepRecords::scheduled() {
-  StepRecord* const record = find(ranks_.to_commit());
+  StepRecord* const record = find(ranks_.next_commit());
   return record && record->prepare_scheduled ? record : nullptr;
 }
 

@@ -43,9 +43,9 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   {
     ControlLock lock(mu_);
     FRUGAL_TRY(ranks_.may_begin(t, step));
-    if (ranks_.to_commit() == kNoStep) {
+    if (ranks_.next_commit() == kNoStep) {
       ranks_.start(step);
-      tables_.each_window([&](Window& w) { w.set_base(step); });
+      tables_.each_window([&](Window& w) { w.set_next_commit(step); });
     }
     if (ranks_.any_behind(step))
       meters_.counters.ranks_apart.fetch_add(1, std::memory_order_relaxed);

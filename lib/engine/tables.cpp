@@ -344,7 +344,7 @@ Status Engine::first_step_allowed(uint64_t first_step) const {
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
   if ((!phase_.may(Phase::kWhole) || committer_.stalled()) &&
-      first_step <= ranks_.to_commit())
+      first_step <= ranks_.next_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;
@@ -389,7 +389,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
       if (same && !renew) {
         // What held before the last committed step is of no use any more.
         if (ranks_.committed() != kNoStep) {
-          auto now = table.schedule.upper_bound(ranks_.to_commit());
+          auto now = table.schedule.upper_bound(ranks_.next_commit());
           if (now != table.schedule.begin())
             table.schedule.erase(table.schedule.begin(), std::prev(now));
         }

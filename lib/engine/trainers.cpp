@@ -63,7 +63,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
   }
-  t->next_step = ranks_.to_commit();
+  t->next_step = ranks_.next_commit();
   t->has_cache.store(cached);
   t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
@@ -154,7 +154,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
 
 // Does the step lie in the window of those that the rank can declare now?
 Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
-  const uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.to_commit();
+  const uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.next_commit();
   const uint64_t lookahead = config_.lookahead;
   if (at == kNoStep) {
     // The first step is not known yet; what is declared must fit into one window.

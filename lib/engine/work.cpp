@@ -106,11 +106,12 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
 }
 
 bool Engine::link_one(uint64_t up_to, bool worker) {
-  const uint64_t base = ranks_.to_commit();
-  if (base == kNoStep) return false;
+  const uint64_t next_commit = ranks_.next_commit();
+  if (next_commit == kNoStep) return false;
   Declarations::Item item;
-  const uint64_t end = std::min(base + Window::kHorizon, up_to == UINT64_MAX ? up_to : up_to + 1);
-  if (!declarations_.next_to_link(base, end, &item)) return false;
+  const uint64_t end =
+      std::min(next_commit + Window::kHorizon, up_to == UINT64_MAX ? up_to : up_to + 1);
+  if (!declarations_.next_to_link(next_commit, end, &item)) return false;
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   const bool owned = ranks_.has_cache(part->rank);
@@ -145,7 +146,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 // The next table of the step whose update can be foretold, and the update, without its sums. Each
 // table is looked at once: all that is declared for the step has passed its gate.
 bool Engine::predict_update(StepRecord* record, TableRef* table, UpdateRef* update) {
-  const uint64_t step = ranks_.to_commit();
+  const uint64_t step = ranks_.next_commit();
   Lock declared(declarations_.mutex());
   for (; record->stage_at < tables_.size() && !*table; ++record->stage_at) {
     const TableRef& t = tables_[record->stage_at];

@@ -23,9 +23,10 @@ constexpr uint64_t kNoStep = UINT64_MAX;
 constexpr uint32_t kRing = 64;       // priorities of steps
 constexpr uint8_t kInfinity = 64;    // no declared read
 
-// The distance of a priority from the step `base`: ring positions in step order, infinity last.
-inline uint32_t prio_distance(uint8_t prio, uint64_t base) {
-  return prio == kInfinity ? kRing : static_cast<uint32_t>((prio - base) & (kRing - 1));
+// The distance of a priority from the step `next_commit`: ring positions in step order, infinity
+// last.
+inline uint32_t prio_distance(uint8_t prio, uint64_t next_commit) {
+  return prio == kInfinity ? kRing : static_cast<uint32_t>((prio - next_commit) & (kRing - 1));
 }
 
 class Queue : public HeapObject {
@@ -35,14 +36,14 @@ class Queue : public HeapObject {
   // priority of who is queued or staged, else a number above kInfinity.
   virtual void reserve_ids(const uint8_t* marks, uint32_t capacity) = 0;
   // The first step that is not committed has moved on: ring positions mean steps from it on.
-  virtual void set_base(uint64_t base) { (void)base; }
+  virtual void set_next_commit(uint64_t next_commit) { (void)next_commit; }
   // A place for `id`: push() if it was not queued, move() if it was, at another priority. The mark
   // becomes `prio` before or after the call. Without memory nothing has changed.
   virtual void push(uint32_t id, uint8_t prio) = 0;
   virtual void move(uint32_t id, uint8_t prio) = 0;
-  // Takes up to `max` places of the lowest priority counted from step `base`, which it tells,
-  // unless its rank is above `limit_distance` (kRing: none is). 0: there are none.
-  virtual size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max,
+  // Takes up to `max` places of the lowest priority counted from step `next_commit`, which it
+  // tells, unless its rank is above `limit_distance` (kRing: none is). 0: there are none.
+  virtual size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
                      uint8_t* prio) = 0;
   // Staging: places of entries of a step that is not committed yet, which pops do not give.
   // commit_stage() makes them places like others, all at once, in O(ring) for the two-level queue.

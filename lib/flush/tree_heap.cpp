@@ -44,7 +44,7 @@ class TreeHeap final : public Queue {
     prio_.resize(capacity, 0);  // last: it tells that all is there
   }
 
-  void set_base(uint64_t base) override { base_ = base; }
+  void set_next_commit(uint64_t next_commit) override { next_commit_ = next_commit; }
 
   void push(uint32_t id, uint8_t prio) override {
     FRUGAL_ASSERT(prio <= kInfinity);
@@ -91,7 +91,7 @@ class TreeHeap final : public Queue {
     staged_.clear();
   }
 
-  size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max,
+  size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
              uint8_t* prio) override {
     size_t n = 0;
     while (n < max) {
@@ -99,7 +99,7 @@ class TreeHeap final : public Queue {
       uint32_t top;
       {
         std::lock_guard<SpinLock> guard(size_lock_);
-        if (size_ == 0 || prio_distance(prio_[node_[1]], base) > limit_distance) break;
+        if (size_ == 0 || prio_distance(prio_[node_[1]], next_commit) > limit_distance) break;
         if (n && prio_[node_[1]] != *prio) break;
         last = size_--;
         top = node_[1];
@@ -121,9 +121,9 @@ class TreeHeap final : public Queue {
   }
 
  private:
-  // Ring positions as numbers that keep their order while the base moves on.
+  // Ring positions as numbers that keep their order while the next commit moves on.
   uint64_t key(uint8_t prio) const {
-    return prio == kInfinity ? UINT64_MAX : base_ + prio_distance(prio, base_);
+    return prio == kInfinity ? UINT64_MAX : next_commit_ + prio_distance(prio, next_commit_);
   }
 
   void swap_nodes(size_t a, size_t b) {
@@ -172,7 +172,7 @@ class TreeHeap final : public Queue {
   SpinLock* locks_ = nullptr;
   // Changed with its lock held. Who sinks holds locks of nodes, which come behind that one.
   std::atomic<size_t> size_{0};
-  uint64_t base_ = 0;
+  uint64_t next_commit_ = 0;
   const uint8_t* marks_ = nullptr;
   Vector<uint8_t> prio_;
   Vector<uint64_t> order_;

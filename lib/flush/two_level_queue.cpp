@@ -105,15 +105,15 @@ class TwoLevelQueue final : public Queue {
     staged_places_ = 0;
   }
 
-  size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max,
+  size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
              uint8_t* prio) override {
     if (live_) {
-      int turn = static_cast<int>(base & (kRing - 1));
+      int turn = static_cast<int>(next_commit & (kRing - 1));
       *prio = static_cast<uint8_t>((std::countr_zero(std::rotr(live_, turn)) + turn) & (kRing - 1));
     } else {
       *prio = kInfinity;
     }
-    if (prio_distance(*prio, base) > limit_distance) return 0;
+    if (prio_distance(*prio, next_commit) > limit_distance) return 0;
     Bag& bag = bags_[*prio];
     size_t n = 0;
     for (Block* b; n < max && (b = bag.first);) {

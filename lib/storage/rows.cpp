@@ -193,14 +193,14 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   }
 }
 
-void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base,
+void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_commit,
                Vector<uint32_t>* created, Vector<uint32_t>* earlier) {
   if (!hashed_) return;
   Lock lock(places_.mu);
   if (!has_reserved() && places_.uncommitted() == 0) return;
   const uint8_t mark = Places::mark_of(step);
   // Marks are those of uncommitted steps: by how many steps they are behind the first of these.
-  auto age = [first = Places::mark_of(base)](uint8_t m) {
+  auto age = [first = Places::mark_of(next_commit)](uint8_t m) {
     return (m + Places::kMarks - first) % Places::kMarks;
   };
   auto is_later = [&](uint8_t flag) {

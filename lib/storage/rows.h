@@ -87,13 +87,13 @@ class Rows : public RowMemory {
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Turns reserved rows among `slots` into existing ones.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
-  // The same by an uncommitted step, of which `base` is the first: they bear its mark, in their
-  // flag byte, for who reads that without us, too. Such rows are *uncommitted*. Those of a later
-  // step bear the mark of this one from now on, for its undoing takes them back: they are appended
-  // to `earlier`. Uncommitted steps are less than Places::kMarks. Throws where there is no memory,
-  // and changes nothing then.
-  void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base, Vector<uint32_t>* created,
-           Vector<uint32_t>* earlier);
+  // The same by an uncommitted step, of which `next_commit` is the first: they bear its mark, in
+  // their flag byte, for who reads that without us, too. Such rows are *uncommitted*. Those of a
+  // later step bear the mark of this one from now on, for its undoing takes them back: they are
+  // appended to `earlier`. Uncommitted steps are less than Places::kMarks. Throws where there is no
+  // memory, and changes nothing then.
+  void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_commit,
+           Vector<uint32_t>* created, Vector<uint32_t>* earlier);
   // The step is committed: rows that bear its mark are there for good.
   void settle(const uint32_t* slots, size_t n, uint64_t step);
   // Uncommitted steps are undone: those of `slots` that are uncommitted exist no longer.

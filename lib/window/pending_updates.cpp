@@ -8,15 +8,16 @@
 
 namespace frugal {
 
-void PendingUpdates::open(bool tree_heap, uint64_t base, std::atomic<uint64_t>* pending_rows) {
+void PendingUpdates::open(bool tree_heap, uint64_t next_commit,
+                          std::atomic<uint64_t>* pending_rows) {
   pending_of_all_ = pending_rows;
   queue_.reset(tree_heap ? make_tree_heap() : make_two_level_queue());
-  set_base(base);
+  set_next_commit(next_commit);
 }
 
-void PendingUpdates::set_base(uint64_t base) {
-  base_ = base;
-  queue_->set_base(base);
+void PendingUpdates::set_next_commit(uint64_t next_commit) {
+  next_commit_ = next_commit;
+  queue_->set_next_commit(next_commit);
 }
 
 // --- Whose entries ------------------------------------------------------------------------------
@@ -25,10 +26,10 @@ uint64_t PendingUpdates::written_mask(bool* ancient) const {
   uint64_t mask = 0;
   *ancient = false;
   for (const UpdateRef& u : updates_) {
-    if (u->step + ReadSets::kPast < base_)
+    if (u->step + ReadSets::kPast < next_commit_)
       *ancient = true;
     else
-      mask |= uint64_t{1} << (u->step + ReadSets::kPast - base_);
+      mask |= uint64_t{1} << (u->step + ReadSets::kPast - next_commit_);
   }
   return mask;
 }
@@ -55,7 +56,8 @@ PendingUpdates::Entry PendingUpdates::find_pending(StepUpdate& u, uint32_t slot)
 PendingUpdates::Entry PendingUpdates::oldest(ReadSet current, uint32_t slot) {
   for (const UpdateRef& u : updates_) {
     // Of old steps read sets know nothing.
-    if (u->step + ReadSets::kPast >= base_ && !(current >> (u->step + ReadSets::kPast - base_) & 1))
+    if (u->step + ReadSets::kPast >= next_commit_ &&
+        !(current >> (u->step + ReadSets::kPast - next_commit_) & 1))
       continue;
     Entry entry = find_pending(*u, slot);
     if (!entry.update) continue;
@@ -87,7 +89,8 @@ void PendingUpdates::reprioritize(const Entry& entry, uint8_t prio) noexcept {
       --queued_[old];
       ++queued_[prio];
     }
-    prio_distance(prio, base_) < prio_distance(old, base_) ? ++stats_.rises : ++stats_.falls;
+    prio_distance(prio, next_commit_) < prio_distance(old, next_commit_) ? ++stats_.rises
+                                                                         : ++stats_.falls;
     --count_[old];
     ++count_[prio];
   }
@@ -248,14 +251,16 @@ void PendingUpdates::release(StepUpdate& u) {
 
 uint32_t PendingUpdates::limit_distance(uint64_t step) const {
   if (step == UINT64_MAX || unqueued_) return kRing;
-  return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
+  return step < next_commit_
+             ? 0
+             : static_cast<uint32_t>(std::min<uint64_t>(step - next_commit_, kRing - 1));
 }
 
 // What pending_until() asks, once a section: gates look at many tables again and again.
 void PendingUpdates::note_soonest() {
   uint64_t soonest = unqueued_ ? 0 : UINT64_MAX;
   for (uint32_t r = 0; r < kRing && soonest == UINT64_MAX; ++r)
-    if (count_[(base_ + r) & (kRing - 1)]) soonest = r ? base_ + r : 0;
+    if (count_[(next_commit_ + r) & (kRing - 1)]) soonest = r ? next_commit_ + r : 0;
   if (soonest != soonest_.load(std::memory_order_relaxed))
     soonest_.store(soonest, std::memory_order_release);
 }
@@ -263,7 +268,7 @@ void PendingUpdates::note_soonest() {
 bool PendingUpdates::in_flight_until(uint64_t step) const {
   uint32_t limit = limit_distance(step);
   for (uint32_t r = 0; r <= std::min(limit, kRing - 1); ++r) {
-    uint32_t p = (base_ + r) & (kRing - 1);
+    uint32_t p = (next_commit_ + r) & (kRing - 1);
     if (count_[p] != queued_[p]) return true;
   }
   return limit == kRing && count_[kInfinity] != queued_[kInfinity];
@@ -280,8 +285,9 @@ void PendingUpdates::pop(uint64_t step, size_t max, Claim* c) {
   for (bool more = true; more && kept < max;) {
     uint32_t* const ids = c->ids.data() + kept;
     uint8_t lowest = 0;
-    const size_t n = unqueued_ ? search(ids, max)
-                               : queue_->pop(base_, limit_distance(step), ids, max - kept, &lowest);
+    const size_t n =
+        unqueued_ ? search(ids, max)
+                  : queue_->pop(next_commit_, limit_distance(step), ids, max - kept, &lowest);
     more = n != 0 && !unqueued_;
     for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[ids[i]], 1);
     for (size_t i = 0; i < n; ++i) {

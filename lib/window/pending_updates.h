@@ -67,9 +67,9 @@ class PendingUpdates {
   };
 
   // `pending_rows`: where those of several windows are counted, or null.
-  void open(bool tree_heap, uint64_t base, std::atomic<uint64_t>* pending_rows) REQUIRES(mu);
-  void set_base(uint64_t base) REQUIRES(mu);
-  uint64_t base() const REQUIRES(mu) { return base_; }
+  void open(bool tree_heap, uint64_t next_commit, std::atomic<uint64_t>* pending_rows) REQUIRES(mu);
+  void set_next_commit(uint64_t next_commit) REQUIRES(mu);
+  uint64_t next_commit() const REQUIRES(mu) { return next_commit_; }
 
   // Gives an update its number and entries. Without memory: nothing.
   void add(const UpdateRef& update) REQUIRES(mu);
@@ -172,11 +172,11 @@ class PendingUpdates {
 
   std::atomic<uint64_t> pending_total_{0};
   std::atomic<uint64_t>* pending_of_all_ = nullptr;  // never less than pending_total_
-  // The step that the most urgent pending row waits for; 0 if that is the base, or not known;
-  // UINT64_MAX if none waits for any. Set at the end of each section.
+  // The step that the most urgent pending row waits for; 0 if that is the next commit, or not
+  // known; UINT64_MAX if none waits for any. Set at the end of each section.
   std::atomic<uint64_t> soonest_{UINT64_MAX};
   std::atomic<uint32_t> live_{0};                  // updates_.size()
-  uint64_t base_ GUARDED_BY(mu) = 0;               // the window's
+  uint64_t next_commit_ GUARDED_BY(mu) = 0;        // the window's
   Vector<uint8_t> state_ GUARDED_BY(mu);           // by entry
   Vector<Page> pages_ GUARDED_BY(mu);
   Vector<uint32_t> free_pages_ GUARDED_BY(mu);

@@ -28,7 +28,8 @@ using ReadSet = uint64_t;
 
 class ReadSets {
  public:
-  // Declared steps in [base, base + kHorizon) can be linked. Later ones wait for the base.
+  // Declared steps in [next_commit, next_commit + kHorizon) can be linked. Later ones wait for the
+  // next commit.
   static constexpr uint32_t kHorizon = 21;
   // Read sets remember this many steps. Unwritten updates of older ones are searched for every row
   // that is looked at.
@@ -52,14 +53,14 @@ class ReadSets {
   }
   ReadSet& operator[](uint32_t slot) { return read_sets_[slot]; }
 
-  // The read set with its stamp at `base`.
-  static ReadSet at_step(ReadSet w, uint64_t base) {
-    uint64_t passed = std::min<uint64_t>((base - (w >> kStampAt)) & kStamp, 63);
+  // The read set with its stamp at `next_commit`.
+  static ReadSet at_step(ReadSet w, uint64_t next_commit) {
+    uint64_t passed = std::min<uint64_t>((next_commit - (w >> kStampAt)) & kStamp, 63);
     ReadSet reads = (w & kReads) >> passed;
     // What the owner has read is of the past like all else.
     ReadSet owner = (w >> kOwnerAt & kOwner) << kPast >> passed;
     return reads | (owner & kPassed) | owner >> kPast << kOwnerAt | (w & kCached) |
-           (base & kStamp) << kStampAt;
+           (next_commit & kStamp) << kStampAt;
   }
   // Steps from the stamp on whose reads count.
   static uint64_t effective_reads(ReadSet current) {
@@ -67,13 +68,13 @@ class ReadSets {
     return (current & kReads) >> kPast | owner;
   }
   // As a priority: the first declared step, of those from `first` on, that reads the row, of a
-  // read set with its stamp at `base`.
-  static uint8_t next_read(ReadSet current, uint64_t base, uint64_t first) {
-    uint64_t skip = std::min<uint64_t>(first > base ? first - base : 0, 63);
+  // read set with its stamp at `next_commit`.
+  static uint8_t next_read(ReadSet current, uint64_t next_commit, uint64_t first) {
+    uint64_t skip = std::min<uint64_t>(first > next_commit ? first - next_commit : 0, 63);
     uint64_t reads = effective_reads(current) >> skip;
     if (reads == 0) return kInfinity;
-    return static_cast<uint8_t>((base + skip + static_cast<uint64_t>(std::countr_zero(reads))) &
-                                (kRing - 1));
+    return static_cast<uint8_t>(
+        (next_commit + skip + static_cast<uint64_t>(std::countr_zero(reads))) & (kRing - 1));
   }
 
  private:

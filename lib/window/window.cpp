@@ -28,37 +28,37 @@ class SCOPED_CAPABILITY Window::Both {
   PendingUpdates::Section pending_;
 };
 
-Status Window::open(const Config& config, uint64_t base) {
+Status Window::open(const Config& config, uint64_t next_commit) {
   Both lock(*this, Urgency::kUrgent);
   if (opened()) return FRUGAL_OK;
   config_ = config;
   // Beyond what read sets hold, nothing is urgent.
   config_.staleness = std::min<uint64_t>(config.staleness, kRing);
   read_sets_only_ = config.staleness != 0;
-  base_ = base;
-  pending_.open(config.tree_heap, base, config.pending_rows);
+  next_commit_ = next_commit;
+  pending_.open(config.tree_heap, next_commit, config.pending_rows);
   // Last, so that an open that fails holds none.
   FRUGAL_TRY(read_sets_.open(config.rows));
   opened_.store(true, std::memory_order_release);
   return FRUGAL_OK;
 }
 
-uint64_t Window::base() {
+uint64_t Window::next_commit() {
   PendingUpdates::Section lock(pending_, Urgency::kUrgent);
-  return pending_.base();
+  return pending_.next_commit();
 }
 
-void Window::set_base(uint64_t base) {
+void Window::set_next_commit(uint64_t next_commit) {
   Both lock(*this, Urgency::kUrgent);
-  base_ = base;
-  pending_.set_base(base);
+  next_commit_ = next_commit;
+  pending_.set_next_commit(next_commit);
 }
 
 // --- Read sets ----------------------------------------------------------------------------------
 
 // Of an update of `step` to the row: the first declared step that has to see it.
 inline uint8_t Window::deadline(ReadSet current, uint64_t step) const {
-  return ReadSets::next_read(current, base_, step + 1 + config_.staleness);
+  return ReadSets::next_read(current, next_commit_, step + 1 + config_.staleness);
 }
 
 // The row is read in declared step `step`, and next with priority `prio`.
@@ -82,10 +82,11 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
   const size_t end = std::min(part.distinct, from + n);
   for (size_t at = from; at < std::max<size_t>(end, from + 1); at += kChunk) {
     UrgentLock lock(links_mu_, urgency);
-    if (part.step < base_ || part.step - base_ >= kHorizon) return false;
+    if (part.step < next_commit_ || part.step - next_commit_ >= kHorizon) return false;
     if (at == 0) parts_[part.step & (kRing - 1)].push_back(ref);
     if (owned) read_sets_only_ = true;
-    const uint64_t base = base_, own = part.step - base, bit = uint64_t{1} << own;
+    const uint64_t next_commit = next_commit_, own = part.step - next_commit,
+                   bit = uint64_t{1} << own;
     const uint8_t prio = static_cast<uint8_t>(part.step & (kRing - 1));
     uint64_t written;
     bool ancient;
@@ -102,7 +103,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
       __builtin_prefetch(&read_sets_[slots[i]], 1);
     for (size_t i = at; i < stop; ++i) {
       if (i + kAhead < stop) __builtin_prefetch(&read_sets_[slots[i + kAhead]], 1);
-      ReadSet w = ReadSets::at_step(read_sets_[slots[i]], base);
+      ReadSet w = ReadSets::at_step(read_sets_[slots[i]], next_commit);
       bool apart = owned && config_.placement.may_cache(part.rank, slots[i]);
       ReadSet linked = w | (apart ? bit << ReadSets::kOwnerAt : bit << kPast);
       read_sets_[slots[i]] = linked;
@@ -120,7 +121,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     for (size_t f = 0; f < finds; ++f) {
       if (found[f].step < 0) continue;
       const Vector<PartRef>& there =
-          parts_[(base + static_cast<uint64_t>(found[f].step)) & (kRing - 1)];
+          parts_[(next_commit + static_cast<uint64_t>(found[f].step)) & (kRing - 1)];
       if (there.size() != 1 || !there[0]->finder.built()) continue;
       found[f].from = there[0]->finder.near(found[f].slot);
       __builtin_prefetch(there[0]->row_slots() + found[f].from);
@@ -130,7 +131,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     for (size_t f = 0; f < finds; ++f) {
       uint32_t slot = found[f].slot;
       if (found[f].step >= 0) {
-        uint64_t step = base + static_cast<uint64_t>(found[f].step);
+        uint64_t step = next_commit + static_cast<uint64_t>(found[f].step);
         const Vector<PartRef>& there = parts_[step & (kRing - 1)];
         if (there.size() == 1) {
           uint32_t row = RowFinder::find(there[0]->row_slots(), found[f].from, slot);
@@ -157,17 +158,18 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
 
 void Window::unlink(const PartRef& part) {
   Both lock(*this, Urgency::kUrgent);
-  if (part->step < base_) return;
+  if (part->step < next_commit_) return;
   Vector<PartRef>& here = parts_[part->step & (kRing - 1)];
   here.erase(std::remove(here.begin(), here.end(), part), here.end());
-  const uint64_t own = part->step - base_, bit = uint64_t{1} << own;
+  const uint64_t own = part->step - next_commit_, bit = uint64_t{1} << own;
   auto set = [&](const Part& p, bool on) REQUIRES(links_mu_) {
     for (size_t i = 0; i < p.distinct; ++i) {
       uint32_t slot = p.row_slots()[i];
       ReadSet& w = read_sets_[slot];
       bool apart = p.owner_apart && config_.placement.may_cache(p.rank, slot);
       ReadSet mask = apart ? bit << ReadSets::kOwnerAt : bit << kPast;
-      w = on ? ReadSets::at_step(w, base_) | mask : ReadSets::at_step(w, base_) & ~mask;
+      w = on ? ReadSets::at_step(w, next_commit_) | mask
+             : ReadSets::at_step(w, next_commit_) & ~mask;
     }
   };
   set(*part, false);
@@ -179,7 +181,7 @@ void Window::unlink(const PartRef& part) {
     if (!(w & bit << kPast)) {
       uint64_t earlier = (w & ReadSets::kReads) >> kPast & (bit - 1);
       if (earlier) {
-        uint64_t step = base_ + static_cast<uint64_t>(std::bit_width(earlier)) - 1;
+        uint64_t step = next_commit_ + static_cast<uint64_t>(std::bit_width(earlier)) - 1;
         learn_next(step, slot, deadline(w, part->step));
       }
     }
@@ -230,7 +232,7 @@ size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
   constexpr size_t kAhead = 48;
   const size_t n = std::min<size_t>(PendingUpdates::kPage, u.n - at);
   const uint32_t* slots = u.slots + at;
-  const uint64_t own = u.step + kPast - base_;
+  const uint64_t own = u.step + kPast - next_commit_;
   bool ancient;
   const uint64_t written = pending_.written_mask(&ancient) & ~(uint64_t{1} << own);
   if ((written || ancient) && u.late.capacity() < u.late.size() + n)
@@ -238,7 +240,7 @@ size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
   for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&read_sets_[slots[i]], 1);
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&read_sets_[slots[i + kAhead]], 1);
-    ReadSet w = ReadSets::at_step(read_sets_[slots[i]], base_);
+    ReadSet w = ReadSets::at_step(read_sets_[slots[i]], next_commit_);
     read_sets_[slots[i]] = w | uint64_t{1} << own;
     if (((w & written) || ancient) && pending_.oldest(w, slots[i]).update) {
       prio[i] = PendingUpdates::kBlocked;
@@ -272,26 +274,26 @@ void Window::make_room(const StepUpdate& update) {
 void Window::commit(StepUpdate* u, uint64_t step) {
   Vector<PartRef> served;
   Both lock(*this, Urgency::kUrgent);
-  FRUGAL_ASSERT(step >= base_);
+  FRUGAL_ASSERT(step >= next_commit_);
   FRUGAL_ASSERT(!u || (u->step == step && !u->committed && u->staged_rows == u->n));
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
   served.swap(parts_[passed]);
-  base_ = step + 1;
-  pending_.set_base(base_);
+  next_commit_ = step + 1;
+  pending_.set_next_commit(next_commit_);
   // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
   // that it had forced can leave some: they must not seem to be 64 steps away.
   pending_.each_of(passed, [&](const Entry& entry) {
     links_mu_.assert_held();
     pending_.mu.assert_held();
     const uint32_t slot = entry.update->slots[entry.row];
-    pending_.reprioritize(entry,
-                          deadline(ReadSets::at_step(read_sets_[slot], base_), entry.update->step));
+    pending_.reprioritize(
+        entry, deadline(ReadSets::at_step(read_sets_[slot], next_commit_), entry.update->step));
   });
   if (!u) return;
   uint64_t rows = pending_.commit(*u);
   for (uint32_t row : u->late) {
     uint32_t slot = u->slots[row];
-    ReadSet w = ReadSets::at_step(read_sets_[slot], base_);
+    ReadSet w = ReadSets::at_step(read_sets_[slot], next_commit_);
     if (Entry entry = pending_.oldest(w, slot); entry.update) {
       pending_.chain(*u, row, entry);
       continue;
@@ -313,10 +315,11 @@ bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
     Both lock(*this, Urgency::kUrgent);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       if (slots[i] >= kMissingSlot) continue;
-      Entry entry = pending_.oldest(ReadSets::at_step(read_sets_[slots[i]], base_), slots[i]);
+      Entry entry =
+          pending_.oldest(ReadSets::at_step(read_sets_[slots[i]], next_commit_), slots[i]);
       if (!entry.update || !entry.update->committed || entry.update->step >= before) continue;
       any = true;
-      pending_.reprioritize(entry, static_cast<uint8_t>(base_ & (kRing - 1)));
+      pending_.reprioritize(entry, static_cast<uint8_t>(next_commit_ & (kRing - 1)));
     }
   }
   return any;
@@ -348,7 +351,7 @@ void Window::finish(Claim& c) {
   Both lock(*this, Urgency::kUrgent);
   pending_.finish_chained(c, [&](const StepUpdate& after, uint32_t row) {
     links_mu_.assert_held();
-    return deadline(ReadSets::at_step(read_sets_[after.slots[row]], base_), after.step);
+    return deadline(ReadSets::at_step(read_sets_[after.slots[row]], next_commit_), after.step);
   });
 }
 
@@ -370,7 +373,7 @@ void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* 
     for (size_t i = from; i < end; ++i) {
       if (i + kRowsAhead < end) __builtin_prefetch(&read_sets_[slots[i + kRowsAhead]], 1);
       ReadSet& w = read_sets_[slots[i]];
-      w = ReadSets::at_step(w, base_);
+      w = ReadSets::at_step(w, next_commit_);
       w = cached ? w | ReadSets::kCached : w & ~ReadSets::kCached;
       Entry entry = pending_.oldest(w, slots[i]);
       if (!entry.update) continue;
@@ -388,11 +391,12 @@ void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, u
     for (size_t i = from; i < end; ++i) {
       if (i + kRowsAhead < end) __builtin_prefetch(&read_sets_[slots[i + kRowsAhead]]);
       next[i] = UINT64_MAX;
-      uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
-      uint64_t ahead = (ReadSets::at_step(read_sets_[slots[i]], base_) >> ReadSets::kOwnerAt &
-                        ReadSets::kOwner) >>
-                       skip << skip;
-      if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
+      uint64_t skip = after >= next_commit_ ? std::min<uint64_t>(after + 1 - next_commit_, 63) : 0;
+      uint64_t ahead =
+          (ReadSets::at_step(read_sets_[slots[i]], next_commit_) >> ReadSets::kOwnerAt &
+           ReadSets::kOwner) >>
+          skip << skip;
+      if (ahead) next[i] = next_commit_ + static_cast<uint64_t>(std::countr_zero(ahead));
     }
   }
 }
@@ -403,7 +407,7 @@ size_t Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>
   Both lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
-    Entry entry = pending_.oldest(ReadSets::at_step(read_sets_[slots[i]], base_), slots[i]);
+    Entry entry = pending_.oldest(ReadSets::at_step(read_sets_[slots[i]], next_commit_), slots[i]);
     if (!entry.update || !entry.update->committed) continue;
     ++found;
     if (out) out->push_back(slots[i]);

@@ -47,13 +47,13 @@ class Window : public HeapObject {
     std::atomic<uint64_t>* pending_rows =
         nullptr;  // where those of several windows are counted, or null
   };
-  Status open(const Config& config, uint64_t base);
+  Status open(const Config& config, uint64_t next_commit);
   const Placement& placement() const { return config_.placement; }
   bool opened() const { return opened_.load(std::memory_order_acquire); }
 
   // The first step that is not committed.
-  void set_base(uint64_t base);
-  uint64_t base();
+  void set_next_commit(uint64_t next_commit);
+  uint64_t next_commit();
 
   // Rows [from, from + n) of a resolved part get the bit of its step, in ascending calls from 0 on;
   // part.next must have room. `owned` says that the part's rank has a cache: reads of rows that it
@@ -76,7 +76,8 @@ class Window : public HeapObject {
   void unstage(const UpdateRef& update);
   // All memory that the commit of a staged update may want.
   void make_room(const StepUpdate& update);
-  // Step `step` is committed: its staged rows are pending, base = step + 1. `update` may be null.
+  // Step `step` is committed: its staged rows are pending, next_commit = step + 1. `update` may be
+  // null.
   void commit(StepUpdate* update, uint64_t step);
 
   // Rows of `slots` with updates of committed steps < `before` become as urgent as can be. Returns
@@ -111,7 +112,7 @@ class Window : public HeapObject {
   // A row of a part that is being linked.
   struct Found {
     uint32_t slot;
-    int step;       // counted from the base: an earlier one that reads it, or has updated it
+    int step;       // counted from the next commit: an earlier one that reads it, or has updated it
     uint32_t from;  // near its row there
   };
 
@@ -126,7 +127,8 @@ class Window : public HeapObject {
   std::atomic<bool> opened_{false};
   UrgentMutex links_mu_ ACQUIRED_BEFORE(pending_.mu);
   PendingUpdates pending_;
-  uint64_t base_ GUARDED_BY(links_mu_) = 0;  // set with both locks held: the entries have it, too
+  // set with both locks held: the entries have it, too
+  uint64_t next_commit_ GUARDED_BY(links_mu_) = 0;
   ReadSets read_sets_ GUARDED_BY(links_mu_);
   Vector<PartRef> parts_[kRing] GUARDED_BY(links_mu_);  // linked, by step mod kRing
   bool read_sets_only_ GUARDED_BY(links_mu_) =

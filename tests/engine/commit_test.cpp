@@ -18,7 +18,7 @@ struct CommitTest : testing::TestWithParam<int32_t> {
   }
   bool deferred() const { return GetParam() == FRUGAL_FLUSH_DEFERRED; }
   uint64_t committed() const { return parts.ranks.committed(); }
-  bool open() { return parts.records.find(parts.ranks.to_commit()) != nullptr; }
+  bool open() { return parts.records.find(parts.ranks.next_commit()) != nullptr; }
 };
 
 INSTANTIATE_TEST_SUITE_P(Modes, CommitTest,
@@ -67,7 +67,7 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
   parts.write_all();
   EXPECT_EQ(parts.times(one, 1), 4);
   EXPECT_EQ(parts.times(one, 5), 3);
-  EXPECT_EQ(one->window.opened() ? one->window.base() : 8, 8u);
+  EXPECT_EQ(one->window.opened() ? one->window.next_commit() : 8, 8u);
 }
 
 TEST_P(CommitTest, AStepThatIsSkippedChangesNothing) {

@@ -16,13 +16,13 @@ struct RanksTest : testing::Test {
   TrainerRef join(uint32_t rank, bool cached = false, uint64_t recorded = 0) {
     TrainerRef t = trainer_of(rank);
     t->has_cache.store(cached);
-    t->next_step = ranks.to_commit();
+    t->next_step = ranks.next_commit();
     ranks.join(t, recorded);
     return t;
   }
   void begin(const TrainerRef& t, uint64_t step) {
     ASSERT_OK(ranks.may_begin(*t, step));
-    if (ranks.to_commit() == kNoStep) ranks.start(step);
+    if (ranks.next_commit() == kNoStep) ranks.start(step);
     ranks.begin(*t, step);
   }
   void end(const TrainerRef& t) { ranks.end(*t); }
@@ -36,12 +36,12 @@ struct RanksTest : testing::Test {
 
 TEST_F(RanksTest, TheFirstStepIsAnyAndTheSameForAll) {
   const TrainerRef a = join(0), b = join(1);
-  EXPECT_EQ(ranks.to_commit(), kNoStep);
+  EXPECT_EQ(ranks.next_commit(), kNoStep);
   EXPECT_EQ(ranks.soonest(), 0u);
   EXPECT_EQ(ranks.step_again(), "the first step");
   ASSERT_OK(ranks.may_begin(*b, 7));
   begin(a, 40);
-  EXPECT_EQ(ranks.to_commit(), 40u);
+  EXPECT_EQ(ranks.next_commit(), 40u);
   EXPECT_EQ(ranks.committed(), kNoStep);
   EXPECT_EQ(ranks.begun(), 41u);
   EXPECT_EQ(ranks.may_begin(*b, 7), FRUGAL_ERR_STEP_ORDER);
@@ -96,7 +96,7 @@ TEST_F(RanksTest, AStepIsEndedWhenAllHaveJoinedAndNobodyIsLate) {
   EXPECT_FALSE(ended(1));
   EXPECT_EQ(ranks.some_ended(0), "step 0 is not committed yet");
   ranks.commit(0);
-  EXPECT_EQ(ranks.to_commit(), 1u);
+  EXPECT_EQ(ranks.next_commit(), 1u);
 }
 
 TEST_F(RanksTest, NobodyWaitsForWhoHasLeft) {
@@ -218,7 +218,7 @@ TEST(RanksModel, CountsAsByLookingAtAllRanks) {
   for (int i = 0; i < 100'000; ++i) {
     const uint32_t r = random() % kRanks;
     TrainerRef& t = here[r];
-    const uint64_t next = ranks.to_commit();
+    const uint64_t next = ranks.next_commit();
     const uint32_t what = random() % 200;
     if (!t) {
       if (what > 100) continue;
@@ -275,8 +275,9 @@ TEST(RanksModel, CountsAsByLookingAtAllRanks) {
       behind += any_behind;
     }
     bool present;
-    while (ranks.to_commit() != kNoStep && ranks.ended(ranks.to_commit(), &present) && present) {
-      ranks.commit(ranks.to_commit());
+    while (ranks.next_commit() != kNoStep && ranks.ended(ranks.next_commit(), &present) &&
+           present) {
+      ranks.commit(ranks.next_commit());
       ++committed;
     }
   }

@@ -187,7 +187,7 @@ class World {
   void flush() {
     for (;;) {
       const bool over = done_ == ranks_;
-      if (help(r_.one_in(2) ? UINT64_MAX : window_.base() + r_.below(3))) continue;
+      if (help(r_.one_in(2) ? UINT64_MAX : window_.next_commit() + r_.below(3))) continue;
       if (over && !window_.any_pending()) return;
       s_.pause();
     }
@@ -310,7 +310,7 @@ class World {
         }
         // Whose line has gone is not waited for by the gate.
         if (rank == 0 && !p->sources)
-          while (window_.force(&slot, 1, window_.base()))
+          while (window_.force(&slot, 1, window_.next_commit()))
             if (!help(kFirst + i)) s_.pause();
         look(slot, kFirst + i - std::min<uint64_t>(i, tau_));
         HOLDS(s_, tau_ || !row.writing);

@@ -21,7 +21,7 @@ class World {
   World(Schedule& schedule, bool tree_heap)
       : s_(schedule), r_(schedule.random()), tree_heap_(tree_heap),
         queue_(std::make_unique<QueueOwner>(tree_heap, kIds)) {
-    queue_->set_base(base_);
+    queue_->set_next_commit(next_commit_);
     for (uint32_t id = 0; id < kIds; ++id) free_.push_back(id);
   }
 
@@ -45,7 +45,8 @@ class World {
   };
 
   uint8_t some_prio() {
-    return r_.one_in(4) ? kInfinity : static_cast<uint8_t>((base_ + r_.below(4)) & (kRing - 1));
+    return r_.one_in(4) ? kInfinity
+                        : static_cast<uint8_t>((next_commit_ + r_.below(4)) & (kRing - 1));
   }
   std::vector<uint32_t> some_free(uint64_t most) REQUIRES(mu_) {
     std::vector<uint32_t> ids;
@@ -99,9 +100,9 @@ class World {
       s_.note("commits the stage");
       queue_->commit_stage();
       for (uint32_t id : those(true)) entries_[id].staged = false;
-      // The base moves on; nobody is left at the priority of the step that has passed.
-      const uint8_t passed = static_cast<uint8_t>(base_ & (kRing - 1));
-      queue_->set_base(++base_);
+      // The next commit moves on; nobody is left at the priority of the step that has passed.
+      const uint8_t passed = static_cast<uint8_t>(next_commit_ & (kRing - 1));
+      queue_->set_next_commit(++next_commit_);
       for (uint32_t id : those(false))
         if (entries_[id].prio == passed) queue_->adjust(id, entries_[id].prio = some_prio());
     }
@@ -130,21 +131,21 @@ class World {
     size_t n;
     {
       Lock lock(mu_);
-      n = queue_->pop(base_, limit, ids, most);
+      n = queue_->pop(next_commit_, limit, ids, most);
       for (size_t i = 0; i < n; ++i) {
         const auto at = entries_.find(ids[i]);
         HOLDS(s_, at != entries_.end());
         HOLDS(s_, !at->second.staged);
-        const uint32_t rank = prio_distance(at->second.prio, base_);
+        const uint32_t rank = prio_distance(at->second.prio, next_commit_);
         HOLDS(s_, rank <= limit);
         for (const auto& [id, entry] : entries_)
-          HOLDS(s_, entry.staged || prio_distance(entry.prio, base_) >= rank);
+          HOLDS(s_, entry.staged || prio_distance(entry.prio, next_commit_) >= rank);
         entries_.erase(at);
         held.push_back(ids[i]);
       }
       if (n < most)
         for (const auto& [id, entry] : entries_)
-          HOLDS(s_, entry.staged || prio_distance(entry.prio, base_) > limit);
+          HOLDS(s_, entry.staged || prio_distance(entry.prio, next_commit_) > limit);
     }
     s_.note("has taken %llu", held.size());
     schedule_point();
@@ -163,7 +164,7 @@ class World {
   const bool tree_heap_;
   Mutex mu_;
   std::unique_ptr<QueueOwner> queue_ PT_GUARDED_BY(mu_);
-  uint64_t base_ = 61;  // the ring turns over
+  uint64_t next_commit_ = 61;  // the ring turns over
   std::map<uint32_t, Entry> entries_;
   std::vector<uint32_t> free_;
 };

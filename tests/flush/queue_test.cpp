@@ -21,9 +21,9 @@ struct QueueTest : testing::TestWithParam<bool> {
   QueueTest() : queue(std::make_unique<QueueOwner>(GetParam(), kIds)) {}
   static constexpr uint32_t kIds = 20000;
 
-  Ids pop(uint64_t base, uint32_t limit_distance, size_t max) {
+  Ids pop(uint64_t next_commit, uint32_t limit_distance, size_t max) {
     Ids out(max + 1, UINT32_MAX);
-    out.resize(queue->pop(base, limit_distance, out.data(), max));
+    out.resize(queue->pop(next_commit, limit_distance, out.data(), max));
     EXPECT_LE(out.size(), max);
     return out;
   }
@@ -67,9 +67,9 @@ TEST_P(QueueTest, Empty) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
 }
 
-// The ring is read from the base on; what nobody reads comes last.
+// The ring is read from the next commit on; what nobody reads comes last.
 TEST_P(QueueTest, TheRingBeginsAtTheBase) {
-  queue->set_base(60);
+  queue->set_next_commit(60);
   queue->push(0, kInfinity);
   queue->push(1, 2);  // step 66
   queue->push(2, 63);
@@ -79,7 +79,7 @@ TEST_P(QueueTest, TheRingBeginsAtTheBase) {
 }
 
 TEST_P(QueueTest, NothingAboveTheLimit) {
-  queue->set_base(10);
+  queue->set_next_commit(10);
   queue->push(1, 12);
   queue->push(2, kInfinity);
   EXPECT_EQ(pop(10, 1, 8), Ids());
@@ -160,19 +160,20 @@ TEST_P(QueueTest, IdsGrow) {
   EXPECT_EQ(pop(0, kRing, 8), (Ids{3 * kIds - 1, kIds - 1}));
 }
 
-// Beside a map from entry to priority. The base moves on as it does in a window: no step is passed
-// that has entries.
+// Beside a map from entry to priority. The next commit moves on as it does in a window: no step is
+// passed that has entries.
 TEST_P(QueueTest, RandomOperations) {
   for (int round = 0; round < 6; ++round) {
     Random random(test_seed() + static_cast<uint64_t>(round));
     const uint32_t ids = round % 2 ? 40 : 3000;
     queue = std::make_unique<QueueOwner>(GetParam(), ids);
     std::map<uint32_t, uint8_t> queued, staged;
-    uint64_t base = random.below(200);
-    queue->set_base(base);
-    const auto rank = [&](uint8_t prio) { return prio_distance(prio, base); };
+    uint64_t next_commit = random.below(200);
+    queue->set_next_commit(next_commit);
+    const auto rank = [&](uint8_t prio) { return prio_distance(prio, next_commit); };
     const auto any_prio = [&] {
-      return random.one_in(4) ? kInfinity : static_cast<uint8_t>((base + random.below(12)) % kRing);
+      return random.one_in(4) ? kInfinity
+                              : static_cast<uint8_t>((next_commit + random.below(12)) % kRing);
     };
     const auto absent = [&](size_t n) {
       Ids some;
@@ -189,7 +190,7 @@ TEST_P(QueueTest, RandomOperations) {
       return at == of.end() ? of.begin()->first : at->first;
     };
     const auto take = [&](uint32_t limit, size_t max) {
-      const Ids got = pop(base, limit, max);
+      const Ids got = pop(next_commit, limit, max);
       uint32_t last = 0;
       for (uint32_t id : got) {
         auto at = queued.find(id);
@@ -252,14 +253,14 @@ TEST_P(QueueTest, RandomOperations) {
           take(static_cast<uint32_t>(random.below(kRing + 1)), random.below(12));
           break;
         default: {
-          // Entries of the base step go, those that are staged for it become less urgent.
-          const uint8_t passed = static_cast<uint8_t>(base % kRing);
+          // Entries of the next step to commit go, those that are staged for it become less urgent.
+          const uint8_t passed = static_cast<uint8_t>(next_commit % kRing);
           const auto is_passed = [&](auto& e) { return e.second == passed; };
           while (std::any_of(queued.begin(), queued.end(), is_passed) && !HasFatalFailure())
             take(0, 64);
           for (auto& [id, p] : staged)
             if (p == passed) queue->adjust_staged(id, p = kInfinity);
-          queue->set_base(++base);
+          queue->set_next_commit(++next_commit);
         }
       }
       if (HasFatalFailure()) return;

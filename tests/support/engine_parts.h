@@ -41,13 +41,13 @@ struct EngineParts {
   TrainerRef join(uint32_t rank, bool cached = false) {
     TrainerRef t = trainer_of(rank);
     t->has_cache.store(cached);
-    t->next_step = ranks.to_commit();
+    t->next_step = ranks.next_commit();
     ranks.join(t, 0);
     return t;
   }
   void begin(const TrainerRef& t, uint64_t step) {
     ASSERT_OK(ranks.may_begin(*t, step));
-    if (ranks.to_commit() == kNoStep) ranks.start(step);
+    if (ranks.next_commit() == kNoStep) ranks.start(step);
     ranks.begin(*t, step);
   }
   // Each row of a part becomes 1 more.

@@ -18,7 +18,7 @@ class QueueOwner {
     marks_.resize(std::max<size_t>(marks_.size(), ids), kAbsent);
     queue_->reserve_ids(marks_.data(), static_cast<uint32_t>(marks_.size()));
   }
-  void set_base(uint64_t base) { queue_->set_base(base); }
+  void set_next_commit(uint64_t base) { queue_->set_next_commit(base); }
   void push(uint32_t id, uint8_t prio) {
     queue_->push(id, prio);
     marks_[id] = prio;

@@ -446,14 +446,14 @@ class World {
   void flush() {
     for (;;) {
       bool over;
-      uint64_t base;
+      uint64_t next_commit;
       {
         Lock lock(control_);
         over = done_ == ranks_;
-        base = kFirst + committed_;
+        next_commit = kFirst + committed_;
       }
       if (r_.one_in(3) && stage_ahead()) continue;
-      if (help(r_.one_in(2) ? UINT64_MAX : base + r_.below(3), 1 + r_.below(4))) continue;
+      if (help(r_.one_in(2) ? UINT64_MAX : next_commit + r_.below(3), 1 + r_.below(4))) continue;
       if (over && !window_.any_pending()) return;
       s_.pause();
     }
@@ -472,7 +472,7 @@ class World {
   void ask() {
     for (uint64_t n = 1 + r_.below(3); n-- > 0;) {
       const Slots slots = some_rows(3);
-      const uint64_t before = window_.base();
+      const uint64_t before = window_.next_commit();
       while (window_.force(slots.data(), slots.size(), before))
         if (!help(before, 4)) s_.pause();
       for (uint32_t slot : slots) look(slot, before);

@@ -26,8 +26,8 @@ constexpr auto kUrgent = Window::Urgency::kUrgent;
 constexpr auto kBackground = Window::Urgency::kBackground;
 
 struct WindowTest : testing::Test {
-  void open(const Window::Config& config, uint64_t base = 100) {
-    ASSERT_OK(window.open(config, base));
+  void open(const Window::Config& config, uint64_t next_commit = 100) {
+    ASSERT_OK(window.open(config, next_commit));
   }
   void open(uint64_t staleness = 0, bool tree_heap = false) {
     open({.rows = 10000, .staleness = staleness, .placement = 2, .tree_heap = tree_heap});
@@ -80,8 +80,8 @@ struct WindowTest : testing::Test {
   uint8_t next_of(const PartRef& part, size_t row = 0) { return part->next.as<uint8_t>()[row]; }
   // The first step whose gate waits; UINT64_MAX: none of the next 63.
   uint64_t first_gate() {
-    const uint64_t base = window.base();
-    for (uint64_t step = base; step < base + kRing; ++step)
+    const uint64_t next_commit = window.next_commit();
+    for (uint64_t step = next_commit; step < next_commit + kRing; ++step)
       if (window.pending_until(step)) return step;
     return UINT64_MAX;
   }
@@ -99,10 +99,10 @@ TEST_F(WindowTest, Opening) {
   EXPECT_FALSE(window.opened());
   open({.rows = 100}, 5);
   EXPECT_TRUE(window.opened());
-  EXPECT_EQ(window.base(), 5u);
-  window.set_base(9);
+  EXPECT_EQ(window.next_commit(), 5u);
+  window.set_next_commit(9);
   ASSERT_OK(window.open({.rows = 1}, 3));  // it is open
-  EXPECT_EQ(window.base(), 9u);
+  EXPECT_EQ(window.next_commit(), 9u);
   EXPECT_FALSE(window.any_pending());
   EXPECT_FALSE(window.pending_until(UINT64_MAX));
   EXPECT_FALSE(window.in_flight_until(UINT64_MAX));
@@ -186,7 +186,7 @@ TEST_F(WindowTest, GatesWaitForWhatTheyRead) {
   window.staged_for_next(*u, &soon);
   EXPECT_EQ(soon, Vector<uint32_t>{2});
   window.commit(u.get(), 100);
-  EXPECT_EQ(window.base(), 101u);
+  EXPECT_EQ(window.next_commit(), 101u);
   EXPECT_EQ(window.pending_rows(), 3u);
   EXPECT_EQ(first_gate(), 101u);
   EXPECT_EQ(write(101), Slots{2});
@@ -327,7 +327,7 @@ TEST_F(WindowTest, AncientUpdates) {
   open();
   commit(100, Slots{1, 2, 5000});
   for (uint64_t step = 101; step < 100 + 3 * Window::kPast; ++step) window.commit(nullptr, step);
-  const uint64_t now = window.base();
+  const uint64_t now = window.next_commit();
   commit(now, Slots{1, 3});
   link(now + 4, {1, 2});
   EXPECT_EQ(first_gate(), now + 4);
@@ -357,7 +357,7 @@ TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
     declare(100);
     declare(110);
     for (uint64_t step = 100; step < 100 + passed; ++step) fresh.commit(nullptr, step);
-    const uint64_t now = fresh.base();
+    const uint64_t now = fresh.next_commit();
     const PartRef at = declare(now), later = declare(now + 15);
     UpdateRef u = make_update(pool, now, {at});
     u->make_list();
@@ -382,14 +382,14 @@ TEST_F(WindowTest, ForcedRows) {
   EXPECT_FALSE(window.force(slots, 5, 100)) << "of older steps there is none";
   EXPECT_EQ(first_gate(), UINT64_MAX);
   EXPECT_TRUE(window.force(slots, 5, 102));
-  EXPECT_EQ(first_gate(), window.base());
+  EXPECT_EQ(first_gate(), window.next_commit());
   Claim c;
-  EXPECT_EQ(claim(window.base(), 8, &c), (Slots{1, 2}));
+  EXPECT_EQ(claim(window.next_commit(), 8, &c), (Slots{1, 2}));
   EXPECT_TRUE(window.force(slots, 5, 102)) << "they are not written yet";
   window.finish(c);
-  EXPECT_FALSE(window.pending_until(window.base()));
+  EXPECT_FALSE(window.pending_until(window.next_commit()));
   EXPECT_TRUE(window.force(slots, 5, 102)) << "the younger one of row 1";
-  EXPECT_EQ(claim(window.base(), 8, &c), Slots{1});
+  EXPECT_EQ(claim(window.next_commit(), 8, &c), Slots{1});
   window.finish(c);
   EXPECT_FALSE(window.force(slots, 5, 102));
   EXPECT_EQ(window.pending_rows(), 1u);
@@ -404,8 +404,8 @@ TEST_F(WindowTest, StagedRowsAreNotForced) {
   EXPECT_EQ(window.collect_pending(&slot, 1, nullptr), 0u);
 }
 
-// Whoever forced rows may give up on them. When the base moves on, they wait for whom they waited
-// before.
+// Whoever forced rows may give up on them. When the next commit moves on, they wait for whom they
+// waited before.
 TEST_F(WindowTest, ForcedRowsThatNobodyWaitsForAnyMore) {
   open();
   const PartRef a = link(100, {1, 2});
@@ -735,14 +735,14 @@ class Walk {
     lazy_ = random_.one_in(3);  // little is written in the background: updates become old
     if (random_.one_in(3))
       for (uint32_t r = 0; r < ranks_; ++r) has_cache_[r] = random_.one_in(2);
-    base_ = random_.below(1000);
-    EXPECT_EQ(window_.open(config_, base_), FRUGAL_OK);
+    next_commit_ = random_.below(1000);
+    EXPECT_EQ(window_.open(config_, next_commit_), FRUGAL_OK);
   }
 
   void run() {
     const int operations = large_ ? 50 : 300;
     for (int i = 0; i < operations && !testing::Test::HasFailure(); ++i) {
-      SCOPED_TRACE(testing::Message() << "operation " << i << ", step " << base_);
+      SCOPED_TRACE(testing::Message() << "operation " << i << ", step " << next_commit_);
       operation();
       check();
     }
@@ -804,7 +804,8 @@ class Walk {
       case 15:
       case 16:
         if (claims_.size() < 4)
-          claim(random_.one_in(2) ? kNever : base_ + random_.below(6), 1 + random_.below(12));
+          claim(random_.one_in(2) ? kNever : next_commit_ + random_.below(6),
+                1 + random_.below(12));
         return;
       default:
         return finish(random_.below(4));
@@ -829,9 +830,10 @@ class Walk {
   void declare() {
     if (links_.size() > (large_ ? 5 : 14)) return;
     const uint32_t rank = static_cast<uint32_t>(random_.below(ranks_));
-    const uint64_t step = base_ + random_.below(random_.one_in(8) ? Window::kHorizon + 3 : 8);
+    const uint64_t step =
+        next_commit_ + random_.below(random_.one_in(8) ? Window::kHorizon + 3 : 8);
     Link link{resolved_part(pool_, step, rank, some_slots()), has_cache_[rank]};
-    if (step >= base_ + Window::kHorizon) {
+    if (step >= next_commit_ + Window::kHorizon) {
       EXPECT_FALSE(window_.link(link.part, 0, SIZE_MAX / 2, link.owned, urgency()));
       return;
     }
@@ -850,8 +852,8 @@ class Walk {
   void go_on_linking() {
     for (Link& link : links_)
       if (!link.whole()) return link_piece(link);
-    if (random_.one_in(10) && base_ > 0) {
-      const PartRef late = resolved_part(pool_, base_ - 1, 0, some_slots());
+    if (random_.one_in(10) && next_commit_ > 0) {
+      const PartRef late = resolved_part(pool_, next_commit_ - 1, 0, some_slots());
       EXPECT_FALSE(window_.link(late, 0, late->distinct, false, urgency()));
     }
   }
@@ -864,7 +866,7 @@ class Walk {
     // is cancelled: that is not told here.)
     for (const Link& link : links_)
       if (!link.whole()) return;
-    if (staged_ && links_[at].part->step == base_) return;
+    if (staged_ && links_[at].part->step == next_commit_) return;
     const Link gone = links_[at];
     links_.erase(links_.begin() + static_cast<ptrdiff_t>(at));
     window_.unlink(gone.part);
@@ -879,7 +881,7 @@ class Walk {
     std::map<uint32_t, PartRef> declared;
     bool simple = true;
     for (const Link& link : links_) {
-      if (link.part->step != base_) continue;
+      if (link.part->step != next_commit_) continue;
       simple &= link.whole() && declared.emplace(link.part->rank, link.part).second;
     }
     std::vector<PartRef> parts;
@@ -887,8 +889,8 @@ class Walk {
     if (as_declared_) {
       // All ranks have passed the step's gate.
       while (!claims_.empty()) finish(0);
-      while (window_.pending_until(base_) && !testing::Test::HasFailure()) {
-        claim(base_, 1 + random_.below(100));
+      while (window_.pending_until(next_commit_) && !testing::Test::HasFailure()) {
+        claim(next_commit_, 1 + random_.below(100));
         if (claims_.empty()) {
           ADD_FAILURE() << "a gate waits for rows that nobody can write";
           return;
@@ -899,9 +901,9 @@ class Walk {
     } else {
       for (uint32_t r = 0; r < ranks_; ++r)
         if (parts.empty() || random_.one_in(2))
-          parts.push_back(resolved_part(pool_, base_, r, some_slots()));
+          parts.push_back(resolved_part(pool_, next_commit_, r, some_slots()));
     }
-    staged_ = make_update(pool_, base_, parts);
+    staged_ = make_update(pool_, next_commit_, parts);
     staged_->make_list();
     late_.clear();
     window_.add(staged_);
@@ -933,17 +935,17 @@ class Walk {
       while (staged_->staged_rows < staged_->n) stage_piece();
     if (staged_) {
       window_.make_room(*staged_);
-      window_.commit(staged_.get(), base_);
+      window_.commit(staged_.get(), next_commit_);
       for (size_t i = 0; i < staged_->n; ++i) pending_[staged_->slots[i]].push_back({staged_});
       left_[staged_.get()] = staged_->n;
       enqueued_ += staged_->n;
     } else {
-      window_.commit(nullptr, base_);
+      window_.commit(nullptr, next_commit_);
     }
-    std::erase_if(links_, [&](const Link& link) { return link.part->step == base_; });
+    std::erase_if(links_, [&](const Link& link) { return link.part->step == next_commit_; });
     touched_.clear();
     staged_ = nullptr;
-    ++base_;
+    ++next_commit_;
   }
 
   void claim(uint64_t step, size_t max) {
@@ -966,7 +968,7 @@ class Walk {
         ASSERT_FALSE(of->second.front().claimed) << "row " << slot << " is being written";
         of->second.front().claimed = true;
         const uint64_t low = bounds(slot, run.update->step).first;
-        ASSERT_LE(low, std::max(step, base_)) << "row " << slot;
+        ASSERT_LE(low, std::max(step, next_commit_)) << "row " << slot;
         latest = std::max(latest, low);
       }
     }
@@ -1012,8 +1014,9 @@ class Walk {
   void fresh() {
     while (!claims_.empty()) finish(0);
     const Slots slots = some_slots();
-    const uint64_t before =
-        random_.one_in(2) ? kNever : base_ - std::min<uint64_t>(base_, random_.below(5));
+    const uint64_t before = random_.one_in(2)
+                                ? kNever
+                                : next_commit_ - std::min<uint64_t>(next_commit_, random_.below(5));
     for (int round = 0; round < 1000; ++round) {
       bool any = false;
       for (uint32_t slot : slots)
@@ -1022,8 +1025,8 @@ class Walk {
       ASSERT_EQ(window_.force(slots.data(), slots.size(), before), any);
       if (!any) return;
       forcing_ = true;
-      ASSERT_TRUE(window_.pending_until(base_));
-      claim(base_, 1 + random_.below(30));
+      ASSERT_TRUE(window_.pending_until(next_commit_));
+      claim(next_commit_, 1 + random_.below(30));
       forcing_ = false;
       if (testing::Test::HasFailure()) return;
       ASSERT_FALSE(claims_.empty());
@@ -1053,7 +1056,7 @@ class Walk {
   // Questions that change nothing.
   void ask() {
     const Slots slots = some_slots();
-    const uint64_t after = base_ + random_.below(4) - std::min<uint64_t>(base_, 1);
+    const uint64_t after = next_commit_ + random_.below(4) - std::min<uint64_t>(next_commit_, 1);
     std::vector<uint64_t> next(slots.size());
     window_.next_owner_reads(slots.data(), slots.size(), after, next.data(), urgency());
     for (size_t i = 0; i < slots.size(); ++i) {
@@ -1068,7 +1071,8 @@ class Walk {
     window_.staged_for_next(*staged_, &soon);
     for (size_t i = 0; i < staged_->n; ++i) {
       const uint32_t slot = staged_->slots[i];
-      if (!late_.count(slot) && bounds(slot, base_).second == base_ + 1) wanted.push_back(slot);
+      if (!late_.count(slot) && bounds(slot, next_commit_).second == next_commit_ + 1)
+        wanted.push_back(slot);
     }
     ASSERT_EQ(soon, wanted);
   }
@@ -1091,15 +1095,16 @@ class Walk {
   // now.
   Bounds bounds(uint32_t slot, uint64_t step) const {
     // (Without a bound on staleness a row waits for 64 steps at most.)
-    const uint64_t first = std::max(base_, step + 1 + std::min<uint64_t>(config_.staleness, kRing));
+    const uint64_t first =
+        std::max(next_commit_, step + 1 + std::min<uint64_t>(config_.staleness, kRing));
     uint64_t high = kNever;
     for (const Link& link : links_)
       if (link.part->step >= first && link.part->step < high &&
           !(apart(link, slot) && cached_.count(slot)) && link.reads(slot))
         high = link.part->step;
     uint64_t low = high;
-    if (touched_.count(slot) && first <= base_) low = base_;
-    return {forcing_ ? base_ : low, high};
+    if (touched_.count(slot) && first <= next_commit_) low = next_commit_;
+    return {forcing_ ? next_commit_ : low, high};
   }
 
   void check() {
@@ -1115,12 +1120,12 @@ class Walk {
       low_flying = std::min(low_flying, b.first);
       high_flying = std::min(high_flying, b.second);
     }
-    ASSERT_EQ(window_.base(), base_);
+    ASSERT_EQ(window_.next_commit(), next_commit_);
     ASSERT_EQ(window_.pending_rows(), pending_.size());
     ASSERT_EQ(window_.any_pending(), !pending_.empty());
     ASSERT_EQ(window_.pending_until(kNever), !pending_.empty());
     ASSERT_EQ(window_.in_flight_until(kNever), flying);
-    for (uint64_t step = base_; step < base_ + Window::kHorizon + 2; ++step) {
+    for (uint64_t step = next_commit_; step < next_commit_ + Window::kHorizon + 2; ++step) {
       const bool waits = window_.pending_until(step), flies = window_.in_flight_until(step);
       ASSERT_TRUE(waits || high > step) << "the gate of step " << step << " does not wait";
       ASSERT_TRUE(!waits || low <= step) << "the gate of step " << step << " waits for nothing";
@@ -1158,7 +1163,7 @@ class Walk {
   bool large_, lazy_, read_sets_only_ = false;
   size_t most_;
   bool has_cache_[4] = {};
-  uint64_t base_;
+  uint64_t next_commit_;
   std::vector<Link> links_;                            // of steps that are not committed
   std::map<uint32_t, std::deque<Unwritten>> pending_;  // by row, the oldest first
   std::map<StepUpdate*, size_t> left_;                 // rows of updates that are unwritten
@@ -1166,7 +1171,7 @@ class Walk {
   UpdateRef staged_;
   bool as_declared_ = false;
   std::set<uint32_t> late_;     // rows of the staged update that had older ones
-  std::set<uint32_t> touched_;  // rows that were taken in by words for the step `base_`
+  std::set<uint32_t> touched_;  // rows that were taken in by words for the step `next_commit_`
   std::set<uint32_t> cached_;
   bool forcing_ = false;
   uint64_t enqueued_ = 0, dequeued_ = 0;
