@@ -183,7 +183,7 @@ void Arena::count() noexcept {
   if (!budget_) return;
   const size_t idle = bytes_idle();
   if (idle > counted_) budget_->hold(idle - counted_);
-  else budget_->let_go(counted_ - idle);
+  else budget_->release(counted_ - idle);
   counted_ = idle;
 }
 

@@ -44,7 +44,7 @@ struct MemoryBudget {
     idle.fetch_add(bytes, std::memory_order_relaxed);
     used.fetch_add(bytes, std::memory_order_relaxed);
   }
-  void let_go(uint64_t bytes) {
+  void release(uint64_t bytes) {
     idle.fetch_sub(bytes, std::memory_order_relaxed);
     give(bytes);
   }

@@ -51,7 +51,7 @@ void Aborter::await_undone(Trainer& t) {
 
 void Aborter::undo_rows(Vector<CreatedRows>& created) {
   for (const CreatedRows& c : created) c.undo();
-  for (const CreatedRows& c : created) declarations_.recount_unsure(*c.table);
+  for (const CreatedRows& c : created) declarations_.recount_unknown(*c.table);
   created.clear();
 }
 

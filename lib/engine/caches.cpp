@@ -99,7 +99,7 @@ bool Engine::plan_one() {
     Vector<Declarations::Held> of;
     ~Hold() {
       for (const Declarations::Held& h : of)
-        h.table->rows.unhold(h.part->row_slots(), h.part->distinct);
+        h.table->rows.unhold_backed(h.part->row_slots(), h.part->distinct);
     }
   } hold;
   {

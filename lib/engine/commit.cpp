@@ -80,7 +80,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     if (tables_.ledger) tables_.ledger->commit(step);
     for (Commit& c : record.commits) publish(step, record, c);
     for (const CreatedRows& c : record.created) c.settle(step);
-    for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
+    for (const Declarations::Held& h : served) h.part->release_hold(h.table->rows);
     meanwhile.again();
     ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
@@ -95,7 +95,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     meters_.counters.rows_created.fetch_add(created, std::memory_order_relaxed);
     // What was declared for steps up to this one has served.
     declarations_.retire(step);
-    for (const TableRef& t : tables_) declarations_.recount_unsure(*t);
+    for (const TableRef& t : tables_) declarations_.recount_unknown(*t);
     records_.erase(step);
   }
   const bool may_rest = tables_.ledger && !memory_.pinner->any();

@@ -161,7 +161,7 @@ bool Declarations::take_out(const Share& share) {
       count(s, b, i, -1u);
       unlink(b, i);
       // In this section: who counts holders finds them among the parts, or has them let go.
-      if (p.resolved()) p.let_go(b.tables[i]->rows);
+      if (p.resolved()) p.release_hold(b.tables[i]->rows);
       if (!p.resolved()) p.state.store(Part::kDropped);
     }
     if (b.handle) handle_remove(HandleKind::kBatch, b.handle);
@@ -212,8 +212,8 @@ void Declarations::retire(uint64_t step) {
   end_retiring();
 }
 
-void Declarations::recount_unsure(Table& table) {
-  if (!table.rows.unsure()) return;
+void Declarations::recount_unknown(Table& table) {
+  if (!table.rows.holders_unknown()) return;
   Lock lock(mu_);
   recount(table);
 }
@@ -244,7 +244,7 @@ void Declarations::never_resolve(Batch& b, size_t i, Part::State instead) {
 void Declarations::give_up(Batch& b, size_t i) {
   change(b, i, [&](Part& p) {
     unlink(b, i);
-    p.let_go(b.tables[i]->rows);
+    p.release_hold(b.tables[i]->rows);
     p.state.store(Part::kStale);
   });
 }
@@ -257,7 +257,7 @@ bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
   if (part->take_keys(pool, *old) != FRUGAL_OK) return false;
   count(s, b, i, -1u);
   unlink(b, i);
-  old->let_go(b.tables[i]->rows);
+  old->release_hold(b.tables[i]->rows);
   old->state.store(Part::kDropped);
   b.parts[i] = part;
   count(s, b, i, 1);
@@ -268,7 +268,7 @@ bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
 bool Declarations::quiet(const Table& table) { return !retiring_ && table.calls.load() == 0; }
 
 void Declarations::recount(Table& table) try {
-  if (!table.rows.unsure()) return;
+  if (!table.rows.holders_unknown()) return;
   auto still = [&] {
     mu_.assert_held();
     return quiet(table);
@@ -331,7 +331,7 @@ void Declarations::resolved(const Item& item, bool done) {
   --resolving_;
   --item.table()->calls;
   if (served(*item.batch)) {
-    if (done) item.part()->let_go(item.table()->rows);
+    if (done) item.part()->release_hold(item.table()->rows);
     set_state(*item.batch, item.index, Part::kDropped);
   } else {
     set_state(*item.batch, item.index, done ? Part::kResolved : Part::kStale);

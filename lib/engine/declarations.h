@@ -133,7 +133,7 @@ class Declarations {
   // quiet, or memory is short, that is left to the next who calls this.
   void recount(Table& table) REQUIRES(mu_);
   // The same if it has to be, without the lock held.
-  void recount_unsure(Table& table);
+  void recount_unknown(Table& table);
 
  private:
   struct Step {

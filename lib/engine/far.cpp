@@ -155,7 +155,7 @@ namespace {
 struct HeldPlaces {
   explicit HeldPlaces(FarSide& of) : far(of) {}
   ~HeldPlaces() {
-    far.let_go(there.data(), there.size());
+    far.release_hold(there.data(), there.size());
     far.promise_no_more(promised);
   }
   HeldPlaces(const HeldPlaces&) = delete;

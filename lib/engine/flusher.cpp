@@ -69,7 +69,7 @@ bool Flusher::write(uint64_t step) {
       t->window.finish(claim);
     }
     for (const Claim::Run& run : claim.runs)
-      if (run.finished) let_go(*t, *run.finished);
+      if (run.finished) release_hold(*t, *run.finished);
     written += claim.ids.size();
     claim.runs.clear();  // updates that are written end here
     workers_.progress();
@@ -83,13 +83,14 @@ void Flusher::hold(Table& table, const StepUpdate& update) {
     for (; held < update.ranks.size(); ++held)
       table.rows.hold(update.ranks[held].slots(), update.ranks[held].rows());
   } catch (const std::bad_alloc&) {
-    while (held-- != 0) table.rows.unhold(update.ranks[held].slots(), update.ranks[held].rows());
+    while (held-- != 0)
+      table.rows.unhold_backed(update.ranks[held].slots(), update.ranks[held].rows());
     throw;
   }
 }
 
-void Flusher::let_go(Table& table, const StepUpdate& update) {
-  for (const RankGradients& h : update.ranks) table.rows.unhold(h.slots(), h.rows());
+void Flusher::release_hold(Table& table, const StepUpdate& update) {
+  for (const RankGradients& h : update.ranks) table.rows.unhold_backed(h.slots(), h.rows());
 }
 
 void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
@@ -126,7 +127,7 @@ struct Flusher::Chunks : HeapObject {
   static void finished(void* context) {
     const auto* of = static_cast<const Chunks*>(context);
     of->update->written();
-    let_go(*of->table, *of->update);
+    release_hold(*of->table, *of->update);
   }
 };
 

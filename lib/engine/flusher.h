@@ -66,7 +66,7 @@ class Flusher {
   // Where rows may be far, an update that is to be written holds its rows until all of them are, or
   // it is undone. Throws where there is no memory, and nothing is held then.
   static void hold(Table& table, const StepUpdate& update);
-  static void let_go(Table& table, const StepUpdate& update);
+  static void release_hold(Table& table, const StepUpdate& update);
 
  private:
   struct Chunks;

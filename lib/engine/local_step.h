@@ -18,7 +18,7 @@ class Engine::CallHold {
     for (const Access& a : accesses_) {
       if (!counts(a)) continue;
       Table& table = own(*a.table);
-      if (a.part && !(kept_ && table.rows.far())) a.part->let_go(table.rows);
+      if (a.part && !(kept_ && table.rows.far())) a.part->release_hold(table.rows);
       engine_.end_holding(table);
     }
   }

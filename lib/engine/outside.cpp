@@ -118,7 +118,7 @@ struct Unhold {
   Rows& rows;
   const uint32_t* slots;
   size_t n;
-  ~Unhold() { rows.unhold(slots, n); }
+  ~Unhold() { rows.unhold_backed(slots, n); }
 };
 
 // Checks the stride of rows as they travel; 0 becomes what they take. With state that is known in a
@@ -152,7 +152,7 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(memory_.unread().get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
-  const Unhold unhold{t.rows, s, n};
+  const Unhold unhold_backed{t.rows, s, n};
   FRUGAL_TRY(wait_written(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
   AwayRows away;
   FRUGAL_TRY(read_away(t, keys, n, s, &away));
@@ -196,7 +196,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     const uint32_t* slots;
     size_t n = 0;
     ~Hold() {
-      table.rows.let_go(slots, n);
+      table.rows.release_hold(slots, n);
       engine.end_holding(table);
     }
   };
@@ -267,7 +267,7 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   drop_cached(t, slots.data(), slots.size());
   const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
-  declarations_.recount_unsure(t);
+  declarations_.recount_unknown(t);
   if (deleted) *deleted = were;
   return FRUGAL_OK;
 }
@@ -316,7 +316,7 @@ Status Engine::read_op(Trainer* trainer, Table& table, const frugal_op& op, cons
   FRUGAL_TRY(memory_.unread().get(op.count * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(table.rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr));
-  const Unhold unhold{table.rows, s, op.count};
+  const Unhold unhold_backed{table.rows, s, op.count};
   FRUGAL_TRY(wait_written(trainer, table, s, op.count, step, deadline));
   AwayRows away;
   FRUGAL_TRY(read_away(table, op.keys, op.count, s, &away));

@@ -38,7 +38,7 @@ void StepRecord::undo() {
   for (auto& [raw, p] : prepared) p.table->window.unstage(p.update);
   for (Commit& c : commits) {
     if (c.added) c.table->window.unstage(c.update);
-    if (c.held) Flusher::let_go(*c.table, *c.update);
+    if (c.held) Flusher::release_hold(*c.table, *c.update);
   }
   await_device_work();
   device_work.clear();

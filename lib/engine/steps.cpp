@@ -231,7 +231,7 @@ DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& 
 // A call's hold of places of a table has ended; there may be a call that waits for them.
 void Engine::end_holding(Table& table) {
   --table.calls;
-  declarations_.recount_unsure(table);
+  declarations_.recount_unknown(table);
   if (table.reserving_paused.load()) workers_.progress();
 }
 

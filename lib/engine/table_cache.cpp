@@ -66,7 +66,7 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   const bool held = hold(before);
   uint64_t dirty = 0;
   window.set_cached(evicted_.data(), evicted_.size(), false, &dirty, urgency);
-  table_->rows.unhold(evicted_.data(), evicted_.size());
+  table_->rows.unhold_backed(evicted_.data(), evicted_.size());
   counters_.cache_evicted.fetch_add(evicted_.size(), std::memory_order_relaxed);
   counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
   if (!held) throw std::bad_alloc();
@@ -150,7 +150,7 @@ void TableCache::check_plan(uint64_t step, const Vector<PartRef>& declared) {
 void TableCache::cancel_plan() {
   if (planned_ == kNoStep) return;
   for (uint32_t slot : plan_.admitted) index_.drop(slot);
-  table_->rows.unhold(plan_.admitted.data(), plan_.admitted.size());
+  table_->rows.unhold_backed(plan_.admitted.data(), plan_.admitted.size());
   forget_plan();
 }
 
@@ -219,7 +219,7 @@ void TableCache::drop(const uint32_t* slots, size_t n, Vector<uint32_t>* dropped
     if (slots[i] < kMissingSlot && index_.find(slots[i]) != RowCache::kNone) {
       index_.drop(slots[i]);
       dropped->push_back(slots[i]);
-      table_->rows.unhold(&slots[i], 1);
+      table_->rows.unhold_backed(&slots[i], 1);
     }
 }
 
@@ -231,7 +231,7 @@ void TableCache::forget() noexcept {
   while (const size_t n = index_.drop_some(&line, slots, 512)) {
     if (table_->window.opened())
       table_->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
-    table_->rows.unhold(slots, n);
+    table_->rows.unhold_backed(slots, n);
   }
 }
 

@@ -81,12 +81,12 @@ struct CreatedRows {
   void settle(uint64_t step) const {
     for (const Vector<uint32_t>* of : {&slots, &earlier})
       table->rows.settle(of->data(), of->size(), step);
-    if (held) held->let_go(table->rows);
+    if (held) held->release_hold(table->rows);
   }
   // They exist no longer; their places stay theirs while somebody holds them.
   void undo() const {
     for (const Vector<uint32_t>* of : {&slots, &earlier}) table->rows.undo(of->data(), of->size());
-    if (held) held->let_go(table->rows);
+    if (held) held->release_hold(table->rows);
   }
 };
 

@@ -91,7 +91,7 @@ void Client::shutdown() {
   controller_.disconnect();
   helpers_.stop();
   pins_->unpin();
-  controller_.let_go(rpc_mu_, mu_);
+  controller_.close(rpc_mu_, mu_);
 }
 
 Status Client::health() {

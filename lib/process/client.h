@@ -102,7 +102,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
     return t.open_readout(controller_.controller_memory(), kinds_seen_.load(), pool_, out);
   }
   Status row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes);
-  bool let_go_of_lost();
+  bool forget_lost();
   bool has_rank(uint32_t rank);
   Status enter(RemoteTrainer& t) REQUIRES(t.call_mu);
   // A rank that is inside a step knows that steps which are further back are committed.

@@ -31,7 +31,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     }
   } joining{*pins_, t->gpu.get()};
   JoinReply reply;
-  if (Status s = joins_.join(config, &reply, [&] { return let_go_of_lost(); })) {
+  if (Status s = joins_.join(config, &reply, [&] { return forget_lost(); })) {
     joins_.failed(config.rank, s, has_rank(config.rank));
     return s;
   }
@@ -99,7 +99,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
 
 // What the controller holds for trainers that have lost their ranks, of which it holds so many:
 // they read none of it any more. True: it may have less by now.
-bool Client::let_go_of_lost() {
+bool Client::forget_lost() {
   const KeepError why;
   bool any = false;
   for (size_t i = 0;; ++i) {
@@ -112,15 +112,15 @@ bool Client::let_go_of_lost() {
     if (!t || t->closing.load()) continue;
     if (!t->call_mu.try_lock()) continue;
     const UniqueLock call(t->call_mu, std::adopt_lock);
-    if (t->let_go) continue;
+    if (t->forgotten) continue;
     {
       const UniqueLock late(t->late.mu, std::try_to_lock);
       if (!late || t->channel().look() == FRUGAL_OK) continue;
     }
     t->leave_step();
     const Status s = controller_.control().leave(t->rank, true, config_.timeout_ms, t->joined);
-    t->let_go = s == FRUGAL_OK || s == FRUGAL_ERR_NOT_FOUND;
-    any |= t->let_go;
+    t->forgotten = s == FRUGAL_OK || s == FRUGAL_ERR_NOT_FOUND;
+    any |= t->forgotten;
   }
 }
 
@@ -153,7 +153,7 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   t->batches.clear();
   // Kernels may be writing its staging memory, which may be another's when it has left.
   if (t->gpu) t->gpu->take_device_work();
-  Status s = controller_.is_lost() || t->let_go
+  Status s = controller_.is_lost() || t->forgotten
                  ? FRUGAL_OK
                  : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   t->leave_step();

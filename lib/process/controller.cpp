@@ -145,7 +145,7 @@ void Controller::disconnect() {
     control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
 }
 
-void Controller::let_go(Mutex& calls, Mutex& trainers) {
+void Controller::close(Mutex& calls, Mutex& trainers) {
   FRUGAL_ASSERT(closed());
   std::scoped_lock all(calls, trainers, controller_memory_mu_);
   controller_memory_ = {};

@@ -99,7 +99,7 @@ class Controller {
   // go of when nobody reads it: what it has left, or with these locks of calls.
   bool begin_close() { return !closed_.exchange(true); }
   void disconnect();
-  void let_go(Mutex& calls, Mutex& trainers);
+  void close(Mutex& calls, Mutex& trainers);
 
  private:
   Status connect(const frugal_config& config, int64_t timeout_ms);

@@ -14,7 +14,7 @@ Status RankJoins::ask(const frugal_trainer_config& config, JoinReply* reply) {
 
 Status RankJoins::lose(uint32_t rank, uint64_t joined) noexcept {
   FRUGAL_ASSERT(of(rank).now.load());
-  of(rank).unsure.store(true);
+  of(rank).join_unknown.store(true);
   Status s;
   try {
     s = controller_.answered(
@@ -24,7 +24,7 @@ Status RankJoins::lose(uint32_t rank, uint64_t joined) noexcept {
              "no memory to leave rank %u, which this process may have joined; call again", rank);
   }
   if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_FOUND) return s;
-  of(rank).unsure.store(false);
+  of(rank).join_unknown.store(false);
   return FRUGAL_OK;
 }
 

@@ -12,7 +12,7 @@ namespace frugal {
 
 class RankJoins {
   struct Rank {
-    std::atomic<bool> unsure{false};  // a call to join has failed, and may have done it
+    std::atomic<bool> join_unknown{false};  // a call to join has failed, and may have done it
     std::atomic<bool> now{false};     // a thread is about to join as it
   };
 
@@ -46,19 +46,19 @@ class RankJoins {
   template <class MakeRoom>
   Status join(const frugal_trainer_config& config, JoinReply* reply, MakeRoom make_room) {
     Status s = ask(config, reply);
-    if (s == FRUGAL_ERR_EXISTS && of(config.rank).unsure.load()) {
+    if (s == FRUGAL_ERR_EXISTS && of(config.rank).join_unknown.load()) {
       const Status lost = lose(config.rank, kAnyJoin);
       s = lost == FRUGAL_OK ? ask(config, reply) : lost;  // nor is it known to be another's
     }
     if (s == FRUGAL_ERR_BUSY && make_room()) s = ask(config, reply);
-    if (s == FRUGAL_OK) of(config.rank).unsure.store(false);
+    if (s == FRUGAL_OK) of(config.rank).join_unknown.store(false);
     return s;
   }
   // The call to join has failed. `taken`: another trainer of this process has the rank. If not, the
   // controller may have done its part: then the connection gives the rank back when the answer
   // comes, and the next call here, if that is earlier.
   void failed(uint32_t rank, Status why, bool taken) {
-    if (!taken && may_be_done(why)) of(rank).unsure.store(true);
+    if (!taken && may_be_done(why)) of(rank).join_unknown.store(true);
   }
   // Where that fails the rank stays taken until this process ends, or calls again.
   Status lose(uint32_t rank, uint64_t joined) noexcept;

@@ -110,7 +110,7 @@ struct RemoteTrainer : AnyTrainer {
     bool left = false;         // while it is closed
     uint64_t said = 0;  // when the controller was told last that this process waits for its device
   } device;
-  bool let_go = false;  // it has lost its rank, and the controller holds nothing of it any more
+  bool forgotten = false;  // it has lost its rank, and the controller holds nothing of it any more
   // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants
   // done to them.
   struct Caches {

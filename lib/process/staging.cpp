@@ -19,7 +19,7 @@ void Staging::give_back(char* data, size_t bytes) noexcept {
   FRUGAL_ASSERT(lent_.load() >= bytes && channel_->staging_at(0, 0) <= data);
   lent_.fetch_sub(bytes);  // the trainer may have it lent again as soon as it is told
   channel_->release(static_cast<uint64_t>(data - channel_->staging_at(0, 0)));
-  let_go();
+  drop_reference();
 }
 
 }  // namespace frugal

@@ -18,7 +18,7 @@ class Staging final : public Buffer::Owner, public HeapObject {
   // be lent twice.
   Buffer lend(uint64_t offset, uint64_t bytes);
   void give_back(char* data, size_t bytes) noexcept override;
-  void let_go() noexcept {
+  void drop_reference() noexcept {
     if (users_.fetch_sub(1) == 1) delete this;
   }
 

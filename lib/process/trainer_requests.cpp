@@ -37,7 +37,7 @@ TrainerRequestLoop::~TrainerRequestLoop() {
     Lock lock(trainer_->process.mu);
     if (trainer_->process.used == this) trainer_->process.used = nullptr;
   }
-  if (staging_) staging_->let_go();
+  if (staging_) staging_->drop_reference();
   parts_.clear();
   boundary_ = {};
   engine_->pool().rest();

@@ -36,7 +36,7 @@ void FarSide::hold_place(uint32_t s) {
 
 void FarSide::release(uint32_t s, uint64_t times) {
   FRUGAL_ASSERT(places_.flag(s) != 0);
-  if (places_.holders.let_go(s, times)) return;
+  if (places_.holders.release_hold(s, times)) return;
   if (places_.flag(s) == Places::kExists) return become_idle(s);
   // It is loading, or of a step that is not committed.
   if (places_.flag(s) != Places::kReserved) return;
@@ -53,12 +53,12 @@ void FarSide::hold(const uint32_t* slots, size_t n) {
         if (slots[held] < kMissingSlot) hold_place(slots[held]);
     }
   } catch (const std::bad_alloc&) {
-    let_go(slots, held);
+    release_hold(slots, held);
     throw;
   }
 }
 
-void FarSide::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
+void FarSide::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
   for (size_t at = 0; at < n; at += Places::kAtOnce) {
     Lock lock(places_.mu);
     for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i)
@@ -219,7 +219,7 @@ Status FarSide::resolve(const uint64_t* keys, size_t n, const uint64_t* padding,
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
                   "no memory to find rows: free memory of the machine and call again");
   }
-  if (status != FRUGAL_OK) let_go(slots, n);
+  if (status != FRUGAL_OK) release_hold(slots, n);
   for (size_t i = 0; leaves && i < n; ++i)
     if (slots[i] == KeyIndex::kNone && !(padding && keys[i] == *padding)) slots[i] = kMissingSlot;
   return status;

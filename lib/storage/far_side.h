@@ -34,8 +34,8 @@ class FarSide : public HeapObject {
                  uint32_t* slots);
   // These are held once more. Throws where there is no memory, and none is then.
   void hold(const uint32_t* slots, size_t n);
-  // As Rows::let_go().
-  void let_go(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
+  // As Rows::release_hold().
+  void release_hold(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
   // Is any place loading? The first of slots[from, n) that is; n: none.
   bool loading() const { return loading_.load() != 0; }
   size_t first_loading(const uint32_t* slots, size_t from, size_t n);

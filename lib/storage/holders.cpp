@@ -13,7 +13,7 @@ void Holders::hold(uint32_t place, uint64_t times) {
   at(place) = static_cast<Count>(times < kMost ? times : kMore | times % kPiece);
 }
 
-void Holders::let_go_more(uint32_t place, uint64_t times) {
+void Holders::release_more(uint32_t place, uint64_t times) {
   FRUGAL_ASSERT(times <= count(place));
   const uint64_t left = count(place) - times;
   if (left < kMost) more_.erase(place);

@@ -40,11 +40,11 @@ class Holders {
     ++c;
   }
   // It was held so often at least. Does anybody hold it still?
-  bool let_go(uint32_t place, uint64_t times) {
+  bool release_hold(uint32_t place, uint64_t times) {
     Count& c = at(place);
     if (c == kUnknown) return true;
     if (times > static_cast<uint64_t>(c & kMost))
-      let_go_more(place, times);
+      release_more(place, times);
     else
       c = static_cast<Count>(c - times);
     return c != 0;
@@ -73,7 +73,7 @@ class Holders {
   static constexpr Count kUnknown = kMore | kMost;        // which no count reaches
   Count& at(uint32_t place) const { return reinterpret_cast<Count*>(counts_.base())[place]; }
   void carry(uint32_t place);
-  void let_go_more(uint32_t place, uint64_t times);
+  void release_more(uint32_t place, uint64_t times);
 
   SlabArray counts_;
   Map<uint32_t, uint64_t> more_;  // pieces

@@ -143,7 +143,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   }
   if (missing == Missing::kLeave) return status;
   if (status != FRUGAL_OK) {
-    let_go(slots, i);
+    release_hold(slots, i);
     return status;
   }
   if (missing == Missing::kReserve) return FRUGAL_OK;
@@ -151,20 +151,20 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
     Rows& rows;
     const uint32_t* slots;
     size_t n;
-    ~Held() { rows.let_go(slots, n); }
+    ~Held() { rows.release_hold(slots, n); }
   } held{*this, slots, n};
   create_reserved(slots, n, created);
   return FRUGAL_OK;
 }
 
-void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
-  if (far_) return far_->let_go(slots, n, start);
+void Rows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
+  if (far_) return far_->release_hold(slots, n, start);
   for (size_t at = 0; at < n && has_reserved(); at += Places::kAtOnce) {
     Lock lock(places_.mu);
     for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
       const uint32_t s = slots[i];
       if (s >= kMissingSlot || places_.flag(s) != Places::kReserved) continue;
-      if (!places_.holders.let_go(s, start ? start[i + 1] - start[i] : 1)) places_.free(s);
+      if (!places_.holders.release_hold(s, start ? start[i + 1] - start[i] : 1)) places_.free(s);
     }
   }
 }
@@ -259,24 +259,27 @@ void Rows::remove(uint32_t s) {
   if (far_) return far_->removed(places_, s);
   places_.holders.forget(s);
   try {
-    unsure_.push_back(s);
+    holders_unknown_.push_back(s);
   } catch (const std::bad_alloc&) {
     ++unlisted_;
   }
-  any_unsure_.store(true);
+  any_unknown_.store(true);
 }
 
 // Ascending, and each once. Throws where there is no memory; then it is made another time.
-void Rows::list_unsure() {
+void Rows::list_unknown() {
   if (unlisted_ == 0) {
-    std::sort(unsure_.begin(), unsure_.end());
-    unsure_.erase(std::unique(unsure_.begin(), unsure_.end()), unsure_.end());
+    std::sort(holders_unknown_.begin(), holders_unknown_.end());
+    holders_unknown_.erase(std::unique(holders_unknown_.begin(), holders_unknown_.end()),
+                           holders_unknown_.end());
     return;
   }
-  unsure_.reserve(unsure_.size() + unlisted_);  // all are gone over only where there is room
-  unsure_.clear();
+  // all are gone over only where there is room
+  holders_unknown_.reserve(holders_unknown_.size() + unlisted_);
+  holders_unknown_.clear();
   for (uint32_t s = 0; s < places_.handed_out(); ++s)
-    if (places_.flag(s) == Places::kReserved && places_.holders.unknown(s)) unsure_.push_back(s);
+    if (places_.flag(s) == Places::kReserved && places_.holders.unknown(s))
+      holders_unknown_.push_back(s);
   unlisted_ = 0;
 }
 
@@ -312,7 +315,7 @@ void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t
 void Rows::settle_unsure(const Vector<uint64_t>& counts) {
   size_t left = 0;
   for (size_t i = 0; i < counts.size(); ++i) {
-    const uint32_t s = unsure_[i];
+    const uint32_t s = holders_unknown_[i];
     // Others exist again, or have been free since.
     if (places_.flag(s) != Places::kReserved || !places_.holders.unknown(s)) continue;
     places_.holders.clear(s);
@@ -324,11 +327,11 @@ void Rows::settle_unsure(const Vector<uint64_t>& counts) {
       places_.holders.hold(s, counts[i]);
     } catch (const std::bad_alloc&) {
       places_.holders.forget(s);
-      unsure_[left++] = s;
+      holders_unknown_[left++] = s;
     }
   }
-  unsure_.resize(left);
-  any_unsure_.store(left != 0);
+  holders_unknown_.resize(left);
+  any_unknown_.store(left != 0);
 }
 
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {

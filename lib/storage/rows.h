@@ -59,28 +59,30 @@ class Rows : public RowMemory {
 
   // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then
   // begin_rows. Hashed, kLeave: kMissingSlot where missing. kReserve: missing rows are reserved,
-  // and each place is held as often as its key is named: let_go() is to follow. (Of rows that exist
-  // nobody counts that.) kCreate: all exist afterwards, and none is held; newly existing slots are
-  // appended to `created`. After a failure nothing is held, and nothing exists that did not.
+  // and each place is held as often as its key is named: release_hold() is to follow. (Of rows that
+  // exist nobody counts that.) kCreate: all exist afterwards, and none is held; newly existing
+  // slots are appended to `created`. After a failure nothing is held, and nothing exists that did
+  // not.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
   // The places of `slots` are held once less; with `start`, that of slots[i] start[i + 1] -
   // start[i] times. Those that are reserved only and that nobody holds any more are free. kNoSlot
   // and kMissingSlot are no places.
-  void let_go(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
+  void release_hold(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
   // Initializes rows of a lazy dense table that have not been used before; those of other tables
   // are there.
   Status begin_rows(const uint32_t* slots, size_t n);
 
-  // What is behind the memory, or null. Where there is something, resolve() and let_go() are its.
+  // What is behind the memory, or null. Where there is something, resolve() and release_hold() are
+  // its.
   FarSide* far() const { return far_.get(); }
   // These are held once more, or less, where there is something. Throws where there is no memory,
   // and none is then.
   void hold(const uint32_t* slots, size_t n) {
     if (far_) far_->hold(slots, n);
   }
-  void unhold(const uint32_t* slots, size_t n) {
-    if (far_) far_->let_go(slots, n);
+  void unhold_backed(const uint32_t* slots, size_t n) {
+    if (far_) far_->release_hold(slots, n);
   }
 
   // check_dense_ids, for a dense table.
@@ -105,11 +107,11 @@ class Rows : public RowMemory {
   // Are there reserved rows of which nobody knows who holds them? (Sequentially consistent, as is
   // the count of calls: whoever ends a call sees that there are, or who has made them so sees that
   // no call is left.)
-  bool unsure() const { return any_unsure_.load(); }
+  bool holders_unknown() const { return any_unknown_.load(); }
   // Finds out: each(visit) is to call visit(slots, n, start) for every holder, with ascending
-  // slots, as let_go() has them. Throws where there is no memory, and does nothing then; nor if
-  // quiet() is false, which is asked with the rows' lock held: somebody else may be about to find
-  // rows, or to let go.
+  // slots, as release_hold() has them. Throws where there is no memory, and does nothing then; nor
+  // if quiet() is false, which is asked with the rows' lock held: somebody else may be about to
+  // find rows, or to let go.
   template <class Quiet, class Each>
   void recount(Quiet quiet, Each each);
   bool has_reserved() const { return places_.reserved() != 0; }
@@ -147,27 +149,27 @@ class Rows : public RowMemory {
   void remove(uint32_t slot) REQUIRES(places_.mu);
   static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n,
                           const uint32_t* start, Vector<uint64_t>* counts);
-  void list_unsure() REQUIRES(places_.mu);
+  void list_unknown() REQUIRES(places_.mu);
   void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(places_.mu);
   void create(uint32_t slot, uint8_t mark) REQUIRES(places_.mu);
 
   bool hashed_ = false, lazy_ = false;
   Places places_{*this};
   std::unique_ptr<FarSide> far_;                    // or null
-  Vector<uint32_t> unsure_ GUARDED_BY(places_.mu);  // slots that recount() is to look at
+  Vector<uint32_t> holders_unknown_ GUARDED_BY(places_.mu);  // slots that recount() is to look at
   uint64_t unlisted_ GUARDED_BY(places_.mu) = 0;    // so many others: there was no memory
-  std::atomic<bool> any_unsure_{false};             // either; changed with the lock held
+  std::atomic<bool> any_unknown_{false};            // either; changed with the lock held
 };
 
 template <class Quiet, class Each>
 void Rows::recount(Quiet quiet, Each each) {
   Lock lock(places_.mu);
-  if (!unsure() || !quiet()) return;
-  list_unsure();
-  Vector<uint64_t> counts(unsure_.size());
+  if (!holders_unknown() || !quiet()) return;
+  list_unknown();
+  Vector<uint64_t> counts(holders_unknown_.size());
   each([&](const uint32_t* slots, size_t n, const uint32_t* start) {
     places_.mu.assert_held();
-    count_holds(unsure_, slots, n, start, &counts);
+    count_holds(holders_unknown_, slots, n, start, &counts);
   });
   settle_unsure(counts);
 }

@@ -102,7 +102,7 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
   FRUGAL_TRY(find_slots(pool, table, missing, created));
   const Status s = sort_rows(pool, table);
   if (s != FRUGAL_OK) {
-    if (missing == Rows::Missing::kReserve) let_go(table);
+    if (missing == Rows::Missing::kReserve) release_hold(table);
     return s;
   }
   if (table.keys_are_slots()) keys.reset();
@@ -126,11 +126,11 @@ Status Part::sort_rows(BufferPool& pool, const Rows& table) {
   return FRUGAL_OK;
 }
 
-void Part::let_go(Rows& table) const {
+void Part::release_hold(Rows& table) const {
   if (resolved())
-    table.let_go(row_slots(), distinct, row_start());
+    table.release_hold(row_slots(), distinct, row_start());
   else
-    table.let_go(slots.as<uint32_t>(), n);
+    table.release_hold(slots.as<uint32_t>(), n);
 }
 
 bool Part::same_keys(const uint64_t* other, size_t count) const {

@@ -103,7 +103,7 @@ struct Part : HeapObject {
   // find_slots does.
   Status resolve(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
   // Of a part that holds its rows' places: it does so no longer. Once, by who takes it out of use.
-  void let_go(Rows& rows) const;
+  void release_hold(Rows& rows) const;
   // Are these exactly the declared keys?
   bool same_keys(const uint64_t* other, size_t count) const;
   // Does a row of this slot occur?

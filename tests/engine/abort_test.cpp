@@ -117,7 +117,7 @@ TEST_F(AbortTest, RowsThatTheStepHasMadeExistNoLonger) {
     CreatedRows made;
     made.table = hashed;
     rows.use(&slot, 1, 0, 0, &made.slots, &made.earlier);
-    rows.let_go(&slot, 1);
+    rows.release_hold(&slot, 1);
     to->push_back(std::move(made));
     ++key;
   }

@@ -126,7 +126,7 @@ TEST_F(BetweenTest, LaterStepsStayWhereNobodyLacksPlacesAnyMore) {
       uint32_t slot;
       const Status s =
           table->rows.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr);
-      if (s == FRUGAL_OK) table->rows.unhold(&slot, 1);
+      if (s == FRUGAL_OK) table->rows.unhold_backed(&slot, 1);
       return s != FRUGAL_OK;
     };
     bool stays = false, came;

@@ -56,7 +56,7 @@ class World {
     uint64_t first, last;
     while (all_.range(&first, &last))
       for (uint32_t rank = 0; rank < ranks_; ++rank) HOLDS(s_, all_.take_out({last, rank}));
-    all_.recount_unsure(*table_);
+    all_.recount_unknown(*table_);
     HOLDS(s_, !rows_.has_reserved() && table_->calls.load() == 0);
     HOLDS(s_, rows_.count() == known_.size());
     Slots slots;
@@ -298,9 +298,9 @@ class World {
       ++table_->calls;
       const Status s = p->resolve(pool_, rows_, Rows::Missing::kReserve, nullptr);
       if (s == FRUGAL_OK) let_exist(of, *p);
-      if (s == FRUGAL_OK) p->let_go(rows_);
+      if (s == FRUGAL_OK) p->release_hold(rows_);
       --table_->calls;
-      all_.recount_unsure(*table_);
+      all_.recount_unknown(*table_);
       if (s == FRUGAL_OK || reserving_paused) break;
       HOLDS(s_, s == FRUGAL_ERR_TABLE_FULL);
       reserving_paused = true;
@@ -348,7 +348,7 @@ class World {
     }
     for (Rank& of : of_) rows_.undo(of.created.data(), of.created.size());
     for (Rank& of : of_) of.created.clear();
-    all_.recount_unsure(*table_);
+    all_.recount_unknown(*table_);
     Lock lock(control_);
     ended_ = 0;
     aborting_ = false;
@@ -394,11 +394,11 @@ class World {
       of.created.clear();
       of.pushed.clear();
     }
-    for (const Declarations::Held& h : served) h.part->let_go(rows_);
+    for (const Declarations::Held& h : served) h.part->release_hold(rows_);
     Lock lock(control_);
     committed_ = step + 1;
     all_.retire(step);
-    all_.recount_unsure(*table_);
+    all_.recount_unknown(*table_);
     committing_ = false;
   }
 

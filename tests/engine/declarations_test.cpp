@@ -341,12 +341,12 @@ struct DeclaredHoldersTest : DeclarationsTest {
     ASSERT_OK(of->rows.resolve(keys.data(), keys.size(), nullptr, Rows::Missing::kCreate,
                                slots.data(), &created));
     ASSERT_EQ(of->rows.uncreate(slots.data(), slots.size(), false), keys.size());
-    ASSERT_TRUE(of->rows.unsure());
+    ASSERT_TRUE(of->rows.holders_unknown());
   }
   bool sure() {
     Lock lock(all.mutex());
     all.recount(*of);
-    return !of->rows.unsure();
+    return !of->rows.holders_unknown();
   }
   size_t free_places() {
     size_t free = 0;
@@ -356,7 +356,7 @@ struct DeclaredHoldersTest : DeclarationsTest {
         break;
       taken.push_back(slot);
     }
-    of->rows.let_go(taken.data(), taken.size());
+    of->rows.release_hold(taken.data(), taken.size());
     taken.clear();
     return free;
   }
@@ -377,7 +377,7 @@ TEST_F(DeclaredHoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
   EXPECT_FALSE(sure());
   // Who has done with finding rows looks again: nobody names 11.
   all.resolved(item, false);
-  EXPECT_FALSE(of->rows.unsure());
+  EXPECT_FALSE(of->rows.holders_unknown());
   EXPECT_EQ(free_places(), 1u);
   EXPECT_TRUE(all.take_out(only(first)));
   EXPECT_EQ(free_places(), 2u);
@@ -405,7 +405,7 @@ TEST_F(DeclaredHoldersTest, NobodyKnowsThemWhileAStepRetires) {
   const Vector<Declarations::Held> served = all.begin_retiring(1);
   ASSERT_EQ(served.size(), 1u);
   EXPECT_FALSE(sure());
-  for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
+  for (const Declarations::Held& h : served) h.part->release_hold(h.table->rows);
   EXPECT_FALSE(sure());
   Vector<BatchRef> gone;
   ASSERT_TRUE(all.retire_one(1, &gone));

@@ -73,7 +73,7 @@ struct ArrivingTest : testing::Test {
       uint32_t slot;
       ASSERT_OK(rows.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr));
       rows.create_reserved(&slot, 1, nullptr);
-      rows.let_go(&slot, 1);
+      rows.release_hold(&slot, 1);
     }
   }
   void load() {
@@ -190,7 +190,7 @@ TEST_F(ArrivingTest, ThoseOfTheLastStepGiveWayFirst) {
   const Vector<Declarations::Held> served = all.begin_retiring(6);
   EXPECT_EQ(served.size(), 1u);
   EXPECT_FALSE(revoke(4));
-  for (const Declarations::Held& h : served) h.part->let_go(rows);
+  for (const Declarations::Held& h : served) h.part->release_hold(rows);
   all.retire(6);
   EXPECT_FALSE(rows.has_reserved());
 }
@@ -229,7 +229,7 @@ TEST_F(ArrivingTest, APartThatFindsNoPlacesWhenItsStepIsCommittedStopsNobody) {
     const BatchRef other = declare(6, 0, {7});
     ASSERT_OK(resolve());
     ASSERT_TRUE(all.take_out({6, 0, other.get()}));
-    rows.let_go(slots, 3);
+    rows.release_hold(slots, 3);
     EXPECT_FALSE(rows.has_reserved());
   }
 }

@@ -21,7 +21,7 @@ class StagingTest : public testing::Test {
     staging = new Staging(controller);
   }
   void TearDown() override {
-    if (staging) staging->let_go();
+    if (staging) staging->drop_reference();
   }
   uint64_t released() {
     uint64_t place = UINT64_MAX;
@@ -66,7 +66,7 @@ TEST_F(StagingTest, NoMoreThanThereIs) {
 TEST_F(StagingTest, TheChannelLivesUntilAllIsGivenBack) {
   const std::weak_ptr<Channel> channel = controller;
   Buffer lent = staging->lend(0, 64);
-  std::exchange(staging, nullptr)->let_go();
+  std::exchange(staging, nullptr)->drop_reference();
   controller.reset();
   EXPECT_FALSE(channel.expired());
   lent = {};

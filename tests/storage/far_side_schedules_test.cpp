@@ -57,7 +57,7 @@ class World {
       HOLDS(s_, find(&key, 1, &slot) == FRUGAL_OK);
       for (bool any = true; any;) HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
       HOLDS(s_, *rows_.values(slot) == now_[key]);
-      rows_.let_go(&slot, 1);
+      rows_.release_hold(&slot, 1);
     }
     HOLDS(s_, rows_.count() == there);
   }
@@ -93,18 +93,18 @@ class World {
       if (!any) yield_thread();
     }
     look(turn, slots);
-    if (turn.end == End::kLetGo) return rows_.let_go(slots, n);
+    if (turn.end == End::kLetGo) return rows_.release_hold(slots, n);
     Vector<uint32_t> created, earlier;
     rows_.use(slots, n, step, step, &created, &earlier);
     look(turn, slots);
     if (turn.end == End::kAbort) {
       rows_.undo(created.data(), created.size());
-      return rows_.let_go(slots, n);
+      return rows_.release_hold(slots, n);
     }
     // The commit: the update holds its rows, the declaration lets go, and somebody writes.
     rows_.hold(slots, n);
     rows_.settle(created.data(), created.size(), step);
-    rows_.let_go(slots, n);
+    rows_.release_hold(slots, n);
     look(turn, slots);
     for (size_t i = 0; i < n; ++i) {
       const uint64_t key = turn.keys[i];
@@ -115,7 +115,7 @@ class World {
       *write.in_place().row(slots[i]) = now_[key];
     }
     look(turn, slots);
-    rows_.unhold(slots, n);
+    rows_.unhold_backed(slots, n);
   }
 
   void look(const Turn& turn, const uint32_t* slots) {

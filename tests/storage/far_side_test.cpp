@@ -53,7 +53,9 @@ class FarRowsTest : public ::testing::Test {
     slots->resize(keys.size());
     return rows_.resolve(keys.data(), keys.size(), nullptr, missing, slots->data(), nullptr);
   }
-  void let_go(const std::vector<uint32_t>& slots) { rows_.let_go(slots.data(), slots.size()); }
+  void release_hold(const std::vector<uint32_t>& slots) {
+    rows_.release_hold(slots.data(), slots.size());
+  }
   void load() {
     for (bool any = true; any;) ASSERT_OK(rows_.far()->load_some(&any));
   }
@@ -68,7 +70,7 @@ class FarRowsTest : public ::testing::Test {
       *write.in_place().row(slots[0]) = value;
       *write.in_place().state_row(slots[0]) = -value;
     }
-    let_go(slots);
+    release_hold(slots);
   }
   void expect(uint64_t key, float value) {
     std::vector<uint32_t> slots;
@@ -76,7 +78,7 @@ class FarRowsTest : public ::testing::Test {
     load();
     EXPECT_EQ(*rows_.values(slots[0]), value);
     EXPECT_EQ(*rows_.state(slots[0]), -value);
-    let_go(slots);
+    release_hold(slots);
   }
   std::vector<uint64_t> keys() {
     std::vector<uint64_t> all;
@@ -117,18 +119,18 @@ TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   ASSERT_OK(resolve({4}, &other));
   EXPECT_EQ(rows_.key_of(held[0]), 0);
   EXPECT_EQ(rows_.key_of(held[1]), 1);
-  let_go(other);
+  release_hold(other);
   load();
   EXPECT_EQ(told_, 1);
   EXPECT_FALSE(rows_.far()->lacking());
   EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);
-  rows_.let_go(held.data(), 1);
+  rows_.release_hold(held.data(), 1);
   EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);  // key 0 was named twice
-  rows_.let_go(held.data() + 2, 1);
+  rows_.release_hold(held.data() + 2, 1);
   EXPECT_EQ(told_, 2);
   ASSERT_OK(resolve({2, 3}, &more));
   load();
-  let_go(more);
+  release_hold(more);
   // More than there are places is never possible.
   EXPECT_EQ(resolve({1, 2, 3, 4}, &other), FRUGAL_ERR_TABLE_FULL);
 }
@@ -146,7 +148,7 @@ TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
   EXPECT_EQ(seen[0], kMissingSlot);
   EXPECT_EQ(rows_.key_of(seen[1]), 2);
   EXPECT_EQ(seen[2], kMissingSlot);
-  rows_.unhold(seen.data(), 3);
+  rows_.unhold_backed(seen.data(), 3);
   std::vector<float> copy(64);
   bool there;
   ASSERT_OK(rows_.far()->read(0, rows_.layout().at(copy.data(), copy.data() + 16), &there));
@@ -155,7 +157,7 @@ TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
   load();
   EXPECT_TRUE(rows_.exists(slots[0]));
   EXPECT_EQ(rows_.far()->first_loading(slots.data(), 0, 1), 1);
-  let_go(slots);
+  release_hold(slots);
 }
 
 TEST_F(FarRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
@@ -164,7 +166,7 @@ TEST_F(FarRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
   std::vector<uint32_t> slots, other;
   ASSERT_OK(resolve({1, 2}, &slots));
   rows_.use(slots.data(), 2, 10, 10, &created, &earlier);
-  let_go(slots);
+  release_hold(slots);
   EXPECT_EQ(resolve({3}, &other), FRUGAL_ERR_BUSY);
   rows_.settle(created.data(), 1, 10);
   EXPECT_EQ(told_, 1);
@@ -172,7 +174,7 @@ TEST_F(FarRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
   EXPECT_EQ(rows_.count(), 1);
   ASSERT_OK(resolve({3, 4}, &other));
   EXPECT_EQ(rows_.count(), 1);
-  let_go(other);
+  release_hold(other);
   EXPECT_EQ(keys(), std::vector<uint64_t>{1});
 }
 
@@ -207,11 +209,11 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   std::vector<uint32_t> slots(1);
   ASSERT_OK(rows_.far()->find_places(&key, 1, slots.data()));
   EXPECT_EQ(rows_.uncreate(slots.data(), 1, true), 1);
-  rows_.unhold(slots.data(), 1);
+  rows_.unhold_backed(slots.data(), 1);
   EXPECT_EQ(keys(), (std::vector<uint64_t>{2, 3}));
   ASSERT_OK(resolve({1}, &slots));
   EXPECT_FALSE(rows_.far()->loading());
-  let_go(slots);
+  release_hold(slots);
   // Room that is promised is nobody else's.
   const uint64_t fresh[] = {10, 11};
   ASSERT_OK(rows_.far()->find_places(fresh, 2, found, &promised));
@@ -219,7 +221,7 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   EXPECT_EQ(resolve({12}, &slots), FRUGAL_ERR_TABLE_FULL);
   rows_.far()->promise_no_more(promised);
   ASSERT_OK(resolve({12}, &slots));
-  let_go(slots);
+  release_hold(slots);
 }
 
 TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
@@ -245,8 +247,8 @@ TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
   EXPECT_TRUE(rows_.far()->loading());
   load();
   EXPECT_FALSE(rows_.far()->loading());
-  let_go(slots);
-  let_go(more);
+  release_hold(slots);
+  release_hold(more);
   expect(1, 5);
   expect(2, 6);
   expect(3, 7);
@@ -264,7 +266,7 @@ TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
         return places ? rows_.far()->find_places(often.data(), often.size(), slots.data())
                       : resolve(often, &slots);
       });
-    let_go(slots);
+    release_hold(slots);
     // Nobody holds it.
     make(3, 7);
     make(4, 8);
@@ -290,10 +292,10 @@ TEST_F(FarRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
   std::vector<uint32_t> other;
   EXPECT_EQ(resolve({8}, &other), FRUGAL_ERR_BUSY);
   EXPECT_EQ(asked, 1);
-  let_go(slots);
+  release_hold(slots);
   ASSERT_OK(resolve({8}, &other));
   EXPECT_EQ(rows_.take_state(&state), FRUGAL_ERR_UNSUPPORTED);
-  let_go(other);
+  release_hold(other);
   expect(7, 5);
   ASSERT_OK(rows_.take_state(&state));
   EXPECT_EQ(rows_.state_floats(), 0);
@@ -308,12 +310,12 @@ TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve(second, &slots));
   EXPECT_EQ(rows_.far()->store().left, 300);
-  let_go(slots);
+  release_hold(slots);
   ASSERT_OK(resolve(first, &slots));
   load();
   for (size_t i = 0; i < first.size(); ++i)
     EXPECT_EQ(*rows_.values(slots[i]), static_cast<float>(first[i]));
-  let_go(slots);
+  release_hold(slots);
 }
 
 TEST_F(FarRowsTest, TheRowThatWasLetGoFirstLeavesFirst) {
@@ -322,7 +324,7 @@ TEST_F(FarRowsTest, TheRowThatWasLetGoFirstLeavesFirst) {
   expect(1, 1);  // so that 2 is the oldest
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve({3, 4}, &slots));
-  let_go(slots);
+  release_hold(slots);
   Vector<uint64_t> away;
   rows_.far()->store().keys(&away);
   EXPECT_EQ(away, Vector<uint64_t>{2});
@@ -339,7 +341,7 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
     uint32_t slot;
     ASSERT_OK(rows_.far()->find_places(&key, 1, &slot));
     EXPECT_EQ(rows_.uncreate(&slot, 1, true), 1);
-    rows_.unhold(&slot, 1);
+    rows_.unhold_backed(&slot, 1);
     EXPECT_OK(rows_.far()->read(7, row, &there));
     EXPECT_FALSE(there);
     EXPECT_EQ(rows_.count(), 0);
@@ -350,7 +352,7 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   ASSERT_OK(rows_.far()->read(7, row, &there));
   EXPECT_FALSE(there);
   EXPECT_EQ(rows_.count(), 0);
-  let_go(slots);
+  release_hold(slots);
   make(7, 6);
   // One that somebody wants meanwhile stays.
   written_ = [&] {
@@ -358,11 +360,11 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
     ASSERT_OK(resolve({7}, &again, Missing::kLeave));
     EXPECT_EQ(rows_.key_of(again[0]), 7);
     EXPECT_EQ(*rows_.values(again[0]), 6);
-    rows_.unhold(again.data(), 1);
+    rows_.unhold_backed(again.data(), 1);
   };
   ASSERT_OK(resolve({8}, &slots));
   load();
-  let_go(slots);
+  release_hold(slots);
   expect(7, 6);
 }
 

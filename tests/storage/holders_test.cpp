@@ -40,14 +40,14 @@ TEST_F(HoldersTest, CountsHaveNoLargestValue) {
   EXPECT_EQ(holders.count(7), kAll);
   EXPECT_EQ(holders.count(6), 3u) << "of another place";
   for (uint64_t left = kAll; left-- > 0;) {
-    ASSERT_EQ(holders.let_go(7, 1), left != 0);
+    ASSERT_EQ(holders.release_hold(7, 1), left != 0);
     if (left % 4099 == 0) {
       ASSERT_EQ(holders.count(7), left);
     }
   }
   EXPECT_FALSE(holders.held(7));
-  EXPECT_TRUE(holders.let_go(6, 2));
-  EXPECT_FALSE(holders.let_go(6, 1));
+  EXPECT_TRUE(holders.release_hold(6, 2));
+  EXPECT_FALSE(holders.release_hold(6, 1));
 }
 
 // At the borders of what lies where, each number of times at once.
@@ -58,10 +58,10 @@ TEST_F(HoldersTest, ManyAtOnce) {
            {uint64_t{1}, kPiece - 1, kPiece, 2 * kPiece - 1, 2 * kPiece, 3 * kPiece, all + off}) {
         back = std::min(back, all + off);
         hold(3, all + off);
-        ASSERT_EQ(holders.let_go(3, back), back != all + off);
+        ASSERT_EQ(holders.release_hold(3, back), back != all + off);
         ASSERT_EQ(holders.count(3), all + off - back);
         if (back != all + off) {
-          ASSERT_FALSE(holders.let_go(3, all + off - back));
+          ASSERT_FALSE(holders.release_hold(3, all + off - back));
         }
         ASSERT_FALSE(holders.held(3));
       }
@@ -81,7 +81,7 @@ TEST_F(HoldersTest, RandomOperations) {
       const uint64_t times =
           random.one_in(4) ? count : 1 + random.below(std::min<uint64_t>(count, 30000));
       count -= times;
-      ASSERT_EQ(holders.let_go(place, times), count != 0);
+      ASSERT_EQ(holders.release_hold(place, times), count != 0);
     }
     for (uint32_t p = 0; p < model.size(); ++p) {
       ASSERT_EQ(holders.count(p), model[p]);
@@ -109,7 +109,7 @@ TEST_F(HoldersTest, Unknown) {
     hold(1, before);
     holders.forget(1);
     EXPECT_TRUE(holders.unknown(1) && holders.held(1));
-    EXPECT_TRUE(holders.let_go(1, 10));
+    EXPECT_TRUE(holders.release_hold(1, 10));
     holders.hold(1);
     EXPECT_TRUE(holders.unknown(1));
     for (const uint64_t known :
@@ -119,7 +119,7 @@ TEST_F(HoldersTest, Unknown) {
       holders.hold(1, known);
       EXPECT_EQ(holders.count(1), known);
       EXPECT_FALSE(holders.unknown(1));
-      EXPECT_FALSE(holders.let_go(1, known));
+      EXPECT_FALSE(holders.release_hold(1, known));
     }
   }
 }
@@ -154,13 +154,13 @@ TEST_F(PlacesTest, HeldAsOftenAsNamed) {
   std::vector<uint32_t> slots, other;
   ASSERT_OK(resolve({1, kPadding, 1, 2, 1}, Missing::kReserve, &slots));
   const uint32_t distinct[] = {slots[0], slots[3]}, start[] = {0, 2, 3};
-  rows.let_go(distinct, 2, start);
+  rows.release_hold(distinct, 2, start);
   EXPECT_TRUE(rows.any_reserved(&slots[0], 1));
   EXPECT_FALSE(rows.any_reserved(&slots[3], 1));
   ASSERT_OK(resolve({3}, Missing::kReserve, &other));
   EXPECT_EQ(other[0], slots[3]);
   EXPECT_EQ(resolve({4}, Missing::kReserve, &other), FRUGAL_ERR_TABLE_FULL);
-  rows.let_go(slots.data(), 2);
+  rows.release_hold(slots.data(), 2);
   ASSERT_OK(resolve({4}, Missing::kReserve, &other));
   EXPECT_EQ(other[0], slots[0]);
 }
@@ -171,7 +171,7 @@ TEST_F(PlacesTest, HeldByTwo) {
   std::vector<uint32_t> a, b, none;
   ASSERT_OK(resolve({1}, Missing::kReserve, &a));
   ASSERT_OK(resolve({1}, Missing::kReserve, &b));
-  rows.let_go(a.data(), 1);
+  rows.release_hold(a.data(), 1);
   EXPECT_EQ(resolve({2}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
   rows.create_reserved(b.data(), 1, nullptr);
   // Undone, or deleted: its place stays while it is held.
@@ -181,7 +181,7 @@ TEST_F(PlacesTest, HeldByTwo) {
   rows.recount([] { return true; }, [&](auto visit) { visit(b.data(), 1, start); });
   EXPECT_EQ(resolve({2}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
   EXPECT_EQ(rows.key_of(b[0]), 1u);
-  rows.let_go(b.data(), 1);
+  rows.release_hold(b.data(), 1);
   EXPECT_OK(resolve({2}, Missing::kReserve, &none));
 }
 
@@ -195,7 +195,7 @@ TEST_F(PlacesTest, FreeingTakesNoMemory) {
   {
     HeapFails fails(-1);
     SystemFails system(-1);
-    rows.let_go(slots.data(), slots.size());
+    rows.release_hold(slots.data(), slots.size());
   }
   EXPECT_FALSE(rows.has_reserved());
   for (uint64_t& key : keys) key += 1;
@@ -266,7 +266,7 @@ TEST_F(PlacesTest, RandomLives) {
       const size_t n = random.below(holders.size());
       const Holder h = std::move(holders[n]);
       holders.erase(holders.begin() + static_cast<long>(n));
-      rows.let_go(h.slots.data(), h.slots.size());
+      rows.release_hold(h.slots.data(), h.slots.size());
       for (uint64_t k : h.keys) look(k);
     } else if (what < 7 && !holders.empty()) {
       const Holder& h = holders[random.below(holders.size())];

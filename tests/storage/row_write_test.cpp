@@ -164,7 +164,7 @@ TEST_F(RowWriteTest, RowsThatBegin) {
   EXPECT_EQ(w.heard[4].what, What::kNew);
   rows.uncreate(slots + 1, 1, false);
   EXPECT_EQ(w.heard.size(), 6u) << "an aborted step has written nothing";
-  rows.let_go(slots, 3);
+  rows.release_hold(slots, 3);
 }
 
 TEST_F(RowWriteTest, RowsThatBeginInALazyTable) {

@@ -102,11 +102,11 @@ class World {
       schedule_point();
     }
     if (!turn.sorted) {
-      part->let_go(rows_);
+      part->release_hold(rows_);
       return found();
     }
     Lock lock(control_);
-    part->let_go(rows_);
+    part->release_hold(rows_);
     std::erase(declared_, part);
     recount();
   }

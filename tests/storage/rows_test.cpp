@@ -165,7 +165,7 @@ TEST_F(RowsTest, DenseRows) {
   rows.settle(&seven, 1, 5);
   rows.undo(&seven, 1);
   rows.collect_new(&seven, 1, &list, &list);
-  rows.let_go(&seven, 1);
+  rows.release_hold(&seven, 1);
   EXPECT_TRUE(list.empty());
   EXPECT_FALSE(rows.any_reserved(&seven, 1));
   // Deleting makes a row new.
@@ -253,7 +253,7 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   Vector<uint32_t> made, earlier;
   rows.use(slots.data(), 1, 5, 5, &made, &earlier);
   spoil(rows, slots[0]);
-  rows.let_go(slots.data(), 1);
+  rows.release_hold(slots.data(), 1);
   EXPECT_TRUE(rows.exists(slots[0])) << "nobody needs to hold what exists";
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 1u);
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 0u) << "it does not exist any more";
@@ -273,7 +273,7 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   rows.create_reserved(slots.data(), 1, nullptr);
   EXPECT_EQ(all_keys(), Keys{12});
   EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
-  rows.let_go(slots.data() + 1, 1);
+  rows.release_hold(slots.data() + 1, 1);
   EXPECT_EQ(slots_of({13}, Missing::kReserve), Slots{slots[1]});
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
 }
@@ -288,13 +288,13 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
   EXPECT_TRUE(is_new(rows, slots[0], 10));
   EXPECT_EQ(rows.count(), 0u);
-  EXPECT_TRUE(rows.unsure());
+  EXPECT_TRUE(rows.holders_unknown());
   // Nothing is free as long as somebody may hold it.
   Slots full;
   rows.recount([] { return false; }, [](auto) { FAIL() << "while somebody is finding rows"; });
   EXPECT_EQ(resolve({12}, Missing::kReserve, &full), FRUGAL_ERR_TABLE_FULL);
   recount({slots[0]});
-  EXPECT_FALSE(rows.unsure());
+  EXPECT_FALSE(rows.holders_unknown());
   EXPECT_EQ(slots_of({12, 10}, Missing::kCreate), (Slots{slots[1], slots[0]}));
   EXPECT_TRUE(is_new(rows, slots[1], 12));
 }
@@ -309,12 +309,12 @@ TEST_F(RowsTest, DeletedWithoutMemory) {
     EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
   }
   EXPECT_EQ(rows.uncreate(&slots[2], 1, true), 1u);
-  EXPECT_TRUE(rows.unsure());
+  EXPECT_TRUE(rows.holders_unknown());
   const uint32_t start[] = {0, 40000};
   auto count = [&] {
     rows.recount([] { return true; }, [&](auto visit) { visit(&slots[1], 1, start); });
   };
-  for (int64_t n = 1; rows.unsure(); ++n) {
+  for (int64_t n = 1; rows.holders_unknown(); ++n) {
     ASSERT_LT(n, 20);
     HeapFails heap(n);
     try {
@@ -327,7 +327,7 @@ TEST_F(RowsTest, DeletedWithoutMemory) {
   EXPECT_EQ(slots_of({20, 21}, Missing::kReserve).size(), 2u);
   Slots full;
   EXPECT_EQ(resolve({22}, Missing::kReserve, &full), FRUGAL_ERR_TABLE_FULL);
-  rows.let_go(&slots[1], 1, start);
+  rows.release_hold(&slots[1], 1, start);
   EXPECT_EQ(slots_of({22}, Missing::kReserve), Slots{slots[1]});
 }
 
@@ -420,7 +420,7 @@ TEST_F(RowsTest, YoungRows) {
     EXPECT_TRUE(rows.exists(slots[1]) && rows.exists(slots[2]));
     EXPECT_EQ(rows.uncreate(slots.data() + 1, 2, true), 2u);
     recount(slots);
-    rows.let_go(slots.data(), 3);
+    rows.release_hold(slots.data(), 3);
   }
   EXPECT_FALSE(rows.has_reserved());
 }
@@ -462,7 +462,7 @@ TEST_F(RowsTest, AFullTable) {
     EXPECT_TRUE(created.empty());
     EXPECT_EQ(rows.count(), 2u);
   }
-  rows.let_go(held.data(), 1);
+  rows.release_hold(held.data(), 1);
   EXPECT_FALSE(rows.has_reserved());
   EXPECT_EQ(resolve({UINT64_MAX - 4}, Missing::kReserve, &slots), FRUGAL_OK);
   for (uint64_t k = 2; k < 49; ++k) slots_of({k}, Missing::kReserve);
@@ -677,7 +677,7 @@ TEST(RowWatchers, OneComesWhileRowsAreMade) {
         EXPECT_OK(rows.resolve(&keys[i], 1, nullptr, Missing::kReserve, &slots[i], nullptr));
         begun.store(true);
       }
-      rows.let_go(slots.data(), kRows);
+      rows.release_hold(slots.data(), kRows);
     });
     while (!begun.load()) std::this_thread::yield();
     rows.watch(&watcher);

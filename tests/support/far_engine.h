@@ -137,7 +137,7 @@ struct FarEngine : testing::Test {
   bool here(uint64_t key) {
     uint32_t slot;
     EXPECT_OK(table->rows.resolve(&key, 1, nullptr, Rows::Missing::kLeave, &slot, nullptr));
-    table->rows.unhold(&slot, 1);
+    table->rows.unhold_backed(&slot, 1);
     return slot != kMissingSlot;
   }
   uint64_t left() { return table->rows.far()->store().left; }

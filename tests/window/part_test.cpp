@@ -304,7 +304,7 @@ TEST_F(PartTest, WithoutMemoryNoPlaceIsHeld) {
           [&] { return part->resolve(fresh, hashed, Rows::Missing::kReserve, nullptr); });
       ASSERT_EQ(part->resolved(), s == FRUGAL_OK) << without.rounds();
       ASSERT_EQ(hashed.has_reserved(), s == FRUGAL_OK) << without.rounds();
-      if (s == FRUGAL_OK) part->let_go(hashed);
+      if (s == FRUGAL_OK) part->release_hold(hashed);
       ASSERT_FALSE(hashed.has_reserved());
     }
     EXPECT_GT(without.rounds(), 3);
