@@ -763,7 +763,7 @@ typedef struct frugal_stats {
   uint64_t prefetch_ns;
   uint64_t entry_ns;             /* time spent on g-entries and queue */
   uint64_t apply_ns;             /* time spent applying updates, over threads */
-  uint64_t cache_turns;          /* step boundaries of trainers' caches, one for each table */
+  uint64_t cache_refreshes;          /* refreshes of trainers' caches, one for each table */
   uint64_t cache_planned;        /* of these: worked out while the step before was computed */
 } frugal_stats;
 

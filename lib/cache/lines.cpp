@@ -17,7 +17,7 @@ Status HostLines::open(const Rows& rows, uint64_t lines, BufferPool& pool,
   return FRUGAL_OK;
 }
 
-Status HostLines::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
+Status HostLines::refresh(const CachePlan& plan, const Vector<DueUpdate>& due) {
   for (const DueUpdate& d : due) apply(d.touched(plan), *d.update);
   fill(plan.admitted, plan.to);
   return FRUGAL_OK;

@@ -1,7 +1,7 @@
 // The lines of a cache: values and state of the rows that it has. Which row is in which line its
 // index knows (row_cache.h).
 //
-// At a boundary lines get what was committed since the last one, and the rows that come in, all as
+// At a refresh lines get what was committed since the last one, and the rows that come in, all as
 // a CachePlan says. Who does that differs with where they are: in host memory the caller's thread
 // (HostLines), on a GPU its kernels (DeviceLines, engine/gpu.h), on a GPU of another process that
 // process, which is told (AttachedCachedRows, engine/trainer.h).
@@ -20,12 +20,12 @@ struct LinesAt {
   explicit operator bool() const { return host || device.values; }
 };
 
-// A committed update that a boundary brings to lines.
+// A committed update that a refresh brings to lines.
 struct DueUpdate {
   UpdateRef update;
   bool planned = false;  // what it touches stands in the plan
   LineUpdate other;      // else here
-  size_t now = 0;        // so many lines before the step reads; others until the next boundary
+  size_t now = 0;        // so many lines before the step reads; others until the next refresh
   const LineUpdate& touched(const CachePlan& plan) const { return planned ? plan.update : other; }
 };
 
@@ -33,12 +33,12 @@ class Lines : public HeapObject {
  public:
   virtual ~Lines() = default;
   const LinesAt& at() const { return at_; }
-  // What can be done ahead of a planned boundary. forget_plan: it will not be as planned, or is
+  // What can be done ahead of a planned refresh. forget_plan: it will not be as planned, or is
   // behind us.
   virtual void send(const CachePlan&) {}
   virtual void forget_plan() noexcept {}
-  // The boundary: updates, and then the rows that come in, of which the host rows are up to date.
-  virtual Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) = 0;
+  // The refresh: updates, and then the rows that come in, of which the host rows are up to date.
+  virtual Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) = 0;
   // When those of all tables are behind us: what the step does not wait for.
   virtual Status finish() { return FRUGAL_OK; }
 
@@ -51,7 +51,7 @@ class HostLines final : public Lines {
   // Of a table's rows.
   static Status open(const Rows& rows, uint64_t lines, BufferPool& pool,
                      std::unique_ptr<Lines>* out);
-  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override;
+  Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
  private:
   void apply(const LineUpdate& touched, const StepUpdate& update);

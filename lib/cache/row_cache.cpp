@@ -73,12 +73,12 @@ void RowCache::index_erase(uint32_t slot) {
   }
 }
 
-void RowCache::begin_turn(uint64_t step) {
+void RowCache::begin_refresh(uint64_t step) {
   step_before_ = step_;
   step_ = step;
-  if (++turn_ == 1u << 31) {
+  if (++number_ == 1u << 31) {
     for (Line& line : line_) line.mark = 0;
-    turn_ = 1;
+    number_ = 1;
   }
   pinned_.clear();
   const uint32_t passing = list_of(step);
@@ -103,7 +103,7 @@ void RowCache::begin_turn(uint64_t step) {
   for (size_t i = never.first; i < never.lines.size(); ++i) {
     const uint32_t line = never.lines[i];
     if (!listed(line, kNever)) continue;
-    line_[line].mark = turn_ << 1;  // so that it stays once
+    line_[line].mark = number_ << 1;  // so that it stays once
     never.lines[kept++] = line;
   }
   never.lines.resize(kept);
@@ -112,7 +112,7 @@ void RowCache::begin_turn(uint64_t step) {
 }
 
 // Lines whose step has come and that nobody reads in it any more are never read, as far as we know.
-void RowCache::end_turn(uint64_t step) {
+void RowCache::end_refresh(uint64_t step) {
   const uint32_t passing = list_of(step);
   for (size_t i = 0; i < passed_.size(); ++i) {
     if (i + kAhead < passed_.size()) __builtin_prefetch(&line_[passed_[i + kAhead]]);

@@ -3,7 +3,7 @@
 //
 // It has copies of rows, values and optimizer state, that its trainer may cache
 // (window/placement.h). A step's update is applied twice, to the host row by the flush threads and
-// to the cached row by the owner at its next step boundary, before anyone reads it: bit equality
+// to the cached row by the owner at its next refresh, before anyone reads it: bit equality
 // makes the two the same, a trainer's death loses nothing, and eviction writes nothing back. What
 // the cache saves is the wait: the owner's own reads no longer make an update of the row urgent.
 //
@@ -13,7 +13,7 @@
 // addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 76
 // .. 92.
 //
-// A boundary is worked out before it is carried out: turn_over() changes the index, find() and
+// A refresh is worked out before it is carried out: plan_refresh() changes the index, find() and
 // touched() tell what that means for the lookups and the update of the steps around it (a
 // CachePlan), by which Lines move bytes. So all but the last can be done ahead.
 //
@@ -47,7 +47,7 @@ struct LineUpdate {
   }
 };
 
-// A cache's boundary, at the beginning of a step.
+// A cache's refresh, at the beginning of a step.
 struct CachePlan {
   Vector<PartRef> parts;      // what the owner has declared for the step; their `sources` are set
   Vector<uint32_t> admitted;  // slots that come in,
@@ -97,20 +97,20 @@ class RowCache : public HeapObject {
   // Where the owner reads rows: the line, or the host row.
   void sources(const uint32_t* slots, size_t n, device::Source* out) const;
 
-  // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
+  // The refresh of step `step`. `slots` are the distinct rows that the owner reads in it and
   // owns, ascending; next[i] is the owner's next declared read after `step` (UINT64_MAX: none).
   // Tells which rows come, to which lines, and which go. `next_of(slots, n, next)` asks again for
-  // rows that are candidates to go. `more`: further rows of the boundary that was turned over last.
+  // rows that are candidates to go. `more`: further rows of the refresh that was planned last.
   // Memory is wanted before anything of it is changed.
   template <class NextOf>
-  void turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
-                 NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
-                 Vector<uint32_t>* evicted);
-  // The lines of the slots of the last call of turn_over(), or kNone.
-  const Vector<uint32_t>& turned() const { return found_; }
-  // What an update of the step before that boundary means for the lines: new ones have it already.
+  void plan_refresh(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
+                    NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
+                    Vector<uint32_t>* evicted);
+  // The lines of the slots of the last call of plan_refresh(), or kNone.
+  const Vector<uint32_t>& refreshed() const { return found_; }
+  // What an update of the step before that refresh means for the lines: new ones have it already.
   // Of the parts, one a rank, all rows are updated. The owner's own part tells its lines
-  // (Part::sources) where the boundary before this one was that of its step.
+  // (Part::sources) where the refresh before this one was that of its step.
   void touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out);
 
   void drop(uint32_t slot) noexcept;
@@ -145,11 +145,11 @@ class RowCache : public HeapObject {
                      Vector<uint32_t>* evicted);
   template <class NextOf>
   void ask(uint32_t list, NextOf next_of);
-  void begin_turn(uint64_t step);
-  void end_turn(uint64_t step);
+  void begin_refresh(uint64_t step);
+  void end_refresh(uint64_t step);
   void list_line(uint32_t line, uint64_t next_read) noexcept;
-  bool read_now(const Line& l) const { return l.mark >> 1 == turn_; }
-  bool is_new(const Line& l) const { return l.mark == (turn_ << 1 | 1); }
+  bool read_now(const Line& l) const { return l.mark >> 1 == number_; }
+  bool is_new(const Line& l) const { return l.mark == (number_ << 1 | 1); }
   bool listed(uint32_t line, uint32_t list) const {
     const Line& l = line_[line];
     return l.slot != kNone && !read_now(l) && list_of(l.next_read) == list;
@@ -176,7 +176,7 @@ class RowCache : public HeapObject {
   // Of this list the next reads of lines before place `asked_end_` are what they say.
   uint32_t asked_list_ = kLists;
   size_t asked_end_ = 0;
-  uint32_t turn_ = 0;
+  uint32_t number_ = 0;
   uint64_t step_ = kNoStep,
            step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
   struct Hit {
@@ -189,16 +189,16 @@ class RowCache : public HeapObject {
 };
 
 template <class NextOf>
-void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next,
-                         size_t n, NextOf next_of, Vector<uint32_t>* admitted,
-                         Vector<uint32_t>* lines, Vector<uint32_t>* evicted) {
+void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next,
+                            size_t n, NextOf next_of, Vector<uint32_t>* admitted,
+                            Vector<uint32_t>* lines, Vector<uint32_t>* evicted) {
   const size_t most = std::min<size_t>(n, lines_);
   found_.reserve(n);
   for (Vector<uint32_t>* v : {admitted, lines, evicted}) v->reserve(v->size() + most);
   if (more)
     step_ = kNoStep;
   else
-    begin_turn(step);
+    begin_refresh(step);
   asked_list_ = kLists;
   skipped_ = false;
   const size_t pinned_before = pinned_.size();
@@ -212,7 +212,7 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     if (found_[i] == kNone) continue;
     Line& line = line_[found_[i]];
     if (read_now(line)) continue;
-    line.mark = turn_ << 1;
+    line.mark = number_ << 1;
     pinned_.push_back({found_[i], next[i]});
   }
   for (size_t i = 0; i < n && pinned_.size() < lines_; ++i) {
@@ -223,7 +223,7 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     if (line == kNone) continue;
     FRUGAL_ASSERT(line_[line].slot == kNone && find(slots[i]) == kNone);
     line_[line].slot = slots[i];
-    line_[line].mark = turn_ << 1 | 1;
+    line_[line].mark = number_ << 1 | 1;
     index_insert(slots[i], line);
     ++size_;
     found_[i] = line;
@@ -236,7 +236,7 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     if (i + kAhead < pinned_.size()) __builtin_prefetch(&line_[pinned_[i + kAhead].line], 1);
     list_line(pinned_[i].line, pinned_[i].next_read);
   }
-  if (!more) end_turn(step);
+  if (!more) end_refresh(step);
   FRUGAL_ASSERT(pinned_.size() <= lines_ && size_ + free_.size() == lines_);
 }
 

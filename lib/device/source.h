@@ -1,4 +1,4 @@
-// Where a rank reads a row: one word, which boundaries of caches write, and lookups on the CPU, in
+// Where a rank reads a row: one word, which refreshes of caches write, and lookups on the CPU, in
 // attached processes and on GPUs read.
 //
 //   bit 31, 30   the rest

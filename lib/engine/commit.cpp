@@ -64,7 +64,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   {
     ControlFree meanwhile(mu_);
     memory_.end_step();  // of the steps before
-    Lock boundary(boundary_);
+    Lock lock_refresh(refresh_mu_);
     // First all that may want memory: after a failure it goes on from there.
     for (Commit& c : record.commits) {
       const Status s = prepare(step, record, &c);

@@ -38,7 +38,7 @@ class Committer {
   bool stalled() const { return stalled_.load(); }
   void forget_stalled() REQUIRES(control) { stalled_.store(false); }  // its step is undone
   // While it is held no step is committed. Before the engine's mutex.
-  Mutex& boundary() { return boundary_; }
+  Mutex& refresh_mu() { return refresh_mu_; }
 
  private:
   void commit(uint64_t step, StepRecord& record, Status* status) REQUIRES(control);
@@ -61,7 +61,7 @@ class Committer {
   EngineMemory& memory_;
   Meters& meters_;
   std::atomic<bool> stalled_{false};
-  Mutex boundary_;  // of caches
+  Mutex refresh_mu_;  // of caches
 };
 
 }  // namespace frugal

@@ -9,7 +9,7 @@
 // claimed a row. Three rare things do go over keys under the declarations' lock, so that none comes
 // or goes meanwhile: taking linked ones back (drop_batches), making room in a full table
 // (give_up_reserved), and finding out who holds places of rows that are none any more (recount).
-// Where rows may be far, revoking a part and planning a boundary do, too.
+// Where rows may be far, revoking a part and planning a refresh do, too.
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -164,10 +164,10 @@ class Engine final : public Session, private DataPath {
   void trace_remote(const TraceEvent& event) { meters_.trace.keep(event); }
   Status inside_step(Trainer& t);
   bool is_inside(const Trainer& t, uint64_t step);
-  // Before step_begin: the boundaries up to `number` have been carried out, and for `table` (0: none) there is no
-  // device memory.
+  // Before step_begin: the refreshes up to `number` have been carried out, and for `table` (0:
+  // none) there is no device memory.
   Status carried_out(Trainer& t, uint64_t number, uint64_t table);
-  void take_boundary(Trainer& t, RemoteBoundary* out);
+  void take_refresh(Trainer& t, RemoteRefresh* out);
   Status lose_trainer(const TrainerRef& trainer);
   // OUT_OF_MEMORY: not now; nothing has been done.
   Status may_close(const Trainer& t);
@@ -214,7 +214,7 @@ class Engine final : public Session, private DataPath {
  private:
   friend class OutsideScope;
   friend class CommittedScope;
-  // What the boundary and this engine give to the calls above is the engine's own.
+  // What the refresh and this engine give to the calls above is the engine's own.
   static Table& own(AnyTable& t) { return static_cast<Table&>(t); }
   static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
   // --- work.cpp: what flush threads do, and who waits helps with
@@ -244,7 +244,7 @@ class Engine final : public Session, private DataPath {
   Status end_device_work(Trainer& t, DeviceWork::Found* found) REQUIRES(t.call_mu);
   void device_failed(uint32_t rank, const Gpu& gpu);
 
-  // --- caches.cpp: boundaries of caches
+  // --- refresh.cpp: refreshes of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
   TableCache& cache_of(Trainer& t, const TableRef& table);
   Status open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out);
@@ -256,8 +256,8 @@ class Engine final : public Session, private DataPath {
   void allow_planning(Trainer& t, uint64_t step);
   void forbid_planning(Trainer& t);
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(control);
-  Status turn_caches(Trainer& t, uint64_t step);
-  Status turn_or_forget(Trainer& t, uint64_t step);
+  Status refresh_caches(Trainer& t, uint64_t step);
+  Status refresh_or_forget(Trainer& t, uint64_t step);
   void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   void drop_cache(Trainer& t, const Table& table) noexcept;

@@ -55,7 +55,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
   bool any;
   {
     ControlLock lock(mu_);
-    // Who plans a boundary has parts in hand.
+    // Who plans a refresh has parts in hand.
     if (!phase_.may(Phase::kRevoke)) return false;
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
@@ -72,7 +72,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
 }
 
 // Lines hold places. A cache of a trainer is given up, and the trainer goes on from host rows. Who
-// does it has the caches as one who plans a boundary has them: no operation outside steps, nor an
+// does it has the caches as one who plans a refresh has them: no operation outside steps, nor an
 // abort, may have begun, and those that begin meanwhile wait. choose(&trainer), with the lock held,
 // names the cache, or none.
 template <class Choose>
@@ -91,12 +91,12 @@ bool Engine::give_up_cache(Choose choose) {
   return true;
 }
 
-// That of a trainer which is not in the middle of a boundary.
+// That of a trainer which is not in the middle of a refresh.
 bool Engine::give_up_lines_of(Table& table) {
   if (!ranks_.caches_exist()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     for (const TrainerRef& r : ranks_) {
-      if (!r || !r->turn.free() || r->closing.load()) continue;
+      if (!r || !r->refresh.free() || r->closing.load()) continue;
       TableCache* of = cache_in(*r, table);
       if (!of || !of->any()) continue;
       *t = r;

@@ -176,9 +176,9 @@ Status Gpu::open(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned,
   auto gpu = std::allocate_shared<Gpu>(HeapAllocator<Gpu>(), std::move(runtime), pinned);
   FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kHigh, &gpu->upload_),
                     "a stream of the engine");
-  FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kLow, &gpu->boundary_),
+  FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kLow, &gpu->refresh_stream_),
                     "a stream of the engine");
-  FRUGAL_TRY(gpu->create_event(&gpu->boundary_done_));
+  FRUGAL_TRY(gpu->create_event(&gpu->refresh_done_));
   FRUGAL_TRY(gpu->create_event(&gpu->drained_));
   *out = std::move(gpu);
   return FRUGAL_OK;
@@ -194,9 +194,9 @@ Gpu::Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned)
 }
 
 Gpu::~Gpu() {
-  if (boundary_done_.handle) runtime_->destroy_event(boundary_done_);
+  if (refresh_done_.handle) runtime_->destroy_event(refresh_done_);
   if (drained_.handle) runtime_->destroy_event(drained_);
-  if (boundary_.handle) runtime_->destroy_stream(boundary_);
+  if (refresh_stream_.handle) runtime_->destroy_stream(refresh_stream_);
   for (device::Event e : events_) runtime_->destroy_event(e);
   if (upload_.handle) runtime_->destroy_stream(upload_);
 }

@@ -56,7 +56,7 @@ struct LinesOnDevice : OnDevice {
   size_t count = 0;
 };
 
-// A cache's boundary (CachePlan), on the device.
+// A cache's refresh (CachePlan), on the device.
 struct PlanOnDevice : OnDevice {
   device::Ptr<uint32_t> slots, to;  // of rows that come in
   size_t count = 0;
@@ -102,10 +102,10 @@ struct DeviceWork : HeapObject {
   Vector<PartRef> parts;
   Vector<Buffer> pinned;
   Vector<DeviceBuffer> memory;
-  Vector<UpdateRef> updates;  // whose sums the cache's boundary reads
-  Vector<std::shared_ptr<OnDevice>> sent;  // the boundary's lists
+  Vector<UpdateRef> updates;  // whose sums the cache's refresh reads
+  Vector<std::shared_ptr<OnDevice>> sent;  // the refresh's lists
   Vector<std::shared_ptr<void>> kept;      // what else its kernels need to live
-  bool after_boundary = false;
+  bool after_refresh = false;
   Vector<Placed> placed;
   // Words in pinned memory, 0 unless: a gradient that is to be refused has a NaN; offsets are none.
   Vector<const uint32_t*> nans, wrong_offsets;
@@ -274,8 +274,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const uint32_t* slots,
                          size_t n, uint32_t dim, const GpuOp& op, const device::GradPtr& source);
 
-  // Lookups of the step come after what caches' boundaries have launched so far (DeviceLines).
-  Status end_boundary(DeviceWork& f);
+  // Lookups of the step come after what caches' refreshes have launched so far (DeviceLines).
+  Status end_refresh(DeviceWork& f);
 
   Status create_event(device::Event* out);
   void give_back(device::Event e);
@@ -325,8 +325,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Vector<Buffer> outgrown_;
   Mutex upload_mu_;
   device::Stream upload_ GUARDED_BY(upload_mu_);
-  device::Stream boundary_;       // call_mu
-  device::Event boundary_done_;
+  device::Stream refresh_stream_;  // call_mu
+  device::Event refresh_done_;
   Mutex events_mu_;
   Vector<device::Event> events_ GUARDED_BY(events_mu_);
   Mutex drained_mu_;
@@ -346,7 +346,7 @@ class DeviceLines final : public Lines {
   DeviceLines(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
   void send(const CachePlan& plan) override;
   void forget_plan() noexcept override;
-  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override;
+  Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
   Status finish() override;
 
  private:
@@ -359,7 +359,7 @@ class DeviceLines final : public Lines {
   Gpu& gpu_;
   const device::RowsView rows_;
   DeviceBuffer values_, state_;
-  std::shared_ptr<PlanOnDevice> plan_;  // of the next boundary, once it is there
+  std::shared_ptr<PlanOnDevice> plan_;  // of the next refresh, once it is there
   struct Later {
     UpdateRef update;
     std::shared_ptr<LinesOnDevice> lists;

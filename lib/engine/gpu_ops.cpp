@@ -57,7 +57,7 @@ Status Gpu::begin(DeviceWork& f, const PartRef& part, PartOnDevice** out) {
   FRUGAL_TRY(upload(*part, out));
   device::Result r;
   if ((*out)->sent.handle) r = runtime_->wait(stream_, (*out)->sent);
-  if (r.ok() && f.after_boundary) r = runtime_->wait(stream_, boundary_done_);
+  if (r.ok() && f.after_refresh) r = runtime_->wait(stream_, refresh_done_);
   return noted(r, "waiting for a batch's places, or for the cache");
 }
 
@@ -490,7 +490,7 @@ void DeviceLines::forget_plan() noexcept {
   later_.clear();
 }
 
-Status DeviceLines::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
+Status DeviceLines::refresh(const CachePlan& plan, const Vector<DueUpdate>& due) {
   FRUGAL_TRY(send_plan(plan));
   for (const DueUpdate& d : due) {
     std::shared_ptr<LinesOnDevice> lists = plan_->update;
@@ -512,7 +512,7 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   const size_t n = to - from;
   if (n == 0) return FRUGAL_OK;
   DeviceWork& f = *gpu_.current_device_work();
-  FRUGAL_TRY(f.use(gpu_.boundary_));
+  FRUGAL_TRY(f.use(gpu_.refresh_stream_));
   f.updates.push_back(update);
   f.sent.push_back(lists);
   DeviceBuffer sums, ranks;
@@ -529,9 +529,10 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   f.pinned.push_back(std::move(rank_sums));
   f.memory.push_back(std::move(sums));
   f.memory.push_back(std::move(ranks));
-  device::Result r = gpu_.runtime_->wait(gpu_.boundary_, lists->sent);
+  device::Result r = gpu_.runtime_->wait(gpu_.refresh_stream_, lists->sent);
   if (r.ok())
-    r = gpu_.runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes, gpu_.boundary_);
+    r = gpu_.runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes,
+                            gpu_.refresh_stream_);
   FRUGAL_TRY(gpu_.noted(r, "the update of a cache"));
   const uint32_t dim = update->scalars.dim;
   device::SumTermsArgs s{};
@@ -543,8 +544,8 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   s.dim = dim;
   s.sums = to_sums;
   s.sums_stride = stride;
-  FRUGAL_TRY(
-      gpu_.launch(Kernel::sum_terms, device::sum_terms_shape(s, gpu_.extent_), s, gpu_.boundary_));
+  FRUGAL_TRY(gpu_.launch(Kernel::sum_terms, device::sum_terms_shape(s, gpu_.extent_), s,
+                         gpu_.refresh_stream_));
   device::ApplyArgs a{};
   a.step = update->scalars;
   a.lines = at_.device;
@@ -557,7 +558,7 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   a.sums = s.sums;
   a.sums_stride = s.sums_stride;
   return gpu_.launch(device::apply_kernel(update->scalars.kind),
-                     device::apply_shape(a, gpu_.extent_), a, gpu_.boundary_);
+                     device::apply_shape(a, gpu_.extent_), a, gpu_.refresh_stream_);
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.
@@ -565,10 +566,10 @@ Status DeviceLines::fill() {
   const PlanOnDevice& plan = *plan_;
   if (plan.count == 0) return FRUGAL_OK;
   DeviceWork& f = *gpu_.current_device_work();
-  FRUGAL_TRY(f.use(gpu_.boundary_));
+  FRUGAL_TRY(f.use(gpu_.refresh_stream_));
   f.sent.push_back(plan_);
-  FRUGAL_TRY(
-      gpu_.noted(gpu_.runtime_->wait(gpu_.boundary_, plan.sent), "rows that come into a cache"));
+  FRUGAL_TRY(gpu_.noted(gpu_.runtime_->wait(gpu_.refresh_stream_, plan.sent),
+                        "rows that come into a cache"));
   device::FillArgs a{};
   a.host = host_rows(rows_);
   a.lines = at_.device;
@@ -579,16 +580,17 @@ Status DeviceLines::fill() {
   a.count = static_cast<uint32_t>(plan.count);
   a.dim = rows_.dim;
   a.state_elements = static_cast<uint32_t>(a.line_state.stride);
-  return gpu_.launch(Kernel::fill_lines, device::fill_shape(a, gpu_.extent_), a, gpu_.boundary_);
+  return gpu_.launch(Kernel::fill_lines, device::fill_shape(a, gpu_.extent_), a,
+                     gpu_.refresh_stream_);
 }
 
-// What is launched from now on in the caller's stream comes after the boundary's work.
-Status Gpu::end_boundary(DeviceWork& f) {
+// What is launched from now on in the caller's stream comes after the refresh's work.
+Status Gpu::end_refresh(DeviceWork& f) {
   bool used = false;
-  for (device::Stream s : f.streams) used |= s.handle == boundary_.handle;
-  f.after_boundary = used;
+  for (device::Stream s : f.streams) used |= s.handle == refresh_stream_.handle;
+  f.after_refresh = used;
   if (!used) return FRUGAL_OK;
-  FRUGAL_TRY(noted(runtime_->record(boundary_done_, boundary_), "the cache's boundary"));
+  FRUGAL_TRY(noted(runtime_->record(refresh_done_, refresh_stream_), "the cache's refresh"));
   return f.mark();
 }
 

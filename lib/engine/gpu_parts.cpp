@@ -1,5 +1,5 @@
 // What goes to a trainer's GPU ahead of its use: arrays of parts, where their rows are cached, and
-// what boundaries do to lines.
+// what refreshes do to lines.
 #include <algorithm>
 #include <cstring>
 

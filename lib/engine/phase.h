@@ -20,7 +20,7 @@ class Phase {
     kAlone,     // such an operation has rows and caches for itself
     kRead,      // a trainer between steps reads rows
     kGet,       // rows are read as of the last committed step, whatever ranks are inside of
-    kPlan,      // a boundary of a cache is worked out ahead, or a cache given up
+    kPlan,      // a refresh of a cache is worked out ahead, or a cache given up
     kJoin,      // a rank that was here before comes back
     kLeave,     // the caches of a rank that leaves are taken away
     kRevoke,    // parts of later steps give up their places

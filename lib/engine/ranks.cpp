@@ -13,10 +13,10 @@ void Ranks::join(const TrainerRef& t, uint64_t recorded) {
     // have left. And what was pushed in them before the first GPU came is memory that no device
     // sees.
     const bool first = caches_.fetch_add(1) == 0 || t->gpu;
-    if (first) t->turn.serve_from(recorded);
+    if (first) t->refresh.serve_from(recorded);
     for (const TrainerRef& o : trainers_)
       if (o && o->next_step != kNoStep)
-        t->turn.serve_from(first ? o->next_step : o->turn.from());
+        t->refresh.serve_from(first ? o->next_step : o->refresh.from());
   }
   trainers_[t->rank] = t;
   counts_.awaited -= !joined_[t->rank];
@@ -96,7 +96,7 @@ void Ranks::begin(Trainer& t, uint64_t step) {
 
 void Ranks::undo(Trainer& t) {
   ControlLock lock(mu_);
-  t.turn.stop_plans();
+  t.refresh.stop_plans();
   go(t, false, t.next_step == kNoStep ? kNoStep : next_commit());
 }
 

@@ -63,14 +63,14 @@ bool Engine::describe_lines(Trainer& t, RemotePart* p) {
 
 // --- Lines in another process --------------------------------------------------------------------
 
-Status AttachedCachedRows::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
+Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate>& due) {
   auto to_arena = [&](const void* data, size_t bytes, Buffer* out) -> Status {
     if (bytes == 0) return FRUGAL_OK;
     FRUGAL_TRY(pool_.get(bytes, out));
     std::memcpy(out->data(), data, bytes);
     return FRUGAL_OK;
   };
-  RemoteBoundary::OfTable& out = out_->tables.emplace_back();
+  RemoteRefresh::OfTable& out = out_->tables.emplace_back();
   out.table = table_;
   out.lines = lines_;
   out.count = plan.admitted.size();
@@ -79,7 +79,7 @@ Status AttachedCachedRows::turn(const CachePlan& plan, const Vector<DueUpdate>& 
   for (const DueUpdate& d : due) {
     const LineUpdate& touched = d.touched(plan);
     if (touched.lines.empty()) continue;
-    RemoteBoundary::Update& u = out.updates.emplace_back();
+    RemoteRefresh::Update& u = out.updates.emplace_back();
     u.update = d.update;
     u.count = touched.lines.size();
     u.term_count = touched.terms.size();
@@ -88,7 +88,7 @@ Status AttachedCachedRows::turn(const CachePlan& plan, const Vector<DueUpdate>& 
     FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
     FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
     for (const RankGradients& h : d.update->ranks) {
-      RemoteBoundary::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
+      RemoteRefresh::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
       if (s.bytes) s.place = ledger_.find(h.sums.data());
       if (s.bytes && s.place == kNoPlace) {  // which no other process sees
         Buffer copy;
@@ -105,24 +105,24 @@ Status AttachedCachedRows::turn(const CachePlan& plan, const Vector<DueUpdate>& 
 Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   Lock call(t.call_mu);
   RemoteLines& there = t.remote_lines;
-  if (number > there.boundaries)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such boundary of a cache");
+  if (number > there.refreshes)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such refresh of a cache");
   there.done = number;
-  if (number == there.boundaries) return FRUGAL_OK;
+  if (number == there.refreshes) return FRUGAL_OK;
   if (table && !there.has_refused(table) && there.refused.size() < t.caches.size())
     there.refused.push_back(table);
   ControlLock lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
-  // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
+  // It is inside of the step whose refresh it has not carried out: it has read nothing in it, and
   // begins it anew.
   ranks_.begin_again(t);
   return FRUGAL_OK;
 }
 
-void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
+void Engine::take_refresh(Trainer& t, RemoteRefresh* out) {
   Lock call(t.call_mu);
-  *out = std::move(t.remote_lines.boundary);
-  t.remote_lines.boundary = {};
+  *out = std::move(t.remote_lines.refresh);
+  t.remote_lines.refresh = {};
 }
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
@@ -130,7 +130,7 @@ Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches) of.forget();
   for (auto& [raw, of] : t.caches)
     if (t.remote_lines.has_refused(of.table()->handle)) of.close();
-  t.remote_lines.done = t.remote_lines.boundaries;
+  t.remote_lines.done = t.remote_lines.refreshes;
   ControlLock lock(mu_);
   ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.

@@ -51,18 +51,18 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       meters_.counters.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
-  struct Turning {
+  struct Refreshing {
     Engine& engine;
     Trainer* t = nullptr;  // null: allow_planning has told
-    ~Turning() {
+    ~Refreshing() {
       if (!t) return;
       ControlLock lock(engine.mu_);
-      t->turn.end_turn(kNoStep);
+      t->refresh.end_refresh(kNoStep);
     }
-  } turning{*this};
+  } refreshing{*this};
   if (t.has_cache.load()) {
     forbid_planning(t);
-    turning.t = &t;
+    refreshing.t = &t;
   }
   for (;;) {
     bool again = false;
@@ -75,7 +75,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
           phase_.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
         ranks_.begin(t, step);
-        if (t.remote_lines.done == t.remote_lines.boundaries) break;
+        if (t.remote_lines.done == t.remote_lines.refreshes) break;
         again = true;
       }
     }
@@ -89,10 +89,10 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     // one of them waits for this call.
     FRUGAL_TRY(enter(t));
   }
-  if (t.cache_bytes || t.cache_ratio > 0) FRUGAL_TRY(turn_or_forget(t, step));
+  if (t.cache_bytes || t.cache_ratio > 0) FRUGAL_TRY(refresh_or_forget(t, step));
   if (t.has_cache.load()) {
     allow_planning(t, step);
-    turning.t = nullptr;
+    refreshing.t = nullptr;
   }
   if (pacing_.deferred() && config_.flush_threads) schedule_staging(t, step);
   return FRUGAL_OK;

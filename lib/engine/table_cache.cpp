@@ -39,7 +39,7 @@ void TableCache::expect(const Vector<PartRef>& pushed) {
   lines_->send(plan_);
 }
 
-// What the boundary of `step` does for these parts: those besides others, if it has been planned
+// What the refresh of `step` does for these parts: those besides others, if it has been planned
 // already.
 Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urgency urgency) {
   const bool more = planned_ == step;
@@ -54,14 +54,14 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   plan_.parts.reserve(plan_.parts.size() + parts.size());
   window.next_owner_reads(slots_.data(), slots_.size(), step, next_.data(), urgency);
   const size_t before = plan_.admitted.size();
-  index_.turn_over(
+  index_.plan_refresh(
       more, step, slots_.data(), next_.data(), slots_.size(),
       [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
         window.next_owner_reads(of_lines, n, step, reads, urgency);
       },
       &plan_.admitted, &plan_.to, &evicted_);
   FRUGAL_ASSERT(plan_.admitted.size() == plan_.to.size());
-  FRUGAL_ASSERT(index_.turned().size() == slots_.size());
+  FRUGAL_ASSERT(index_.refreshed().size() == slots_.size());
   planned_ = step;
   const bool held = hold(before);
   uint64_t dirty = 0;
@@ -118,7 +118,7 @@ bool TableCache::hold(size_t from) {
   }
 }
 
-// Where the cache has the rows of a part, by what has been turned over: the others are in no line.
+// Where the cache has the rows of a part, by what has been planned: the others are in no line.
 Status TableCache::place(Part& part) {
   if (owner_.gpu) owner_.gpu->forget_places(part);
   part.sources = {};
@@ -126,13 +126,13 @@ Status TableCache::place(Part& part) {
   Buffer sources;
   FRUGAL_TRY(pool_.get(part.distinct * sizeof(device::Source), &sources));
   const uint32_t *start = part.row_start(), *row = part.row_slots();
-  const uint32_t *turned = index_.turned().data(), *slot = slots_.data();
+  const uint32_t *refreshed = index_.refreshed().data(), *slot = slots_.data();
   const uint32_t* const end = slot + slots_.size();
   auto* source = sources.as<device::Source>();
   for (size_t i = 0; i < part.distinct; ++i) {
-    for (; slot != end && *slot < row[i]; ++slot) ++turned;  // both ascend
-    const bool there = slot != end && *slot == row[i] && *turned != RowCache::kNone;
-    source[i] = there ? device::Source::line(*turned) : device::Source{};
+    for (; slot != end && *slot < row[i]; ++slot) ++refreshed;  // both ascend
+    const bool there = slot != end && *slot == row[i] && *refreshed != RowCache::kNone;
+    source[i] = there ? device::Source::line(*refreshed) : device::Source{};
     if (there) part.cached += start[i + 1] - start[i];
   }
   part.sources = std::move(sources);
@@ -160,11 +160,11 @@ void TableCache::forget_plan() noexcept {
   if (lines_) lines_->forget_plan();
 }
 
-// --- The boundary --------------------------------------------------------------------------------
+// --- The refresh --------------------------------------------------------------------------------
 
-Status TableCache::turn(uint64_t step, const Vector<PartRef>& declared,
-                        const Vector<UpdateRef>& committed) {
-  counters_.cache_turns.fetch_add(1, std::memory_order_relaxed);
+Status TableCache::refresh(uint64_t step, const Vector<PartRef>& declared,
+                           const Vector<UpdateRef>& committed) {
+  counters_.cache_refreshes.fetch_add(1, std::memory_order_relaxed);
   bool all_now = committed.size() > 1;
   if (planned_ != step) {
     FRUGAL_TRY(plan(step, declared, Window::Urgency::kUrgent));
@@ -179,7 +179,7 @@ Status TableCache::turn(uint64_t step, const Vector<PartRef>& declared,
   FRUGAL_ASSERT(planned_ == step && not_planned(declared).empty());
   Vector<DueUpdate> dues;
   for (const UpdateRef& update : committed) dues.push_back(due(update, all_now));
-  FRUGAL_TRY(lines_->turn(plan_, dues));
+  FRUGAL_TRY(lines_->refresh(plan_, dues));
   counters_.cache_admitted.fetch_add(plan_.admitted.size(), std::memory_order_relaxed);
   unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
   return FRUGAL_OK;

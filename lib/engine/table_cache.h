@@ -1,12 +1,12 @@
 // A trainer's cache of a table: which rows it has (cache/row_cache.h), their lines (cache/lines.h),
-// and its next boundary.
+// and its next refresh.
 //
-// A boundary is planned in the step before, or when it is due, and carried out when its step
+// A refresh is planned in the step before, or when it is due, and carried out when its step
 // begins. What the window is told: who goes out by a plan counts as a host row from that moment on;
 // who comes in counts as a line not before it is one (`unflagged_`).
 //
-// Threads: one at a time: that which plans (CacheTurn::planning), the trainer's step_begin, or an
-// operation outside steps.
+// Threads: one at a time: that which plans (CacheRefresh::planning), the trainer's step_begin, or
+// an operation outside steps.
 #pragma once
 #include "cache/lines.h"
 #include "engine/counters.h"
@@ -28,7 +28,7 @@ class TableCache {
   const LinesAt& at() const { return lines_->at(); }
   uint64_t bytes() const { return bytes_; }  // of the lines
 
-  // Works out what the boundary of `step` does, for which its trainer has declared these parts:
+  // Works out what the refresh of `step` does, for which its trainer has declared these parts:
   // those besides others, if it is planned already. The window is open. False: nothing was left to
   // plan, or there was no memory.
   bool plan_ahead(uint64_t step, const Vector<PartRef>& declared);
@@ -38,16 +38,17 @@ class TableCache {
   // that were to come in stay out; those that were to go have gone.
   void check_plan(uint64_t step, const Vector<PartRef>& declared);
   void cancel_plan();
-  // The boundary of `step`: lines get the updates that were committed since the last one, and rows
+  // The refresh of `step`: lines get the updates that were committed since the last one, and rows
   // come in. finish(): what the step does not wait for.
-  Status turn(uint64_t step, const Vector<PartRef>& declared, const Vector<UpdateRef>& committed);
+  Status refresh(uint64_t step, const Vector<PartRef>& declared,
+                 const Vector<UpdateRef>& committed);
   Status finish();
   // The owner's own reads of rows that have come in wait for nothing any more.
   void flag(Window::Urgency urgency);
 
   // Outside steps: these rows go. The list has room for them.
   void drop(const uint32_t* slots, size_t n, Vector<uint32_t>* dropped);
-  // After a boundary that has not been carried out whole, no line is what the index says. Host rows
+  // After a refresh that has not been carried out whole, no line is what the index says. Host rows
   // are, or will be: updates go there in any case.
   void forget() noexcept;
   void close() noexcept { lines_.reset(); }  // forgotten before
@@ -69,10 +70,10 @@ class TableCache {
   RowCache index_;
   std::unique_ptr<Lines> lines_;
   uint64_t bytes_ = 0;
-  // The index is what it will be after the boundary of this step; the lines are not yet.
+  // The index is what it will be after the refresh of this step; the lines are not yet.
   uint64_t planned_ = kNoStep;
   CachePlan plan_;
-  // Of who plans: the rows of the boundary, and their next reads; those that go.
+  // Of who plans: the rows of the refresh, and their next reads; those that go.
   Vector<uint32_t> slots_, evicted_;
   Vector<uint64_t> next_;
   Vector<uint32_t> unflagged_;  // rows that have come in, which the window does not know yet

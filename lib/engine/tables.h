@@ -92,8 +92,8 @@ class Tables {
     ControlLock lock(mu_);
     while (*looked < all_.size()) {
       ++*looked;
-      if (turn_ >= all_.size()) turn_ = 0;
-      const TableRef& t = all_[turn_++];
+      if (next_ >= all_.size()) next_ = 0;
+      const TableRef& t = all_[next_++];
       if (t->window.opened() && t->window.pending_until(step)) return t;
     }
     return nullptr;
@@ -109,7 +109,7 @@ class Tables {
   Vector<TableRef> all_ GUARDED_BY(control);  // by number
   std::atomic<uint64_t> pending_rows_{0};  // of all windows
   uint32_t numbers_ GUARDED_BY(control) = 0;
-  size_t turn_ GUARDED_BY(control) = 0;
+  size_t next_ GUARDED_BY(control) = 0;
 };
 
 }  // namespace frugal

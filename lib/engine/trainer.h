@@ -8,7 +8,7 @@
 #include "base/buffer.h"
 #include "base/heap.h"
 #include "base/sync.h"
-#include "engine/cache_turn.h"
+#include "engine/cache_refresh.h"
 #include "engine/control.h"
 #include "engine/counters.h"
 #include "engine/gpu.h"
@@ -18,9 +18,9 @@
 
 namespace frugal {
 
-// A boundary of the caches of a trainer whose lines are in device memory of another process: what
+// A refresh of the caches of a trainer whose lines are in device memory of another process: what
 // is to be done there (process/client_gpu.cpp does it). Lists are in the arena.
-struct RemoteBoundary {
+struct RemoteRefresh {
   struct Sums {
     uint64_t place, bytes;
   };
@@ -46,16 +46,16 @@ struct RemoteBoundary {
 class AttachedCachedRows final : public Lines {
  public:
   AttachedCachedRows(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger,
-                     RemoteBoundary* out)
+                     RemoteRefresh* out)
       : table_(std::move(table)), lines_(lines), pool_(pool), ledger_(ledger), out_(out) {}
-  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override;
+  Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
  private:
   const TableRef table_;
   const uint64_t lines_;
   BufferPool& pool_;
   const Ledger& ledger_;
-  RemoteBoundary* const out_;
+  RemoteRefresh* const out_;
 };
 
 // What a trainer in another process has used of its step, and nobody has told the engine of yet.
@@ -91,15 +91,15 @@ struct CreatedRows {
 };
 
 // Lines of a trainer's caches in device memory of another process, which says with a step that it
-// begins which boundaries it has carried out. With the trainer's call_mu held.
+// begins which refreshes it has carried out. With the trainer's call_mu held.
 struct RemoteLines {
   bool exist = false;
-  uint64_t boundaries = 0, done = 0;  // numbers of the last
+  uint64_t refreshes = 0, done = 0;   // numbers of the last
   Vector<uint64_t> refused;           // tables for whose lines that device has no memory
   bool has_refused(uint64_t table) const {
     return std::find(refused.begin(), refused.end(), table) != refused.end();
   }
-  RemoteBoundary boundary;            // to be told next
+  RemoteRefresh refresh;              // to be told next
 };
 
 // The process of a trainer, where that is another one.
@@ -134,7 +134,7 @@ struct Trainer : AnyTrainer {
   // Changed with the engine's mutex held (its own calls may look at it without).
   std::atomic<bool> in_step{false};
   uint64_t next_step GUARDED_BY(control) = kNoStep;  // to begin next; kNoStep: any (the first step)
-  CacheTurn turn GUARDED_BY(control);
+  CacheRefresh refresh GUARDED_BY(control);
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Whose loss the last abort was for; until the rank begins a step.
   std::atomic<uint32_t> lost_peer{kNoRank};
@@ -144,7 +144,7 @@ struct Trainer : AnyTrainer {
     TableRef table;
   };
   Vector<Late> backlog GUARDED_BY(control);  // committed updates that the caches have not applied
-  // Guarded by call_mu (`caches` also by `turn`, and outside steps):
+  // Guarded by call_mu (`caches` also by `refresh`, and outside steps):
   Vector<CreatedRows> created;
   Map<const Table*, TableCache> caches;
   std::atomic<bool> has_cache{false};

@@ -129,7 +129,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
     ControlLock lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
     workers_.settle(lock, [&]() REQUIRES(control) {
-      return phase_.may(Phase::kLeave) && !t->turn.planning();
+      return phase_.may(Phase::kLeave) && !t->refresh.planning();
     });
     caches.swap(t->caches);
   }
@@ -259,7 +259,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(download), &alone));
     coming_keys.gpu = nullptr;
     if (want_handle) *batch_out = batch->handle;
-    t.turn.declared(step);
+    t.refresh.declared(step);
   }
   meters_.counters.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);

@@ -108,8 +108,9 @@ class TwoLevelQueue final : public Queue {
   size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
              uint8_t* prio) override {
     if (live_) {
-      int turn = static_cast<int>(next_commit & (kRing - 1));
-      *prio = static_cast<uint8_t>((std::countr_zero(std::rotr(live_, turn)) + turn) & (kRing - 1));
+      int shift = static_cast<int>(next_commit & (kRing - 1));
+      *prio =
+          static_cast<uint8_t>((std::countr_zero(std::rotr(live_, shift)) + shift) & (kRing - 1));
     } else {
       *prio = kInfinity;
     }

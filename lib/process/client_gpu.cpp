@@ -51,7 +51,7 @@ Status Client::pin_shared(const SumsPlace& s, DeviceWork& device_work, const cha
   return FRUGAL_OK;
 }
 
-// What the controller has told of a step's boundary, item after item.
+// What the controller has told of a step's refresh, item after item.
 class Client::Told {
  public:
   Told(Controller& controller, const Vector<char>& bytes)
@@ -59,7 +59,7 @@ class Client::Told {
   template <class T>
   Status take(T* item) {
     if (sizeof *item > bytes_.size() - at_)
-      return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a boundary");
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a refresh of a cache");
     std::memcpy(item, bytes_.data() + at_, sizeof *item);
     at_ += sizeof *item;
     return FRUGAL_OK;
@@ -128,19 +128,19 @@ Status Client::take_due(Told& told, DeviceWork& device_work, DueUpdate* due) {
     due->update->ranks.push_back(std::move(h));
   }
   if (place.now > place.count || place.ranks == 0)
-    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a boundary that cannot be");
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a refresh of a cache that cannot be");
   return FRUGAL_OK;
 }
 
-// A step's boundary, done to the lines: updates of what the step reads, new lines, and behind the
+// A step's refresh, done to the lines: updates of what the step reads, new lines, and behind the
 // event for which lookups wait the other updates. `without`: a table for whose lines there is no
 // memory. A failure leaves the lines as they may be.
-Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
-                          uint64_t* without) {
+Status Client::refresh_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
+                             uint64_t* without) {
   Told told(controller_, bytes);
   Gpu& gpu = *t.gpu;
   DeviceWork& device_work = gpu.device_work(t.rank, t.step);
-  Vector<Lines*> turned;
+  Vector<Lines*> refreshed;
   for (uint64_t i = 0; i < tables; ++i) {
     LinesPlace of;
     FRUGAL_TRY(told.take(&of));
@@ -161,15 +161,16 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t 
       FRUGAL_TRY(take_due(told, device_work, &due.emplace_back()));
     device_work.kept.push_back(known->table);
     lines.forget_plan();
-    FRUGAL_TRY(lines.turn(plan, due));
-    turned.push_back(&lines);
+    FRUGAL_TRY(lines.refresh(plan, due));
+    refreshed.push_back(&lines);
   }
   // Tables that the controller does not name have been dropped.
   std::erase_if(t.caches.lines, [&](auto& item) {
-    return std::find(turned.begin(), turned.end(), item.second.lines.get()) == turned.end();
+    return std::find(refreshed.begin(), refreshed.end(), item.second.lines.get()) ==
+           refreshed.end();
   });
-  FRUGAL_TRY(gpu.end_boundary(device_work));
-  for (Lines* lines : turned) {
+  FRUGAL_TRY(gpu.end_refresh(device_work));
+  for (Lines* lines : refreshed) {
     FRUGAL_TRY(lines->finish());
     lines->forget_plan();
   }

@@ -190,7 +190,7 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
-// Asks for a step: its parts are there then. `told`: what its boundary does to lines.
+// Asks for a step: its parts are there then. `told`: what its refresh does to lines.
 Status Client::ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) {
   t.forget_used();
   t.parts.clear();
@@ -227,10 +227,8 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   t.step = step;
   bool traced = false;
   for (uint64_t without = 0;;) {
-    Exchange e{Call::kStepBegin,
-               {step, left_until(deadline), t.caches.boundary, without},
-               {},
-               deadline.at};
+    Exchange e{
+        Call::kStepBegin, {step, left_until(deadline), t.caches.refresh, without}, {}, deadline.at};
     Vector<char> told;
     FRUGAL_TRY(ask_step(t, e, &told));
     traced = e.args[0] != 0;
@@ -239,14 +237,14 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     without = 0;
     Status s;
     try {
-      s = turn_lines(t, told, e.args[3], &without);
+      s = refresh_lines(t, told, e.args[3], &without);
     } catch (const std::bad_alloc&) {
       without = 0;
       s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
                "no memory to bring the cache of rank %u up to date; call again", t.rank);
     }
     if (s == FRUGAL_OK) {
-      t.caches.boundary = e.args[2];
+      t.caches.refresh = e.args[2];
       break;
     }
     // The controller sees from the number that the lines are lost.

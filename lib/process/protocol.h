@@ -23,9 +23,9 @@ enum class Call : uint32_t {
   // they
   // follow, or lie in staging memory until their place is released
   kCancel,     // args: number of the batch
-  kStepBegin,  // args: step, time-out in ns, boundaries that were carried out, a table for whose
+  kStepBegin,  // args: step, time-out in ns, refreshes that were carried out, a table for whose
                // lines there is no
-  // memory (or 0). Answer's args: is a trace recorded, parts, number of the boundary, its tables;
+  // memory (or 0). Answer's args: is a trace recorded, parts, number of the refresh, its tables;
   // PartPlace[parts], LinesPlace[tables], each followed by its updates
   kAccess,   // args: ops, parts that the trainer has, ops of its call. OpHead[ops], keys.
              // Answer: PartPlace[], numbered behind those
@@ -96,7 +96,7 @@ constexpr uint32_t kPartWhole = 2;    // a declaration, resolved
 constexpr uint32_t kPartUpToDate = 4;  // its rows are up to date
 constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
 
-// What a step's boundary does to the lines of a table, which are in memory of the trainer's device.
+// What a step's refresh does to the lines of a table, which are in memory of the trainer's device.
 struct LinesPlace {
   uint64_t table;
   uint64_t lines;           // that there are

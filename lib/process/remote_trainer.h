@@ -120,7 +120,7 @@ struct RemoteTrainer : AnyTrainer {
       uint64_t kinds = 0;  // of the table, when they were made
     };
     Map<uint64_t, OfTable> lines;
-    uint64_t boundary = 0;     // the last that was carried out
+    uint64_t refresh = 0;      // the last that was carried out
   } caches;
   uint64_t joined = 0;  // what the controller knows this trainer by, of all that had the rank
   std::atomic<uint64_t> begun{kNoStep};  // the last step that it has begun, if that was not undone

@@ -39,7 +39,7 @@ TrainerRequestLoop::~TrainerRequestLoop() {
   }
   if (staging_) staging_->drop_reference();
   parts_.clear();
-  boundary_ = {};
+  refresh_ = {};
   engine_->pool().rest();
 }
 
@@ -222,34 +222,34 @@ Status TrainerRequestLoop::step_begin(const Header& request) {
   args_[0] = engine_->tracing();
   args_[1] = parts_.size();
   FRUGAL_TRY(answer_parts(0));
-  return answer_boundary();
+  return answer_refresh();
 }
 
 // What the trainer is to do to lines that are its own.
-Status TrainerRequestLoop::answer_boundary() {
-  RemoteBoundary made;
-  engine_->take_boundary(*trainer_, &made);
+Status TrainerRequestLoop::answer_refresh() {
+  RemoteRefresh made;
+  engine_->take_refresh(*trainer_, &made);
   if (made.number == 0) return FRUGAL_OK;
   // The trainer has left the steps before, and its device reads nothing any more that they were
   // given.
-  boundary_ = std::move(made);
+  refresh_ = std::move(made);
   lines_.clear();
   auto put = [&](const auto& item) {
     const char* bytes = reinterpret_cast<const char*>(&item);
     lines_.insert(lines_.end(), bytes, bytes + sizeof item);
   };
   auto place = [&](const Buffer& b) { return engine_->place(b.data()); };
-  for (const RemoteBoundary::OfTable& of : boundary_.tables) {
+  for (const RemoteRefresh::OfTable& of : refresh_.tables) {
     put(LinesPlace{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count,
                    of.updates.size()});
-    for (const RemoteBoundary::Update& u : of.updates) {
+    for (const RemoteRefresh::Update& u : of.updates) {
       put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count,
                       u.term_count, u.now, u.update->ranks[0].stride, u.sums.size()});
-      for (const RemoteBoundary::Sums& s : u.sums) put(SumsPlace{s.place, s.bytes});
+      for (const RemoteRefresh::Sums& s : u.sums) put(SumsPlace{s.place, s.bytes});
     }
   }
-  args_[2] = boundary_.number;
-  args_[3] = boundary_.tables.size();
+  args_[2] = refresh_.number;
+  args_[3] = refresh_.tables.size();
   add(lines_.data(), lines_.size());
   return FRUGAL_OK;
 }
@@ -402,7 +402,7 @@ Status TrainerRequestLoop::step_end(const Header& request) {
     FRUGAL_TRY(engine_->submit_gradients(*trainer_, &sums));
     submitted_ = step;
   }
-  boundary_ = {};  // the trainer's device has done with it
+  refresh_ = {};  // the trainer's device has done with it
   return engine_->step_end(*trainer_, step, static_cast<uint32_t>(request.args[1]));
 }
 

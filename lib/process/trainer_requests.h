@@ -48,7 +48,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   static bool may_push(const RemotePart& p, const TableRef& table);
   Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
   Status answer_parts(size_t from);
-  Status answer_boundary();
+  Status answer_refresh();
 
   const TrainerRef trainer_;
   Staging* staging_ = nullptr;
@@ -58,7 +58,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   Vector<RemotePart>
       parts_;  // of the step, then those that were asked for; changed with process.mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
-  RemoteBoundary boundary_;  // of the last step: what it reads stays until the next one's is there
+  RemoteRefresh refresh_;  // of the last step: what it reads stays until the next one's is there
   uint64_t submitted_ =
       kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.

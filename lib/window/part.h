@@ -67,7 +67,7 @@ struct Part : HeapObject {
   Buffer next;   // uint8_t[distinct]: priority of the row's next declared read, once linked
   RowFinder finder;  // of rows, once linked
   Buffer sources;  // device::Source[distinct]: where its rank reads the row in its step, a line or
-                   // the host row; set by the step's boundary, if there is a cache
+                   // the host row; set by the step's refresh, if there is a cache
   size_t cached = 0;  // keys of rows that are in lines
   size_t distinct = 0;
   size_t occurrences = 0;  // pairs: keys that are not padding

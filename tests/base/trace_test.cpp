@@ -271,7 +271,7 @@ TEST(Trace, HasTheSpansOfATraining) {
       EXPECT_EQ(trace.dropped(), 0u);
       // Each call of each rank, with its step.
       for (const char* name :
-           {"prefetch", "step_begin", "gate", "turn", "lookup", "push", "step_end"}) {
+           {"prefetch", "step_begin", "gate", "refresh", "lookup", "push", "step_end"}) {
         std::set<std::pair<uint64_t, uint64_t>> seen;
         for (const Json* e : trace.spans[name])
           seen.emplace((*e)["args"]["rank"].whole(), (*e)["args"]["step"].whole());

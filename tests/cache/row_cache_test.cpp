@@ -1,5 +1,5 @@
 // A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that
-// lines have the bits of the host rows. Random boundaries beside a model that knows all declared
+// lines have the bits of the host rows. Random refreshes beside a model that knows all declared
 // reads and looks for the best row to evict.
 #include "cache/lines.h"
 
@@ -33,9 +33,9 @@ struct RowCacheTest : testing::Test {
     cache.open(lines);
     ASSERT_OK(HostLines::open(host, lines, pool, &of_cache));
   }
-  // A boundary. Rows come with their next reads.
-  void turn(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
-            bool more = false) {
+  // A refresh. Rows come with their next reads.
+  void refresh(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
+               bool more = false) {
     Slots slots;
     std::vector<uint64_t> next;
     for (auto& [slot, n] : reads) {
@@ -44,7 +44,7 @@ struct RowCacheTest : testing::Test {
       known[slot] = n;
     }
     for (Vector<uint32_t>* v : {&admitted, &lines, &evicted}) v->clear();
-    cache.turn_over(
+    cache.plan_refresh(
         more, step, slots.data(), next.data(), slots.size(),
         [&](const uint32_t* of, size_t n, uint64_t* reads) {
           for (size_t i = 0; i < n; ++i) reads[i] = known[of[i]];
@@ -73,7 +73,7 @@ struct RowCacheTest : testing::Test {
 TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
   open(3);
   EXPECT_EQ(cache.lines(), 3u);
-  turn(1, {{5, kNever}, {7, 4}});
+  refresh(1, {{5, kNever}, {7, 4}});
   EXPECT_EQ(admitted, (Vector<uint32_t>{5, 7}));
   EXPECT_TRUE(evicted.empty());
   EXPECT_EQ(cache.size(), 2u);
@@ -84,9 +84,9 @@ TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
   EXPECT_EQ(found[0], lines[1]);
   EXPECT_EQ(found[1], kNone);
   EXPECT_EQ(found[2], lines[0]);
-  turn(2, {{5, kNever}});
+  refresh(2, {{5, kNever}});
   EXPECT_TRUE(admitted.empty()) << "it is there";
-  turn(3, {});
+  refresh(3, {});
   EXPECT_EQ(cached(), (Slots{5, 7}));
 }
 
@@ -94,76 +94,76 @@ TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
 // has been so for longest.
 TEST_F(RowCacheTest, WhoGoes) {
   open(3);
-  turn(1, {{1, 20}});
-  turn(2, {{2, kNever}});
-  turn(3, {{3, kNever}});
-  turn(4, {{4, 6}});
+  refresh(1, {{1, 20}});
+  refresh(2, {{2, kNever}});
+  refresh(3, {{3, kNever}});
+  refresh(4, {{4, 6}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
-  turn(5, {{5, 30}});
+  refresh(5, {{5, 30}});
   EXPECT_EQ(evicted, Vector<uint32_t>{3});
-  turn(6, {{4, 10}, {6, 19}});
+  refresh(6, {{4, 10}, {6, 19}});
   EXPECT_EQ(evicted, Vector<uint32_t>{5}) << "30 is farther than 20";
   EXPECT_EQ(cached(), (Slots{1, 4, 6}));
 }
 
 TEST_F(RowCacheTest, WhoStaysOut) {
   open(2);
-  turn(1, {{1, 10}, {2, 12}});
-  turn(2, {{3, 12}, {4, 13}, {5, kNever}});
+  refresh(1, {{1, 10}, {2, 12}});
+  refresh(2, {{3, 12}, {4, 13}, {5, kNever}});
   EXPECT_TRUE(admitted.empty()) << "they are read no sooner than those that would go";
-  turn(3, {{3, 11}});
+  refresh(3, {{3, 11}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
 }
 
 // No row goes that the step reads, whatever comes: updates of its host row count on it.
 TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
   open(2);
-  turn(1, {{1, kNever}, {2, kNever}});
-  turn(2, {{1, kNever}, {2, kNever}, {3, 3}});
+  refresh(1, {{1, kNever}, {2, kNever}});
+  refresh(2, {{1, kNever}, {2, kNever}, {3, 3}});
   EXPECT_TRUE(evicted.empty());
-  turn(3, {{1, kNever}, {3, 4}});
+  refresh(3, {{1, kNever}, {3, 4}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
-  // Nor at what is added to the boundary. Who is read already is not read again.
-  turn(3, {{1, kNever}, {4, 4}}, true);
+  // Nor at what is added to the refresh. Who is read already is not read again.
+  refresh(3, {{1, kNever}, {4, 4}}, true);
   EXPECT_TRUE(evicted.empty());
   EXPECT_TRUE(admitted.empty());
-  turn(4, {{3, kNever}});
-  turn(4, {{5, 5}}, true);
+  refresh(4, {{3, kNever}});
+  refresh(4, {{5, 5}}, true);
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
 
 // Who looks for a line passes over those that the step reads. They may go later all the same.
 TEST_F(RowCacheTest, LinesThatAreAddedToGoLater) {
   open(2);
-  turn(1, {{1, 9}});
-  turn(2, {{2, kNever}});
-  turn(2, {{4, 3}}, true);
+  refresh(1, {{1, 9}});
+  refresh(2, {{2, kNever}});
+  refresh(2, {{4, 3}}, true);
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
-  turn(3, {{4, kNever}, {5, 4}});
+  refresh(3, {{4, kNever}, {5, 4}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
 }
 
 // Declarations come and go: what is known of a line is asked again before it goes.
 TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
   open(2);
-  turn(1, {{1, kNever}, {2, 9}});
+  refresh(1, {{1, kNever}, {2, 9}});
   known[1] = 5;  // declared meanwhile
-  turn(2, {{3, 6}});
+  refresh(2, {{3, 6}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
   known[1] = kNever;  // and cancelled
-  turn(5, {});        // the step for which it was listed: nobody reads it
-  turn(6, {{4, 8}});
+  refresh(5, {});     // the step for which it was listed: nobody reads it
+  refresh(6, {{4, 8}});
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
 
 TEST_F(RowCacheTest, DroppedRows) {
   open(4);
-  turn(1, {{1, 5}, {2, 5}, {3, 5}, {4, 5}});
+  refresh(1, {{1, 5}, {2, 5}, {3, 5}, {4, 5}});
   cache.drop(2);
   cache.drop(2);
   cache.drop(77);
   EXPECT_EQ(cached(), (Slots{1, 3, 4}));
-  turn(2, {{5, kNever}});
+  refresh(2, {{5, kNever}});
   EXPECT_EQ(admitted, Vector<uint32_t>{5}) << "its line is free";
   uint32_t line = 0, slots[3];
   Slots gone;
@@ -173,7 +173,7 @@ TEST_F(RowCacheTest, DroppedRows) {
   EXPECT_EQ(gone, (Slots{1, 3, 4, 5}));
   EXPECT_EQ(cache.size(), 0u);
   EXPECT_TRUE(cached().empty());
-  turn(3, {{9, 4}, {1, 4}, {2, 4}, {3, kNever}, {4, 6}});
+  refresh(3, {{9, 4}, {1, 4}, {2, 4}, {3, kNever}, {4, 6}});
   EXPECT_EQ(cache.size(), 4u);
 }
 
@@ -196,11 +196,11 @@ TEST_F(RowCacheTest, LinesWithoutState) {
   open(2, FRUGAL_SGD);
   EXPECT_TRUE(of_cache->at().host);
   EXPECT_FALSE(of_cache->at().device.values);
-  turn(1, {{8, 2}});
+  refresh(1, {{8, 2}});
   CachePlan plan;
   plan.admitted = admitted;
   plan.to = lines;
-  ASSERT_OK(of_cache->turn(plan, {}));
+  ASSERT_OK(of_cache->refresh(plan, {}));
   EXPECT_TRUE(same_bits(8, lines[0]));
 }
 
@@ -240,7 +240,7 @@ class Walk {
     lines_ = choices[random_.below(6)];
     optimizer_ = random_.one_in(2) ? FRUGAL_ADAM : FRUGAL_ROWWISE_ADAGRAD;
     hot_ = random_.one_in(2);
-    // Where boundaries are added to, or memory fails, lines may be in no list, and the choice may
+    // Where refreshes are added to, or memory fails, lines may be in no list, and the choice may
     // be another one.
     added_to_ = random_.one_in(2);
     memory_fails_ = random_.one_in(4);
@@ -258,7 +258,7 @@ class Walk {
         for (uint64_t n = random_.below(12); n > 0; --n) reads_[declared_].insert(some_row());
       }
       if (random_.one_in(3)) reads_[step_ + 1 + random_.below(kAhead - 1)].insert(some_row());
-      boundary();
+      refresh();
     }
   }
 
@@ -276,7 +276,7 @@ class Walk {
     return kNever;
   }
 
-  void boundary() {
+  void refresh() {
     // The step before has pushed.
     std::vector<PartRef> pushed;
     const uint64_t ranks = 1 + random_.below(3);
@@ -300,7 +300,7 @@ class Walk {
     fresh_.clear();
     Slots slots(reads_[step_].begin(), reads_[step_].end());
     const bool late = added_to_ && random_.one_in(3) &&
-                      slots.size() > 2;  // some of it is declared when the boundary is planned
+                      slots.size() > 2;  // some of it is declared when the refresh is planned
     Slots rest;
     if (late)
       for (size_t n = 1 + random_.below(slots.size() - 1); n > 0; --n) {
@@ -311,9 +311,9 @@ class Walk {
     read_.clear();
     Slots declared = slots;
     if (late && random_.one_in(2)) declared.insert(declared.end(), rest.begin(), rest.end());
-    turn(false, slots);
+    refresh(false, slots);
     own_ = placed_part(declared);
-    if (late) turn(true, rest);
+    if (late) refresh(true, rest);
     if (testing::Test::HasFailure()) return;
     Vector<PartRef> parts(pushed.begin(), pushed.end());
     CachePlan plan;
@@ -332,7 +332,7 @@ class Walk {
     std::iota(all.begin(), all.end(), 0);
     if (!all.empty())
       apply(ApplyTo(host_), *update, UpdateEntries{all.data(), all.size()}, &scratch);
-    ASSERT_OK(of_cache_->turn(plan, due));
+    ASSERT_OK(of_cache_->refresh(plan, due));
     const RowLayout& l = host_.layout();
     // (State is not to be seen. It shows in what the next update makes of the row.)
     for (auto& [slot, line] : model_) {
@@ -354,7 +354,7 @@ class Walk {
     check_places();
   }
 
-  // A part of the owner, who is told where its rows are when the boundary has been turned over.
+  // A part of the owner, who is told where its rows are when the refresh has been planned.
   PartRef placed_part(const Slots& slots) {
     PartRef part = resolved_part(pool_, step_, kOwner, slots);
     EXPECT_EQ(pool_.get((part->distinct + 1) * sizeof(device::Source), &part->sources), FRUGAL_OK);
@@ -362,7 +362,7 @@ class Walk {
     return part;
   }
 
-  void turn(bool more, const Slots& slots) {
+  void refresh(bool more, const Slots& slots) {
     std::vector<uint64_t> next;
     for (uint32_t s : slots) {
       next.push_back(next_read(s));
@@ -371,7 +371,7 @@ class Walk {
     const auto before = model_;
     Vector<uint32_t> admitted, lines, evicted;
     const auto call = [&] {
-      cache_.turn_over(
+      cache_.plan_refresh(
           more, step_, slots.data(), next.data(), slots.size(),
           [&](const uint32_t* of, size_t n, uint64_t* reads) {
             for (size_t i = 0; i < n; ++i) reads[i] = next_read(of[i]);
@@ -396,7 +396,8 @@ class Walk {
     }
     if (again) call();
     ASSERT_EQ(admitted.size(), lines.size());
-    for (size_t i = 0; i < slots.size(); ++i) ASSERT_EQ(cache_.turned()[i], cache_.find(slots[i]));
+    for (size_t i = 0; i < slots.size(); ++i)
+      ASSERT_EQ(cache_.refreshed()[i], cache_.find(slots[i]));
     for (uint32_t s : evicted) {
       ASSERT_EQ(model_.erase(s), 1u) << "row " << s << " was not there";
       ASSERT_FALSE(read_.count(s)) << "row " << s << " is read by the step";
@@ -496,7 +497,7 @@ class Walk {
   std::map<uint64_t, std::set<uint32_t>> reads_;  // by step
   std::map<uint32_t, uint32_t> model_;            // row to line
   PartRef own_;                                   // of the step before
-  std::set<uint32_t> read_, fresh_;               // by the step; came in at its boundary
+  std::set<uint32_t> read_, fresh_;               // by the step; came in at its refresh
   Vector<uint32_t> admitted_, to_;
 };
 

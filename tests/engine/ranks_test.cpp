@@ -182,9 +182,9 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   begin(a, 5);
   begin(b, 4);
   EXPECT_EQ(ranks.begun(), 6u);
-  a->turn.begin_turn();
-  a->turn.end_turn(5);
-  EXPECT_TRUE(a->turn.may_plan(6));
+  a->refresh.begin_refresh();
+  a->refresh.end_refresh(5);
+  EXPECT_TRUE(a->refresh.may_plan(6));
   for (const TrainerRef& t : {a, b, c}) ranks.undo(*t);
   ranks.undone();
   EXPECT_EQ(ranks.begun(), 4u);
@@ -192,7 +192,7 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   for (const TrainerRef& t : {a, b, c}) {
     EXPECT_FALSE(t->in_step.load());
     EXPECT_EQ(t->next_step, 4u);
-    EXPECT_FALSE(t->turn.may_plan(6) || t->turn.may_plan(4));
+    EXPECT_FALSE(t->refresh.may_plan(6) || t->refresh.may_plan(4));
   }
   EXPECT_EQ(ranks.check_inside(*a), FRUGAL_ERR_NOT_IN_STEP);
   a->lost_peer.store(1);
@@ -339,15 +339,15 @@ TEST_F(RanksTest, ACacheServesFromTheFirstStepWhoseDeclarationsAreLinked) {
   EXPECT_TRUE(ranks.caches_exist());
   EXPECT_TRUE(ranks.has_cache(1));
   EXPECT_FALSE(ranks.has_cache(0) || ranks.has_cache(2));
-  EXPECT_EQ(b->turn.from(), 13u) << "ranks that have left had ended steps before";
+  EXPECT_EQ(b->refresh.from(), 13u) << "ranks that have left had ended steps before";
   const TrainerRef c = join(2, true, 20);
-  EXPECT_EQ(c->turn.from(), 13u) << "as the first";
+  EXPECT_EQ(c->refresh.from(), 13u) << "as the first";
   for (int twice = 0; twice < 2; ++twice) ranks.leave(*b);
   EXPECT_TRUE(ranks.caches_exist());
   ranks.leave(*c);
   EXPECT_FALSE(ranks.caches_exist());
   begin(a, 11);
-  EXPECT_EQ(join(1, true, 5)->turn.from(), 12u);
+  EXPECT_EQ(join(1, true, 5)->refresh.from(), 12u);
 }
 
 TEST_F(RanksTest, CommittedUpdatesWaitForTheCachesThatThereIsRoomFor) {

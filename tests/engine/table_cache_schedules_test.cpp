@@ -1,5 +1,5 @@
 // A trainer's cache of a table beside all that goes on meanwhile, in chosen interleavings
-// (support/schedule.h): who plans its boundaries ahead, or gives it up; ranks that declare, cancel,
+// (support/schedule.h): who plans its refreshes ahead, or gives it up; ranks that declare, cancel,
 // begin a step again and commit; threads that write host rows; who puts rows between steps.
 //
 // The model is a table in one thread, of which each row's versions are kept. Whatever has been
@@ -27,7 +27,7 @@ struct Totals {
   uint64_t planned = 0, in_lines = 0, in_host = 0;
 };
 
-// Lines that may fail at a boundary, and that tell which of them a step may not read: those to
+// Lines that may fail at a refresh, and that tell which of them a step may not read: those to
 // which updates come later where a device brings them.
 class WornLines final : public Lines {
  public:
@@ -38,7 +38,7 @@ class WornLines final : public Lines {
   WornLines(std::unique_ptr<Lines> lines, Last& last) : lines_(std::move(lines)), last_(last) {
     at_ = lines_->at();
   }
-  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override {
+  Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override {
     if (last_.fails) return FRUGAL_ERR_DEVICE;
     last_.later.clear();
     for (const DueUpdate& d : due) {
@@ -46,7 +46,7 @@ class WornLines final : public Lines {
       last_.later.insert(last_.later.end(), touched.begin() + static_cast<ptrdiff_t>(d.now),
                          touched.end());
     }
-    return lines_->turn(plan, due);
+    return lines_->refresh(plan, due);
   }
 
  private:
@@ -122,7 +122,7 @@ class World {
   struct Row {
     std::vector<Version> versions;
     size_t applied = 0;  // the one that is in the host row
-    size_t in_line = 0;  // the one that a line has to have since the last boundary
+    size_t in_line = 0;  // the one that a line has to have since the last refresh
     bool writing = false;
   };
 
@@ -283,7 +283,7 @@ class World {
     while (!gate_open(rank, i))
       if (!link_one(i) && !help(kFirst + i)) s_.pause();
     s_.note("rank %llu passes the gate of %llu", rank, kFirst + i);
-    if (rank == 0) turn(i);
+    if (rank == 0) refresh(i);
   }
   void read(uint32_t rank, size_t i) {
     Vector<PartRef> parts;
@@ -356,7 +356,7 @@ class World {
       HOLDS(s_, window_.stage(*u, false, SIZE_MAX, kUrgent));
       window_.make_room(*u);
     }
-    Lock boundary(boundary_);
+    Lock lock_refresh(refresh_mu_);
     for (uint32_t entry = 0; u && entry < u->n; ++entry) {
       apply(reference_, *u, entry);
       keep(u->slots[entry], kFirst + i);
@@ -380,9 +380,9 @@ class World {
       if (!planning_) return;
     }
   }
-  void turn(size_t i) {
+  void refresh(size_t i) {
     {
-      Lock boundary(boundary_);
+      Lock lock_refresh(refresh_mu_);
       Vector<UpdateRef> backlog;
       Vector<PartRef> declared;
       {
@@ -392,7 +392,7 @@ class World {
         cache_.check_plan(kFirst + i, declared);
       }
       last_.fails = r_.one_in(16);
-      if (cache_.turn(kFirst + i, declared, backlog) == FRUGAL_OK) {
+      if (cache_.refresh(kFirst + i, declared, backlog) == FRUGAL_OK) {
         HOLDS(s_, cache_.finish() == FRUGAL_OK);
       } else {
         cache_.forget();
@@ -488,14 +488,14 @@ class World {
   AnyTrainer owner_;
   WornLines::Last last_;
   TableCache cache_{owner_, table_, pool_, counters_, tau_ != 0};
-  Mutex boundary_;  // before the other: no commit beside a boundary
+  Mutex refresh_mu_;  // before the other: no commit beside a refresh
   Mutex control_;   // what follows, and Step
   size_t committed_ GUARDED_BY(control_) = 0;
   size_t begun_[2] GUARDED_BY(control_) = {};
   uint32_t inside_ GUARDED_BY(control_) = 0;  // ranks
   std::atomic<uint32_t> done_{0};
   bool outside_ GUARDED_BY(control_) = false;
-  // The boundary behind which the next may be planned, that which is, and whether somebody does.
+  // The refresh behind which the next may be planned, that which is, and whether somebody does.
   size_t passed_ GUARDED_BY(control_) = kNone, planned_ GUARDED_BY(control_) = kNone;
   bool planning_ GUARDED_BY(control_) = false;
   bool plan_more_ GUARDED_BY(control_) = false;

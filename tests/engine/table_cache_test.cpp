@@ -1,4 +1,4 @@
-// A trainer's cache of a table at its boundaries: what is planned, what is done as planned and what
+// A trainer's cache of a table at its refreshes: what is planned, what is done as planned and what
 // is not, and what the window and lookups know of it.
 #include "engine/table_cache.h"
 
@@ -11,7 +11,7 @@ namespace frugal::table_cache_test {
 
 constexpr uint64_t kFirst = 10;
 
-// What a boundary tells lines, kept, and done.
+// What a refresh tells lines, kept, and done.
 class ToldLines final : public Lines {
  public:
   explicit ToldLines(std::unique_ptr<Lines> lines) : lines_(std::move(lines)) {
@@ -19,10 +19,10 @@ class ToldLines final : public Lines {
   }
   void send(const CachePlan& plan) override { sent.push_back(plan.admitted.size()); }
   void forget_plan() noexcept override { ++forgotten; }
-  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override {
+  Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override {
     told.clear();
     for (const DueUpdate& d : due) told.push_back({d.planned, d.touched(plan).lines.size(), d.now});
-    return fails ? FRUGAL_ERR_DEVICE : lines_->turn(plan, due);
+    return fails ? FRUGAL_ERR_DEVICE : lines_->refresh(plan, due);
   }
   struct OfUpdate {
     bool planned;
@@ -30,7 +30,7 @@ class ToldLines final : public Lines {
     bool operator==(const OfUpdate&) const = default;
   };
   using Told = std::vector<OfUpdate>;
-  Told told;  // at the last boundary
+  Told told;  // at the last refresh
   std::vector<size_t> sent;
   size_t forgotten = 0;
   bool fails = false;
@@ -89,17 +89,17 @@ struct TableCacheTest : testing::Test {
     while (parts.flusher.write(UINT64_MAX)) {
     }
   }
-  void turn(uint64_t step, const Vector<PartRef>& declared,
-            const Vector<UpdateRef>& committed = {}) {
-    ASSERT_OK(cache->turn(step, declared, committed));
+  void refresh(uint64_t step, const Vector<PartRef>& declared,
+               const Vector<UpdateRef>& committed = {}) {
+    ASSERT_OK(cache->refresh(step, declared, committed));
     ASSERT_OK(cache->finish());
   }
-  // After the boundary of step 10 that of step 11 is planned, by what is declared so far.
+  // After the refresh of step 10 that of step 11 is planned, by what is declared so far.
   void plan_the_next() {
     open(4);
     a = declare(10, {mine[0], mine[1]});
     b = declare(11, {mine[0]});
-    turn(10, {a});
+    refresh(10, {a});
     EXPECT_TRUE(cache->plan_ahead(11, {b}));
     cache->expect({a});
   }
@@ -130,7 +130,7 @@ TEST_F(TableCacheTest, ABoundaryIsDoneAsPlanned) {
   open(4);
   const PartRef a = declare(10, {mine[0], mine[1], theirs[0], mine[0]});
   const PartRef b = declare(11, {mine[0], mine[2]});
-  turn(10, {a});
+  refresh(10, {a});
   EXPECT_EQ(read(a, mine[0]), 0);
   EXPECT_EQ(read(a, mine[1]), 0);
   EXPECT_EQ(read(a, theirs[0]), kHost) << "another rank may have it in its cache";
@@ -142,34 +142,34 @@ TEST_F(TableCacheTest, ABoundaryIsDoneAsPlanned) {
   cache->check_plan(11, {b});
   EXPECT_EQ(read(b, mine[0]), 0) << "not before the boundary";
   const UpdateRef u = commit(10, {a});
-  turn(11, {b}, {u});
+  refresh(11, {b}, {u});
   EXPECT_EQ(told->told, (Told{{true, 2, 1}})) << "one of two lines is read";
   EXPECT_EQ(read(b, mine[0]), 1);
   EXPECT_EQ(read(a, mine[1]), 1);
   EXPECT_EQ(read(b, mine[2]), 0);
   EXPECT_EQ(parts.times(table, mine[0]), 0) << "the host row comes later";
-  EXPECT_EQ(parts.counters.cache_turns.load(), 2u);
+  EXPECT_EQ(parts.counters.cache_refreshes.load(), 2u);
   EXPECT_EQ(parts.counters.cache_planned.load(), 1u);
   EXPECT_EQ(parts.counters.cache_admitted.load(), 3u);
 }
 
-// The owner's own reads make no update of a cached row urgent, from the boundary on that follows
+// The owner's own reads make no update of a cached row urgent, from the refresh on that follows
 // the one at which it came.
 TEST_F(TableCacheTest, TheWindowKnowsWhichRowsItHas) {
   open(1);
   const PartRef a = declare(10, {mine[0]}), b = declare(11, {mine[0]}), c = declare(12, {mine[1]});
   declare(13, {mine[0], mine[1]});
   declare(14, {mine[1]});
-  turn(10, {a});
+  refresh(10, {a});
   commit(10, {a});
   EXPECT_TRUE(table->window.pending_until(11));
   EXPECT_TRUE(cache->plan_ahead(11, {b}));
   EXPECT_FALSE(table->window.pending_until(13));
   cache->expect({});
-  turn(11, {b});
+  refresh(11, {b});
   EXPECT_TRUE(cache->plan_ahead(12, {c}));
   EXPECT_FALSE(table->window.pending_until(13)) << "its read is as near as the other's";
-  turn(12, {c});
+  refresh(12, {c});
   EXPECT_EQ(read(c, mine[1]), kHost);
   cache->forget();
   EXPECT_TRUE(table->window.pending_until(13)) << "the next read is of the host row";
@@ -181,7 +181,7 @@ TEST_F(TableCacheTest, WhoGoesIsReadInItsHostRow) {
   const PartRef a = declare(10, {mine[0]}), b = declare(11, {mine[1]});
   declare(12, {mine[1]});
   declare(13, {mine[0]});
-  turn(10, {a});
+  refresh(10, {a});
   cache->flag(Window::Urgency::kUrgent);
   commit(10, {a});
   EXPECT_FALSE(table->window.pending_until(13));
@@ -199,14 +199,14 @@ TEST_F(TableCacheTest, WhoComesCountsAsAHostRowUntilThen) {
   EXPECT_TRUE(cache->plan_ahead(11, {a}));
   EXPECT_TRUE(table->window.pending_until(11));
   write_all();
-  turn(11, {a});
+  refresh(11, {a});
   EXPECT_EQ(read(a, mine[0]), 1);
 }
 
 TEST_F(TableCacheTest, APlanThatDoesNotStandIsCancelled) {
   open(2);
   const PartRef a = declare(10, {mine[0]}), b = declare(11, {mine[1]}), c = declare(11, {mine[0]});
-  turn(10, {a});
+  refresh(10, {a});
   for (const int how : {0, 1, 2}) {
     EXPECT_TRUE(cache->plan_ahead(11, {b, c}));
     EXPECT_NE(read(b, mine[1]), kHost);
@@ -215,11 +215,11 @@ TEST_F(TableCacheTest, APlanThatDoesNotStandIsCancelled) {
     cache->check_plan(how == 2 ? 12 : 11, how == 0 ? Vector<PartRef>{c} : Vector<PartRef>{b, c});
     b->linked = true;
   }
-  turn(11, {c});
+  refresh(11, {c});
   EXPECT_EQ(parts.counters.cache_planned.load(), 0u);
   EXPECT_EQ(parts.counters.cache_admitted.load(), 1u) << "the first alone";
   const PartRef d = declare(12, {mine[1]});
-  turn(12, {d});
+  refresh(12, {d});
   EXPECT_EQ(parts.counters.cache_admitted.load(), 2u) << "it was not there";
 }
 
@@ -228,7 +228,7 @@ TEST_F(TableCacheTest, ADeclarationThatComesAfterThePlan) {
   plan_the_next();
   const PartRef late = declare(11, {mine[1], mine[3]});
   const UpdateRef u = commit(10, {a});
-  turn(11, {b, late}, {u});
+  refresh(11, {b, late}, {u});
   EXPECT_EQ(told->told, (Told{{true, 2, 2}}));
   EXPECT_EQ(read(late, mine[1]), 1);
   EXPECT_EQ(read(late, mine[3]), 0);
@@ -244,7 +244,7 @@ TEST_F(TableCacheTest, APlanThatIsAddedTo) {
   EXPECT_EQ(told->forgotten, before + 1) << "what was sent is of no use";
   cache->expect({a});
   const UpdateRef u = commit(10, {a});
-  turn(11, {b, late}, {u});
+  refresh(11, {b, late}, {u});
   EXPECT_EQ(told->told, (Told{{true, 2, 2}})) << "the step reads both";
   EXPECT_EQ(parts.counters.cache_planned.load(), 1u);
 }
@@ -253,7 +253,7 @@ TEST_F(TableCacheTest, APushThatIsNotAsDeclared) {
   plan_the_next();
   const PartRef other = resolved_part(parts.pool, 10, 1, {mine[1], theirs[0]});
   const UpdateRef u = commit(10, {other});
-  turn(11, {b}, {u});
+  refresh(11, {b}, {u});
   EXPECT_EQ(told->told, (Told{{false, 1, 0}})) << "nobody reads the row in the step";
   EXPECT_EQ(read(b, mine[0]), 0);
   EXPECT_EQ(read(a, mine[1]), 1);
@@ -263,10 +263,10 @@ TEST_F(TableCacheTest, APushThatIsNotAsDeclared) {
 TEST_F(TableCacheTest, SeveralUpdatesAreDue) {
   open(4);
   const PartRef a = declare(10, {mine[0], mine[1]}), b = declare(12, {mine[0]});
-  turn(10, {a});
+  refresh(10, {a});
   const UpdateRef u = commit(10, {a});
   const UpdateRef v = commit(11, {resolved_part(parts.pool, 11, 1, {mine[1]})});
-  turn(12, {b}, {u, v});
+  refresh(12, {b}, {u, v});
   EXPECT_EQ(told->told, (Told{{false, 2, 2}, {false, 1, 1}}));
   EXPECT_EQ(read(a, mine[1]), 2);
 }
@@ -277,43 +277,43 @@ TEST_F(TableCacheTest, PendingRowsStayOut) {
   open(4, true);
   const PartRef a = declare(11, {mine[0], mine[1]});
   commit(10, {resolved_part(parts.pool, 10, 1, {mine[0]})});
-  turn(11, {a});
+  refresh(11, {a});
   EXPECT_EQ(read(a, mine[0]), kHost);
   EXPECT_EQ(read(a, mine[1]), 0);
   write_all();
   const PartRef b = declare(12, {mine[0]});
-  turn(12, {b});
+  refresh(12, {b});
   EXPECT_EQ(read(b, mine[0]), 1);
 }
 
 TEST_F(TableCacheTest, RowsAreDropped) {
   open(4);
   const PartRef a = declare(10, {mine[0], mine[1]}), b = declare(11, {mine[0], mine[1], mine[2]});
-  turn(10, {a});
+  refresh(10, {a});
   EXPECT_TRUE(cache->plan_ahead(11, {b}));
   Vector<uint32_t> dropped;
   const uint32_t rows[] = {mine[1], mine[2], theirs[0], kMissingSlot, kNoSlot};
   cache->drop(rows, 5, &dropped);
   EXPECT_EQ(dropped, Vector<uint32_t>{mine[1]}) << "the other has not come in";
-  turn(11, {b});
+  refresh(11, {b});
   EXPECT_EQ(parts.counters.cache_admitted.load(), 4u);
 }
 
-// A boundary that has failed: nothing is cached, and the next begins anew.
+// A refresh that has failed: nothing is cached, and the next begins anew.
 TEST_F(TableCacheTest, NothingIsLeftOfWhatHasFailed) {
   open(4);
   const PartRef a = declare(10, {mine[0]}), b = declare(11, {mine[0], mine[1]});
-  turn(10, {a});
+  refresh(10, {a});
   cache->flag(Window::Urgency::kUrgent);
   const UpdateRef u = commit(10, {a});
   EXPECT_FALSE(table->window.pending_until(11));
   told->fails = true;
-  EXPECT_EQ(cache->turn(11, {b}, {u}), FRUGAL_ERR_DEVICE);
+  EXPECT_EQ(cache->refresh(11, {b}, {u}), FRUGAL_ERR_DEVICE);
   cache->forget();
   EXPECT_TRUE(table->window.pending_until(11)) << "its host row is read";
   write_all();
   told->fails = false;
-  turn(11, {b});
+  refresh(11, {b});
   EXPECT_EQ(read(b, mine[0]), 1);
   cache->forget();
   cache->close();
@@ -321,11 +321,11 @@ TEST_F(TableCacheTest, NothingIsLeftOfWhatHasFailed) {
   cache->forget();
 }
 
-// Whatever lacks memory, the boundary is worked out again, and is as it would have been.
+// Whatever lacks memory, the refresh is worked out again, and is as it would have been.
 TEST_F(TableCacheTest, WithoutMemory) {
   open(4);
   const PartRef a = declare(10, {mine[0], mine[1]}), b = declare(11, {mine[0], mine[2]});
-  turn(10, {a});
+  refresh(10, {a});
   WithoutMemory without;
   bool planned = false;
   while (without.next()) {
@@ -337,7 +337,7 @@ TEST_F(TableCacheTest, WithoutMemory) {
   }
   EXPECT_TRUE(planned);
   const UpdateRef u = commit(10, {a});
-  turn(11, {b}, {u});
+  refresh(11, {b}, {u});
   EXPECT_EQ(told->told, (Told{{true, 2, 1}}));
   EXPECT_EQ(read(b, mine[0]), 1);
   EXPECT_EQ(read(b, mine[2]), 0);

@@ -8,7 +8,7 @@
 // its gate and committed when all have ended it; declarations are linked in pieces, by one thread
 // at a time; a rank that would wait helps.
 //
-// With caches rank 0 has one, and a thread works its boundaries out ahead (as engine/caches.cpp
+// With caches rank 0 has one, and a thread works its refreshes out ahead (as engine/refresh.cpp
 // does). Then rows have values, and each that is read, in a line or in host memory, has the bits
 // that one thread gives.
 #include "window/window.h"
@@ -253,7 +253,7 @@ class World {
         ++steps_[i].passed;
         cancelled = of.cancelled;
       }
-      if (kind_.caches && rank == 0) turn(i, cancelled ? nullptr : of.declared);
+      if (kind_.caches && rank == 0) refresh(i, cancelled ? nullptr : of.declared);
       if (!cancelled) read(rank, i);
       end(i);
     }
@@ -296,7 +296,7 @@ class World {
     Vector<uint64_t> next(slots.size());
     window_.next_owner_reads(slots.data(), slots.size(), kFirst + i, next.data(), urgency);
     for (uint64_t read : next) HOLDS(s_, read > kFirst + i);
-    cache_.turn_over(
+    cache_.plan_refresh(
         more, kFirst + i, slots.data(), next.data(), slots.size(),
         [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
           window_.next_owner_reads(of_lines, n, kFirst + i, reads, urgency);
@@ -320,12 +320,12 @@ class World {
   void end_planning() {
     for (;; s_.pause()) {
       Lock lock(control_);
-      turned_ = kNone;
+      refreshed_ = kNone;
       if (!planning_) return;
     }
   }
 
-  void turn(size_t i, const PartRef& part) {
+  void refresh(size_t i, const PartRef& part) {
     Vector<UpdateRef> backlog;
     {
       Lock lock(control_);
@@ -346,13 +346,13 @@ class World {
       d.planned = pushed == plan_.pushed;
       if (!d.planned) cache_.touched(pushed, 0, &d.other);
     }
-    HOLDS(s_, lines_->turn(plan_, due) == FRUGAL_OK);
+    HOLDS(s_, lines_->refresh(plan_, due) == FRUGAL_OK);
     unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
     if (r_.one_in(4)) flag_lines(kUrgent);
     plan_of_ = kNone;
     plan_ = {};
     Lock lock(control_);
-    turned_ = i;
+    refreshed_ = i;
   }
 
   void plan_all() {
@@ -363,17 +363,17 @@ class World {
       {
         Lock lock(control_);
         if (done_ == ranks_) return;
-        if (turned_ == kNone || turned_ + 1 == steps_.size()) continue;
-        i = turned_ + 1;
+        if (refreshed_ == kNone || refreshed_ + 1 == steps_.size()) continue;
+        i = refreshed_ + 1;
         OfRank& of = steps_[i].of[0];
-        // (A declaration that comes later is added at the boundary.)
+        // (A declaration that comes later is added at the refresh.)
         if (of.linking == kDone && !of.cancelled) part = of.declared;
         if (!part && !r_.one_in(4)) continue;
         for (uint32_t rank = 0; rank < ranks_; ++rank)
           if (steps_[i - 1].of[rank].declared->distinct)
             pushed.push_back(steps_[i - 1].of[rank].declared);
         planning_ = true;
-        turned_ = kNone;
+        refreshed_ = kNone;
       }
       plan_table(i, part, kBackground);
       cache_.touched(pushed, 0, &plan_.update);
@@ -511,7 +511,8 @@ class World {
   size_t committed_ GUARDED_BY(control_) = 0;
   size_t begun_[2] GUARDED_BY(control_) = {};
   uint32_t done_ GUARDED_BY(control_) = 0;
-  size_t turned_ GUARDED_BY(control_) = kNone;  // the boundary behind which the next may be planned
+  // the refresh behind which the next may be planned
+  size_t refreshed_ GUARDED_BY(control_) = kNone;
   bool planning_ GUARDED_BY(control_) = false;
   Vector<UpdateRef> backlog_ GUARDED_BY(control_);
 };

@@ -158,7 +158,7 @@ Base.@kwdef struct Stats
     prefetch_ns::UInt64 = 0
     entry_ns::UInt64 = 0
     apply_ns::UInt64 = 0
-    cache_turns::UInt64 = 0
+    cache_refreshes::UInt64 = 0
     cache_planned::UInt64 = 0
 end
 

@@ -2,7 +2,7 @@
 //
 // What: the rank sums of a row are added up into device memory (sum_terms: over the link, each
 // read once), then the row is updated with that sum (apply_<optimizer>: in device memory alone,
-// where reading a sum in several passes is cheap). Callers: boundaries of a cache.
+// where reading a sum in several passes is cheap). Callers: refreshes of a cache.
 #ifndef FRUGAL_DEVICE_OPS_UPDATE_H_
 #define FRUGAL_DEVICE_OPS_UPDATE_H_
 

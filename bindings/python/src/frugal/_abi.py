@@ -292,7 +292,7 @@ class frugal_stats(ctypes.Structure):
         ("prefetch_ns", c_uint64),
         ("entry_ns", c_uint64),
         ("apply_ns", c_uint64),
-        ("cache_turns", c_uint64),
+        ("cache_refreshes", c_uint64),
         ("cache_planned", c_uint64),
     ]
 

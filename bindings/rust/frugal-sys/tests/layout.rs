@@ -89,7 +89,7 @@ fn layouts() -> Vec<Layout> {
             priority_rises, priority_falls, enqueued, dequeued, back_pressure, ranks_apart, stale_reads, cache_hits,
             cache_misses, cache_admitted, cache_evicted, cache_evicted_dirty, pending_bytes, pending_bytes_peak,
             pending_rows, active_rows, modes_at_once, modes_deferred, lookup_ns, push_ns, step_begin_ns, step_end_ns,
-            prefetch_ns, entry_ns, apply_ns, cache_turns, cache_planned,
+            prefetch_ns, entry_ns, apply_ns, cache_refreshes, cache_planned,
         };
     }
 }

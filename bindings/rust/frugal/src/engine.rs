@@ -405,7 +405,7 @@ stats! {
     /// Time spent applying updates, over threads.
     apply_ns,
     /// Step boundaries of trainers' caches, one for each table.
-    cache_turns,
+    cache_refreshes,
     /// Of these: worked out while the step before was computed.
     cache_planned,
 }

@@ -1,16 +1,17 @@
-// The boundaries of trainers' caches: worked out ahead, carried out when a step begins (docs/cuda.md,
-// section 8).
+// The refreshes of trainers' caches: worked out ahead, carried out when a step begins
+// (docs/cuda.md, section 8).
 //
-// What a boundary does follows from the declarations, so a background thread works it out while the step
-// before is being computed: which rows come and go, where the rows of the step are read, and which lines
-// the update of the step before touches. step_begin then has bytes to move, and nothing else.
+// What a refresh does follows from the declarations, so a background thread works it out while the
+// step before is being computed: which rows come and go, where the rows of the step are read, and
+// which lines the update of the step before touches. step_begin then has bytes to move, and nothing
+// else.
 //
-// Invariants: at most one boundary is planned, the next. Who goes out by a plan counts as a host row from
-// that moment on: its line is intact until the boundary, but what waits for the row becomes urgent at once,
-// so that the gate of the step has seen it. Who comes in counts as a line not before it is one. Keys that
-// were not declared never go to lines: they are fresh in host memory.
-// Threads: who plans (`CacheTurn`), or the trainer's step_begin, or an operation outside steps, has
-// its caches.
+// Invariants: at most one refresh is planned, the next. Who goes out by a plan counts as a host row
+// from that moment on: its line is intact until the refresh, but what waits for the row becomes
+// urgent at once, so that the gate of the step has seen it. Who comes in counts as a line not
+// before it is one. Keys that were not declared never go to lines: they are fresh in host memory.
+// Threads: who plans (`CacheRefresh`), or the trainer's step_begin, or an operation outside steps,
+// has its caches.
 #include <algorithm>
 
 #include "engine/wait.h"
@@ -49,8 +50,8 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
 
 Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out) {
   if (t.remote_lines.exist) {
-    RemoteBoundary* const boundary = &t.remote_lines.boundary;
-    *out = std::make_unique<AttachedCachedRows>(table, lines, memory_.pool, *ledger(), boundary);
+    RemoteRefresh* const refresh = &t.remote_lines.refresh;
+    *out = std::make_unique<AttachedCachedRows>(table, lines, memory_.pool, *ledger(), refresh);
     return FRUGAL_OK;
   }
   const Status s = t.gpu ? DeviceLines::open(*t.gpu, table->rows.ref(), lines, out)
@@ -85,7 +86,7 @@ bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
 }
 
 bool Engine::to_plan(const Trainer& t) const {
-  return t.has_cache.load() && t.turn.may_plan(t.next_step) && !t.closing.load() &&
+  return t.has_cache.load() && t.refresh.may_plan(t.next_step) && !t.closing.load() &&
          !t.abort_notice.load() && !t.undo_pending.load();
 }
 
@@ -138,7 +139,8 @@ bool Engine::plan_one() {
   span.step(step).rank(t->rank);
   for (auto& [raw, of] : t->caches) {
     if (!of.there() || t->closing.load()) continue;
-    // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
+    // What fails here is done at the refresh, which can tell: a plan that is not there, or not
+    // whole, is right.
     try {
       if (tables_.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw]))
         continue;
@@ -153,40 +155,40 @@ bool Engine::plan_one() {
 
 // Between the two the trainer's caches are the caller's.
 void Engine::begin_plan(Trainer& t, uint64_t step) {
-  t.turn.begin_plan(step);
+  t.refresh.begin_plan(step);
   phase_.begin(Phase::kPlan);
 }
 
 void Engine::end_plan(Trainer& t) {
   ControlLock lock(mu_);
-  t.turn.end_plan();
+  t.refresh.end_plan();
   phase_.end(Phase::kPlan);
 }
 
 // The caches are the caller's from here on.
 void Engine::forbid_planning(Trainer& t) {
   ControlLock lock(mu_);
-  t.turn.stop_plans();
-  workers_.settle(lock, [&]() REQUIRES(control) { return !t.turn.planning(); });
-  t.turn.begin_turn();
+  t.refresh.stop_plans();
+  workers_.settle(lock, [&]() REQUIRES(control) { return !t.refresh.planning(); });
+  t.refresh.begin_refresh();
 }
 
-// The boundary of `step` is behind us: that of the next may be planned.
+// The refresh of `step` is behind us: that of the next may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
     ControlLock lock(mu_);
-    t.turn.end_turn(!t.abort_notice.load() && t.in_step && t.step == step ? step : kNoStep);
+    t.refresh.end_refresh(!t.abort_notice.load() && t.in_step && t.step == step ? step : kNoStep);
   }
   if (config_.flush_threads) workers_.wake();
 }
 
-// --- The boundary --------------------------------------------------------------------------------
+// --- The refresh --------------------------------------------------------------------------------
 
-Status Engine::turn_caches(Trainer& t, uint64_t step) {
-  TraceSpan span(meters_.trace, SpanKind::kTurn);
+Status Engine::refresh_caches(Trainer& t, uint64_t step) {
+  TraceSpan span(meters_.trace, SpanKind::kRefresh);
   span.step(step).rank(t.rank);
   // No commit while rows are copied: with staleness other ranks may end steps now.
-  Lock boundary(committer_.boundary());
+  Lock lock_refresh(committer_.refresh_mu());
   Vector<Trainer::Late> backlog;
   Vector<TableRef> tables;
   PartsByTable parts;
@@ -194,13 +196,13 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     ControlLock lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
-    if (ranks_.next_commit() >= t.turn.from()) declared_by(t, step, &parts);
+    if (ranks_.next_commit() >= t.refresh.from()) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   DeviceWork* device_work = t.gpu ? &t.gpu->device_work(t.rank, step) : nullptr;
-  t.remote_lines.boundary = {};
-  if (t.remote_lines.exist) t.remote_lines.boundary.number = ++t.remote_lines.boundaries;
-  Vector<TableCache*> turned;
+  t.remote_lines.refresh = {};
+  if (t.remote_lines.exist) t.remote_lines.refresh.number = ++t.remote_lines.refreshes;
+  Vector<TableCache*> refreshed;
   Map<const Table*, Vector<UpdateRef>> committed;
   for (const Trainer::Late& late : backlog) committed[late.table.get()].push_back(late.update);
   for (const TableRef& table : tables) {
@@ -208,22 +210,22 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     TableCache* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
     if (!of || !of->there()) continue;
     FRUGAL_TRY(tables_.open_window(*table));
-    FRUGAL_TRY(of->turn(step, declared, committed[table.get()]));
+    FRUGAL_TRY(of->refresh(step, declared, committed[table.get()]));
     // Where nobody plans ahead, nobody else would do it while the step is computed.
     if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
-    turned.push_back(of);
+    refreshed.push_back(of);
   }
-  if (t.gpu) FRUGAL_TRY(t.gpu->end_boundary(*device_work));
-  for (TableCache* of : turned) FRUGAL_TRY(of->finish());
+  if (t.gpu) FRUGAL_TRY(t.gpu->end_refresh(*device_work));
+  for (TableCache* of : refreshed) FRUGAL_TRY(of->finish());
   return t.gpu ? device_work->mark() : FRUGAL_OK;
 }
 
 // A cache that there is no memory for is empty, and the step does without: updates may be lost to
 // it. Where lines are a device's, the step is to be begun again.
-Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
+Status Engine::refresh_or_forget(Trainer& t, uint64_t step) {
   Status s;
   try {
-    s = turn_caches(t, step);
+    s = refresh_caches(t, step);
   } catch (const std::bad_alloc&) {
     s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
              "no memory to bring the cache of rank %u up to date; call again", t.rank);
@@ -232,7 +234,7 @@ Status Engine::turn_or_forget(Trainer& t, uint64_t step) {
   for (auto& [raw, of] : t.caches) of.forget();
   forget_places(t, step);
   if (t.gpu) t.gpu->take_device_work();  // waits until the device has done with what it has taken
-  t.remote_lines.boundary = {};
+  t.remote_lines.refresh = {};
   ControlLock lock(mu_);
   t.backlog.clear();
   if (!t.gpu && !t.remote_lines.exist) return FRUGAL_OK;
@@ -261,13 +263,13 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     if (!of || !of->there()) continue;
     of->drop(slots, n, &dropped);
     ControlLock lock(mu_);
-    t->turn.forget_plan();
+    t->refresh.forget_plan();
   }
   if (table.window.opened())
     table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
 }
 
-// The same, for a whole table. A boundary that wants a cache makes it anew.
+// The same, for a whole table. A refresh that wants a cache makes it anew.
 void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   TableCache* of = cache_in(t, table);
   if (!of) return;
@@ -275,7 +277,7 @@ void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
   ControlLock lock(mu_);
-  t.turn.forget_plan();
+  t.refresh.forget_plan();
 }
 
 }  // namespace frugal

@@ -1,6 +1,6 @@
-// Where the caches of a trainer are between the boundaries of its steps, and whose they are.
+// Where the caches of a trainer are between the refreshes of its steps, and whose they are.
 //
-// A boundary that has been passed lets that of the next step be planned, until a step is about to
+// A refresh that has been passed lets that of the next step be planned, until a step is about to
 // begin or is undone. One has the caches at a time: who plans, or the trainer that begins a step,
 // which while it waits may itself take lines away as one who plans.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace frugal {
 
-class CacheTurn {
+class CacheRefresh {
  public:
   // The trainer joins: nothing is cached before this step is to be committed, since steps before
   // were begun while there was no cache. The latest that is given holds.
@@ -23,7 +23,7 @@ class CacheTurn {
   uint64_t from() const { return from_; }
 
   bool planning() const { return planning_; }
-  bool free() const { return !planning_ && !turning_; }  // nobody has the caches
+  bool free() const { return !planning_ && !refreshing_; }  // nobody has the caches
   // `next` is what the trainer is to begin next.
   bool may_plan(uint64_t next) const {
     return !planning_ && passed_ != kNoStep && next == passed_ + 1 && planned_ != next &&
@@ -52,23 +52,23 @@ class CacheTurn {
   // A step is about to begin, or is undone: no plan begins any more. One may be under way.
   void stop_plans() { passed_ = planned_ = kNoStep; }
   // The trainer has the caches, for the step that it begins.
-  void begin_turn() {
+  void begin_refresh() {
     FRUGAL_ASSERT(free() && passed_ == kNoStep);
-    turning_ = true;
+    refreshing_ = true;
   }
-  // It has passed the step's boundary. kNoStep: it has not, or the step is undone.
-  void end_turn(uint64_t passed) {
-    FRUGAL_ASSERT(turning_ && !planning_);
+  // It has passed the step's refresh. kNoStep: it has not, or the step is undone.
+  void end_refresh(uint64_t passed) {
+    FRUGAL_ASSERT(refreshing_ && !planning_);
     passed_ = passed;
-    turning_ = false;
+    refreshing_ = false;
   }
 
  private:
-  uint64_t passed_ = kNoStep;   // the boundary that was passed last: the next can be planned
+  uint64_t passed_ = kNoStep;   // the refresh that was passed last: the next can be planned
   uint64_t planned_ = kNoStep;  // what is planned, or being planned, with all that was declared
   uint64_t from_ = 0;
   bool planning_ = false;
-  bool turning_ = false;
+  bool refreshing_ = false;
 };
 
 }  // namespace frugal
