@@ -12,7 +12,7 @@ root=$(cd "$1" && pwd) && mkdir -p "$2" && cd "$2" || exit 2
 percent=${3:-90}
 [ $# -ge 3 ] && shift 3 || shift $#
 compile="$(command -v ccache) g++ -std=c++20 -ffp-contract=off -fno-math-errno -fno-trapping-math -I$root/lib -I$root/include -I$root/tests"
-tests="storage/holders storage/key_index storage/row_versions storage/row_write storage/rows storage/far_side storage/slab flush/queue window/apply window/part window/step_update window/window cache/row_cache"
+tests="storage/holders storage/key_index storage/row_versions storage/row_write storage/rows storage/stored_rows storage/slab flush/queue window/apply window/part window/step_update window/window cache/row_cache"
 
 # What is compiled in which way: "OBJECT FLAGS SOURCE" a line.
 {

@@ -122,12 +122,12 @@ Status Engine::with_places(Trainer& t, const Vector<Access>& accesses, Call call
   } wake{workers_};  // declarations of later steps go on
   List<LoadingParts::Wanted> wanted;
   for (const Access& a : accesses)
-    if (!a.whole && own(*a.table).rows.far())
+    if (!a.whole && own(*a.table).rows.tier())
       wanted.emplace_back(own(*a.table).loading_parts, t.step);
   Status s = FRUGAL_ERR_BUSY;
   const auto help = [&] {
     return std::any_of(accesses.begin(), accesses.end(), [&](const Access& a) {
-      return !a.whole && own(*a.table).rows.far() && free_places(own(*a.table), t.step);
+      return !a.whole && own(*a.table).rows.tier() && free_places(own(*a.table), t.step);
     });
   };
   const Status waited = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t,
@@ -142,9 +142,9 @@ Status Engine::await_loaded(Trainer& t, const Vector<Access>& accesses) {
   const auto loaded = [&] {
     for (const Access& a : accesses) {
       Rows& rows = own(*a.table).rows;
-      if (a.whole || !rows.far()) continue;
+      if (a.whole || !rows.tier()) continue;
       const uint32_t* const slots = a.part->slots.as<uint32_t>();
-      if (rows.far()->first_loading(slots, 0, a.part->n) != a.part->n) return false;
+      if (rows.tier()->first_loading(slots, 0, a.part->n) != a.part->n) return false;
     }
     return true;
   };
@@ -326,19 +326,19 @@ Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
 // --- Evaluation ----------------------------------------------------------------------------------
 
 Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
-                         const AwayRows& away) {
+                         const StoredCopies& stored) {
   RowSource from;
   host_rows(table, &from);
   Buffer pointers, copies;
   Deadline until;
   FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));
-  if (!away.at.empty()) {
+  if (!stored.at.empty()) {
     const bool all = !pointers;
     if (all) FRUGAL_TRY(memory_.pool.get(n * sizeof(device::Element*), &pointers));
     for (size_t i = 0; i < n; ++i) {
       const device::Element*& p = pointers.as<const device::Element*>()[i];
-      if (away.has(i))
-        p = away.ref.row(away.at[i]);
+      if (stored.has(i))
+        p = stored.ref.row(stored.at[i]);
       else if (!all)
         continue;
       else if (slots[i] == kNoSlot)
@@ -352,13 +352,13 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
 
 // Into memory of the device: complete when it returns, so nothing stays in flight.
 Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n,
-                              const GpuOp& op, const AwayRows& away) {
+                              const GpuOp& op, const StoredCopies& stored) {
   DeviceWork device_work;
   device_work.gpu = t.gpu;
   const RowLayout& layout = table.rows.layout();
   FRUGAL_TRY(t.gpu->send_rows(device_work, op, n, layout.dim, layout.sums_stride,
                               [&](const frugal_op& host) {
-                                return read_rows(table, slots, n, host, away);
+                                return read_rows(table, slots, n, host, stored);
                               }));
   return t.gpu->wait_stream();
 }

@@ -305,7 +305,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
         const uint32_t i = b->to_resolve++;
         if (b->parts[i]->state.load() != Part::kDeclared) continue;
         Table& table = *b->tables[i];
-        if (table.rows.far() && table.loading_parts.held_up(*b->parts[i], *table.rows.far())) {
+        if (table.rows.tier() && table.loading_parts.held_up(*b->parts[i], *table.rows.tier())) {
           --b->to_resolve;
           *out = {b, i, nullptr};
           return false;

@@ -96,7 +96,7 @@ class Declarations {
   // them.
   bool next_to_resolve(uint64_t up_to, Item* out, bool* stale);
   void resolved(const Item& item, bool done);
-  // It has found no places now (Rows::far()), and is the next again.
+  // It has found no places now (Rows::tier()), and is the next again.
   void put_back(const Item& item);
   // The next to be linked of steps in [base, end).
   bool next_to_link(uint64_t base, uint64_t end, Item* out);
@@ -121,7 +121,7 @@ class Declarations {
   void never_resolve(Batch& batch, size_t index, Part::State instead) REQUIRES(mu_);
   // It lets go of its places. The calls of its step resolve it again.
   void give_up(Batch& batch, size_t index) REQUIRES(mu_);
-  // Parts of the last step behind `step` that has any give up their places (Rows::far()), for the
+  // Parts of the last step behind `step` that has any give up their places (Rows::tier()), for the
   // step's sake, and are to be resolved again: those of batches that may() names, if nobody is
   // linking others of their step. Returns whether there were any.
   template <class May>

@@ -294,7 +294,7 @@ class Engine final : public Session, private DataPath {
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  // --- far.cpp: rows that may be far
+  // --- stored_rows.cpp: rows that may be far
   bool load_one();
   bool free_places(Table& table, uint64_t step);
   bool revoke_later(Table& table, uint64_t step);
@@ -305,14 +305,14 @@ class Engine final : public Session, private DataPath {
   bool loading_until(uint64_t step) REQUIRES(control);
   Status settle_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
-  Status put_far(Table& table, const uint64_t* keys, size_t n,
-                 const std::function<void(size_t, const device::RowsRef&)>& make,
-                 uint64_t* created);
-  Status remove_far(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
+  Status put_stored(Table& table, const uint64_t* keys, size_t n,
+                    const std::function<void(size_t, const device::RowsRef&)>& make,
+                    uint64_t* created);
+  Status remove_stored(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
   template <class Call>
   Status with_places(Trainer& t, const Vector<Access>& accesses, Call call) REQUIRES(t.call_mu);
   Status await_loaded(Trainer& t, const Vector<Access>& accesses) REQUIRES(t.call_mu);
-  std::atomic<uint32_t> far_tables_{0};  // that there have been
+  std::atomic<uint32_t> tiered_tables_{0};  // that there have been
   // --- access.cpp
   class CallHold;
   class LocalStep;
@@ -333,7 +333,7 @@ class Engine final : public Session, private DataPath {
   }
   // Copies of those rows that have no place, where rows may be far: of keys[i] row at[i], or
   // kMissingSlot.
-  struct AwayRows {
+  struct StoredCopies {
     Buffer rows;
     device::RowsView ref{};
     Vector<uint32_t> at;
@@ -346,11 +346,11 @@ class Engine final : public Session, private DataPath {
   Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
                  uint64_t step, Deadline deadline);
   Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
-                   const AwayRows& away);
+                   const StoredCopies& stored);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op,
-                        const AwayRows& away);
-  Status read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots,
-                   AwayRows* out);
+                        const StoredCopies& stored);
+  Status read_stored(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots,
+                     StoredCopies* out);
 
   const uint64_t opened_ns_ = now_ns();
   EngineMemory memory_;

@@ -46,7 +46,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
 // Who begins a step looks again, in the section in which it does: since the gate has opened, parts
 // of the step may have given up their places.
 bool Engine::open_still(uint64_t step) {
-  if (far_tables_.load(std::memory_order_relaxed) == 0) return true;
+  if (tiered_tables_.load(std::memory_order_relaxed) == 0) return true;
   Gate::Pass pass;
   pass.step = step;
   return gate_.open(&pass);

@@ -1,5 +1,5 @@
-// Of a table whose rows may be far (storage/far_store.h): declared parts of whose rows some may be
-// loading as yet, and steps whose calls want places and find none.
+// Of a table whose rows may be far (storage/storage_tier.h): declared parts of whose rows some may
+// be loading as yet, and steps whose calls want places and find none.
 //
 // The lock is taken below that of declarations, and above the rows'.
 #pragma once
@@ -7,7 +7,7 @@
 #include <iterator>
 
 #include "base/sync.h"
-#include "storage/far_side.h"
+#include "storage/stored_rows.h"
 #include "window/part.h"
 
 namespace frugal {
@@ -33,12 +33,12 @@ class LoadingParts {
   }
   // Is a row loading that is declared for a step up to `step`? (Parts that are none any more do not
   // count. They keep their memory until a gate looks.)
-  bool until(FarSide& far, uint64_t step) {
+  bool until(StoredRows& tier, uint64_t step) {
     Lock lock(mu_);
     bool any = false;
     for (auto at = steps_.begin(); at != steps_.end() && at->first <= step;) {
       OfStep& s = at->second;
-      std::erase_if(s.parts, [&](OfPart& p) { return !p.loads(far); });
+      std::erase_if(s.parts, [&](OfPart& p) { return !p.loads(tier); });
       any = any || !s.parts.empty();
       at = s.parts.empty() && s.expected == 0 ? steps_.erase(at) : std::next(at);
     }
@@ -66,21 +66,21 @@ class LoadingParts {
   }
   // Is it in vain to look for places for a part? Some of an earlier step want them, or it has found
   // none itself and nobody has let go of any since.
-  bool held_up(const Part& part, const FarSide& far) {
+  bool held_up(const Part& part, const StoredRows& tier) {
     Lock lock(mu_);
     forget_served();
     if (!wanted_.empty() && wanted_.begin()->first < part.step) return true;
     return std::any_of(lacking_.begin(), lacking_.end(), [&](const PartRef& p) {
-      return p->step < part.step || (p.get() == &part && far.lacking());
+      return p->step < part.step || (p.get() == &part && tier.lacking());
     });
   }
   // Does a call of a step up to `step`, or a part that is declared for one, lack places still? (A
   // call does for as long as it wants some: that it has let go of others tells nothing.)
-  bool lacking_until(uint64_t step, const FarSide& far) {
+  bool lacking_until(uint64_t step, const StoredRows& tier) {
     Lock lock(mu_);
     forget_served();
     if (!wanted_.empty() && wanted_.begin()->first <= step) return true;
-    return far.lacking() && std::any_of(lacking_.begin(), lacking_.end(),
+    return tier.lacking() && std::any_of(lacking_.begin(), lacking_.end(),
                                          [&](const PartRef& p) { return p->step <= step; });
   }
 
@@ -95,9 +95,9 @@ class LoadingParts {
   struct OfPart {
     PartRef part;
     size_t at;  // rows before this one are there
-    bool loads(FarSide& far) {
+    bool loads(StoredRows& tier) {
       if (part->state.load() > Part::kResolved) return false;
-      at = far.first_loading(part->row_slots(), at, part->distinct);
+      at = tier.first_loading(part->row_slots(), at, part->distinct);
       return at != part->distinct;
     }
   };

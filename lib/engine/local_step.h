@@ -18,14 +18,14 @@ class Engine::CallHold {
     for (const Access& a : accesses_) {
       if (!counts(a)) continue;
       Table& table = own(*a.table);
-      if (a.part && !(kept_ && table.rows.far())) a.part->release_hold(table.rows);
+      if (a.part && !(kept_ && table.rows.tier())) a.part->release_hold(table.rows);
       engine_.end_holding(table);
     }
   }
   // Places of rows that may be far are held until the step is committed or undone: of so many
   // accesses, for which there is room.
   size_t to_keep() const {
-    if (engine_.far_tables_.load(std::memory_order_relaxed) == 0) return 0;
+    if (engine_.tiered_tables_.load(std::memory_order_relaxed) == 0) return 0;
     return static_cast<size_t>(
         std::count_if(accesses_.begin(), accesses_.end(), [](const Access& a) { return keeps(a); }));
   }
@@ -41,7 +41,7 @@ class Engine::CallHold {
 
  private:
   static bool counts(const Access& a) { return !a.whole && !a.table->keys_are_slots; }
-  static bool keeps(const Access& a) { return counts(a) && own(*a.table).rows.far(); }
+  static bool keeps(const Access& a) { return counts(a) && own(*a.table).rows.tier(); }
   Engine& engine_;
   const Vector<Access>& accesses_;
   bool kept_ = false;

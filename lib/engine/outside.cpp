@@ -154,16 +154,16 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
   const Unhold unhold_backed{t.rows, s, n};
   FRUGAL_TRY(wait_written(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  AwayRows away;
-  FRUGAL_TRY(read_away(t, keys, n, s, &away));
+  StoredCopies stored;
+  FRUGAL_TRY(read_stored(t, keys, n, s, &stored));
   const RowLayout& l = t.rows.layout();
   const device::RowsView rows = t.rows.ref();
   for (size_t i = 0; i < n; ++i) {
-    const bool here = s[i] < kMissingSlot, there = here || away.has(i);
+    const bool here = s[i] < kMissingSlot, there = here || stored.has(i);
     if (found) found[i] = there;
     if (!there) continue;
-    const device::RowsView& of = here ? rows : away.ref;
-    const uint32_t at = here ? s[i] : away.at[i];
+    const device::RowsView& of = here ? rows : stored.ref;
+    const uint32_t at = here ? s[i] : stored.at[i];
     l.export_row(of.row(at), state ? of.state_row(at) : nullptr, device::behind(out, i * stride));
   }
   return FRUGAL_OK;
@@ -211,12 +211,12 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     else
       l.new_state(t.rows.init(), to.state);
   };
-  if (t.rows.far()) {
+  if (t.rows.tier()) {
     if (state && l.state_floats) t.has_state.store(true);
     uint64_t made_rows = 0;
-    const Status s_far = put_far(t, keys, n, give, &made_rows);
+    const Status s_stored = put_stored(t, keys, n, give, &made_rows);
     meters_.counters.rows_created.fetch_add(made_rows, std::memory_order_relaxed);
-    return s_far;
+    return s_stored;
   }
   auto make = [&](RowWrite& write, size_t first, size_t end) {
     for (size_t i = first; i < end; ++i) {
@@ -254,10 +254,10 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  if (t.rows.far()) {
-    uint64_t were_far = 0;
-    FRUGAL_TRY(remove_far(t, Vector<uint64_t>(keys, keys + n), &were_far));
-    if (deleted) *deleted = were_far;
+  if (t.rows.tier()) {
+    uint64_t were_stored = 0;
+    FRUGAL_TRY(remove_stored(t, Vector<uint64_t>(keys, keys + n), &were_stored));
+    if (deleted) *deleted = were_stored;
     return FRUGAL_OK;
   }
   Vector<uint32_t> slots(n);
@@ -318,12 +318,12 @@ Status Engine::read_op(Trainer* trainer, Table& table, const frugal_op& op, cons
   FRUGAL_TRY(table.rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr));
   const Unhold unhold_backed{table.rows, s, op.count};
   FRUGAL_TRY(wait_written(trainer, table, s, op.count, step, deadline));
-  AwayRows away;
-  FRUGAL_TRY(read_away(table, op.keys, op.count, s, &away));
+  StoredCopies stored;
+  FRUGAL_TRY(read_stored(table, op.keys, op.count, s, &stored));
   if (op.found_out)
-    for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot || away.has(k);
-  if (gpu) return read_to_device(*trainer, table, s, op.count, *gpu, away);
-  return read_rows(table, s, op.count, op, away);
+    for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot || stored.has(k);
+  if (gpu) return read_to_device(*trainer, table, s, op.count, *gpu, stored);
+  return read_rows(table, s, op.count, op, stored);
 }
 
 // Evaluation: sees every committed step, changes nothing.

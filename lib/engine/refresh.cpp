@@ -116,7 +116,7 @@ bool Engine::plan_one() {
     if (!t) return false;
     step = t->next_step;
     for (auto& [raw, list] : parts)
-      if (TableCache* of = raw->rows.far() ? cache_in(*t, *raw) : nullptr)
+      if (TableCache* of = raw->rows.tier() ? cache_in(*t, *raw) : nullptr)
         for (const PartRef& p : list) {
           hold.of.reserve(hold.of.size() + 1);
           of->table()->rows.hold(p->row_slots(), p->distinct);

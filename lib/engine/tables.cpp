@@ -238,16 +238,16 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
   rows.pinner = memory_.pinner;
   if (stale()) flusher_.make_room(rows.layout.bytes());
   table->stride = rows.layout.sums_stride;
-  FarRows far;
-  if (const auto make = g_make_far_rows.load(); make && rows.hashed) far = make(config);
-  if (far.store) {
-    far.room = [this] {
+  Tier tier;
+  if (const auto make = g_make_tier.load(); make && rows.hashed) tier = make(config);
+  if (tier.store) {
+    tier.room = [this] {
       workers_.wake();
       workers_.progress();
     };
-    far_tables_.fetch_add(1);
+    tiered_tables_.fetch_add(1);
   }
-  FRUGAL_TRY(table->rows.open(rows, &memory_.budget, std::move(far)));
+  FRUGAL_TRY(table->rows.open(rows, &memory_.budget, std::move(tier)));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
     FRUGAL_TRY(os_check_available(config.rows * rows.layout.bytes()));

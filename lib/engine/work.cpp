@@ -73,7 +73,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   bool resolved = false, expected = false;
   Status status = FRUGAL_OK;
   try {
-    if (table->rows.far()) {
+    if (table->rows.tier()) {
       table->loading_parts.make_room(part->step);
       expected = true;
     }

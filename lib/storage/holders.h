@@ -4,8 +4,8 @@
 // look that finds the place until it has served. A place that is held stays its row's. Where the
 // row exists nobody counts, for nobody takes the place away. When it exists no longer the count is
 // unknown, until the holders have been gone over. (Where rows have a store behind the memory,
-// far_side.h, places are taken away from rows that exist: so they are counted there, too, and the
-// count is never unknown.)
+// stored_rows.h, places are taken away from rows that exist: so they are counted there, too, and
+// the count is never unknown.)
 //
 // 15 bits a place do for nearly all. What is beyond goes to a map in pieces of 2^14, so that counts
 // have no largest value: 4,096 ranks may declare one key a million times each. The map is asked

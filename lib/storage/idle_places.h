@@ -1,5 +1,5 @@
 // Places of rows that nobody holds, in the order in which they were let go: which row leaves memory
-// first (far_side.h) is looked up, and not searched for. Only where rows have a store behind the
+// first (stored_rows.h) is looked up, and not searched for. Only where rows have a store behind the
 // memory.
 //
 // A ring of places, linked in both directions; the last link is that of no place. Callers serialize

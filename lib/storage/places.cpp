@@ -52,7 +52,7 @@ Status Places::add(uint64_t key, uint32_t* slot) {
 // for the row before takes nothing of this one for it:
 // - Values, state and what lies between their columns: all bytes are new. The row before was
 //   deleted between steps, or undone when no call that had found it was under way; or it has left
-//   (far_side.h), when nobody held its place: nobody reads it.
+//   (stored_rows.h), when nobody held its place: nobody reads it.
 // - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row
 //   is taken for whole that was begun before.
 // - Image (engine/ledger.h): one names a slot only while its row is being written. No row is

@@ -3,7 +3,7 @@
 //
 // A place of a hashed table has one life: free; reserved, which lasts while somebody holds it
 // (storage/holders.h); here, from when the row exists. A row that exists no longer is reserved
-// again, or its place free at once. Where rows have a store behind the memory (far_side.h), a
+// again, or its place free at once. Where rows have a store behind the memory (stored_rows.h), a
 // place is loading before it is here, where the row comes from there, and leaving behind it; and
 // who holds a place is counted in each of these states.
 //

@@ -6,16 +6,16 @@
 
 namespace frugal {
 
-Status Rows::open(const Config& c, MemoryBudget* budget, FarRows far) {
-  FRUGAL_ASSERT(!far.store || c.hashed);
+Status Rows::open(const Config& c, MemoryBudget* budget, Tier tier) {
+  FRUGAL_ASSERT(!tier.store || c.hashed);
   hashed_ = c.hashed;
   lazy_ = c.lazy || c.hashed;
   FRUGAL_TRY(RowMemory::open(c, budget));
-  const uint64_t places = far.store ? std::min(c.capacity, far.places) : c.capacity;
+  const uint64_t places = tier.store ? std::min(c.capacity, tier.places) : c.capacity;
   FRUGAL_TRY(places_.open(c, places, budget));
-  if (!far.store) return FRUGAL_OK;
-  far_ = std::make_unique<FarSide>(places_, *this, std::move(far));
-  return far_->open(budget);
+  if (!tier.store) return FRUGAL_OK;
+  tier_ = std::make_unique<StoredRows>(places_, *this, std::move(tier));
+  return tier_->open(budget);
 }
 
 Status Rows::pin_next(bool* any) {
@@ -30,7 +30,7 @@ void Rows::unpin() {
 
 Status Rows::take_state(State* s) {
   Lock lock(places_.mu);  // no row is begun
-  if (far_ && far_->away(places_) + far_->being_written(places_) != 0)
+  if (tier_ && tier_->stored(places_) + tier_->being_written(places_) != 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "rows of the table that are not in memory have state of its kind");
   if (hashed_) {
@@ -112,9 +112,9 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
     FRUGAL_TRY(dense_slots(keys, n, padding, capacity(), slots));
     return begin_rows(slots, n);
   }
-  if (far_) {
+  if (tier_) {
     FRUGAL_ASSERT(missing != Missing::kCreate);
-    return far_->resolve(keys, n, padding, missing == Missing::kLeave, slots);
+    return tier_->resolve(keys, n, padding, missing == Missing::kLeave, slots);
   }
   size_t i = 0;  // places of slots[0, i) are held
   Status status = FRUGAL_OK;
@@ -158,7 +158,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
 }
 
 void Rows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
-  if (far_) return far_->release_hold(slots, n, start);
+  if (tier_) return tier_->release_hold(slots, n, start);
   for (size_t at = 0; at < n && has_reserved(); at += Places::kAtOnce) {
     Lock lock(places_.mu);
     for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
@@ -171,7 +171,7 @@ void Rows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) 
 
 void Rows::create(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(places_.flag(s) == Places::kReserved && places_.holders.held(s));
-  if (!far_) places_.holders.clear(s);
+  if (!tier_) places_.holders.clear(s);
   places_.create(s, mark);
 }
 
@@ -236,7 +236,7 @@ void Rows::settle(const uint32_t* slots, size_t n, uint64_t step) {
     const uint32_t s = slots[i];
     if (!places_.exists(s) || Places::flag_mark(places_.flag(s)) != Places::mark_of(step)) continue;
     places_.mark(s, 0);
-    if (far_) far_->settled(places_, s);
+    if (tier_) tier_->settled(places_, s);
   }
 }
 
@@ -256,7 +256,7 @@ void Rows::tell_slots(std::atomic<uint64_t>* count) {
 // A row that exists does so no longer.
 void Rows::remove(uint32_t s) {
   places_.remove(s);
-  if (far_) return far_->removed(places_, s);
+  if (tier_) return tier_->removed(places_, s);
   places_.holders.forget(s);
   try {
     holders_unknown_.push_back(s);
@@ -388,11 +388,11 @@ bool Rows::any_reserved(const uint32_t* slots, size_t n) {
 uint64_t Rows::count() {
   if (!hashed_) return capacity();
   Lock lock(places_.mu);
-  return places_.existing() + (far_ ? far_->away(places_) : 0);
+  return places_.existing() + (tier_ ? tier_->stored(places_) : 0);
 }
 
 size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
-  if (far_) return far_->enumerate(cursor, keys, capacity);
+  if (tier_) return tier_->enumerate(cursor, keys, capacity);
   size_t n = 0;
   Lock lock(places_.mu);
   uint64_t end = hashed_ ? places_.handed_out() : places_.capacity();
@@ -418,7 +418,7 @@ uint32_t Rows::mappings(Vector<int>* descriptors) const {
 uint64_t Rows::memory_bytes() {
   Lock lock(places_.mu);
   return value_slabs().committed_bytes() + state_slabs().committed_bytes() +
-         places_.memory_bytes() + (far_ ? far_->memory_bytes(places_) : 0);
+         places_.memory_bytes() + (tier_ ? tier_->memory_bytes(places_) : 0);
 }
 
 }  // namespace frugal

@@ -1,5 +1,5 @@
 // The rows of one table: which row is whose (places.h), in which memory (row_memory.h), and what
-// lies behind it (far_side.h).
+// lies behind it (stored_rows.h).
 //
 // A row is known by its slot, a 32-bit number below the capacity. Dense tables: slot = id. Hashed
 // tables: slots come from a free list, an index maps key -> slot, and a flag byte says whether the
@@ -13,9 +13,9 @@
 #include <memory>
 
 #include "base/heap.h"
-#include "storage/far_side.h"
 #include "storage/places.h"
 #include "storage/row_memory.h"
+#include "storage/stored_rows.h"
 
 namespace frugal {
 
@@ -31,8 +31,8 @@ class Rows : public RowMemory {
   // What resolve() may do with keys that have no row.
   enum class Missing { kLeave, kReserve, kCreate };
 
-  // `far`: of a hashed table, what is behind the memory; capacity() is that in places then.
-  Status open(const Config& config, MemoryBudget* budget, FarRows far = {});
+  // `tier`: of a hashed table, what is behind the memory; capacity() is that in places then.
+  Status open(const Config& config, MemoryBudget* budget, Tier tier = {});
   // Another slab of values or state that is committed becomes visible to devices (*any: there was
   // one), or none is so any more; what is committed later is, if there is a device. Not beside
   // initialize_range.
@@ -75,14 +75,14 @@ class Rows : public RowMemory {
 
   // What is behind the memory, or null. Where there is something, resolve() and release_hold() are
   // its.
-  FarSide* far() const { return far_.get(); }
+  StoredRows* tier() const { return tier_.get(); }
   // These are held once more, or less, where there is something. Throws where there is no memory,
   // and none is then.
   void hold(const uint32_t* slots, size_t n) {
-    if (far_) far_->hold(slots, n);
+    if (tier_) tier_->hold(slots, n);
   }
   void unhold_backed(const uint32_t* slots, size_t n) {
-    if (far_) far_->release_hold(slots, n);
+    if (tier_) tier_->release_hold(slots, n);
   }
 
   // check_dense_ids, for a dense table.
@@ -155,7 +155,7 @@ class Rows : public RowMemory {
 
   bool hashed_ = false, lazy_ = false;
   Places places_{*this};
-  std::unique_ptr<FarSide> far_;                    // or null
+  std::unique_ptr<StoredRows> tier_;                // or null
   Vector<uint32_t> holders_unknown_ GUARDED_BY(places_.mu);  // slots that recount() is to look at
   uint64_t unlisted_ GUARDED_BY(places_.mu) = 0;    // so many others: there was no memory
   std::atomic<bool> any_unknown_{false};            // either; changed with the lock held

@@ -467,7 +467,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
 
 // Rows beyond 2^32 bytes and 2^32 elements of a table, of which few pages exist; and the same of an
 // output, by its stride.
-TEST_F(ReadTest, FarRows) {
+TEST_F(ReadTest, Tier) {
   constexpr size_t kRows = (size_t{1} << 27) + 64, kStride = 32,
                    kBytes = kRows * kStride * sizeof(float);
   constexpr size_t kOutStride = (size_t{5} << 30) + 16;

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "support/engine.h"
-#include "support/far_engine.h"
+#include "support/tier_engine.h"
 
 namespace {
 
@@ -69,7 +69,7 @@ int pthread_mutex_unlock(pthread_mutex_t* mutex) noexcept {
 namespace frugal {
 namespace {
 
-using BetweenTest = FarEngine;
+using BetweenTest = TierEngine;
 
 // A call of an earlier step takes the places of a step that is about to begin, or none of one that
 // has begun.
@@ -120,7 +120,7 @@ TEST_F(BetweenTest, LaterStepsStayWhereNobodyLacksPlacesAnyMore) {
     const frugal_op o = op(others);
     ASSERT_OK(frugal_prefetch(other, 3, &o, 1, &batch));
     declare(1, soon);
-    ASSERT_TRUE(table->rows.far()->lacking());
+    ASSERT_TRUE(table->rows.tier()->lacking());
     const auto full = [&] {
       const uint64_t key = 100;
       uint32_t slot;

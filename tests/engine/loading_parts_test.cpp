@@ -24,11 +24,11 @@ struct ArrivingTest : testing::Test {
   void SetUp() override {
     of->keys_are_slots = false;
     of->any_key = true;
-    FarRows far;
-    far.store = std::make_unique<SlowStore>(1, 0);
-    far.places = 3;
-    far.room = [] {};
-    ASSERT_OK(rows.open(rows_config(100, 4, FRUGAL_SGD, true), &budget, std::move(far)));
+    Tier tier;
+    tier.store = std::make_unique<SlowStore>(1, 0);
+    tier.places = 3;
+    tier.room = [] {};
+    ASSERT_OK(rows.open(rows_config(100, 4, FRUGAL_SGD, true), &budget, std::move(tier)));
   }
   BatchRef declare(uint64_t step, uint32_t rank, const std::vector<uint64_t>& keys) {
     auto b = std::allocate_shared<Batch>(HeapAllocator<Batch>());
@@ -77,7 +77,7 @@ struct ArrivingTest : testing::Test {
     }
   }
   void load() {
-    for (bool any = true; any;) ASSERT_OK(rows.far()->load_some(&any));
+    for (bool any = true; any;) ASSERT_OK(rows.tier()->load_some(&any));
   }
   bool revoke(uint64_t step, const Batch* but = nullptr) {
     Lock lock(all.mutex());
@@ -90,27 +90,27 @@ TEST_F(ArrivingTest, AGateWaitsForRowsThatAreLoading) {
   make({0, 1, 2, 3, 4, 5});
   declare(5, 0, {0, 1});
   ASSERT_OK(resolve());
-  EXPECT_FALSE(loading_parts.until(*rows.far(), 4));
-  EXPECT_TRUE(loading_parts.until(*rows.far(), 5));
-  EXPECT_TRUE(loading_parts.until(*rows.far(), 6));
+  EXPECT_FALSE(loading_parts.until(*rows.tier(), 4));
+  EXPECT_TRUE(loading_parts.until(*rows.tier(), 5));
+  EXPECT_TRUE(loading_parts.until(*rows.tier(), 6));
   load();
-  EXPECT_FALSE(loading_parts.until(*rows.far(), 6));
+  EXPECT_FALSE(loading_parts.until(*rows.tier(), 6));
 }
 
 TEST_F(ArrivingTest, NobodyWaitsForRowsOfAPartThatHasGivenThemUp) {
   make({0, 1, 2, 3, 4, 5});
   const BatchRef later = declare(5, 0, {0, 1});
   ASSERT_OK(resolve());
-  ASSERT_TRUE(loading_parts.until(*rows.far(), 5));
+  ASSERT_TRUE(loading_parts.until(*rows.tier(), 5));
   EXPECT_TRUE(revoke(4));
   EXPECT_EQ(state(later), Part::kDeclared);
-  EXPECT_TRUE(rows.far()->loading());
-  EXPECT_FALSE(loading_parts.until(*rows.far(), 5));
+  EXPECT_TRUE(rows.tier()->loading());
+  EXPECT_FALSE(loading_parts.until(*rows.tier(), 5));
   // Once it has found them again, they are waited for.
   ASSERT_OK(resolve());
-  EXPECT_TRUE(loading_parts.until(*rows.far(), 5));
+  EXPECT_TRUE(loading_parts.until(*rows.tier(), 5));
   load();
-  EXPECT_FALSE(loading_parts.until(*rows.far(), 5));
+  EXPECT_FALSE(loading_parts.until(*rows.tier(), 5));
 }
 
 TEST_F(ArrivingTest, ThereIsRoomForAPartOnlyWhereThereWasMemory) {
@@ -141,17 +141,17 @@ TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
   Declarations::Item item;
   EXPECT_FALSE(next(&item));
   EXPECT_EQ(item.batch, soon);
-  EXPECT_TRUE(loading_parts.held_up(*soon->parts[0], *rows.far()));
-  EXPECT_TRUE(loading_parts.held_up(*last->parts[0], *rows.far()));
-  EXPECT_TRUE(loading_parts.lacking_until(5, *rows.far()));
-  EXPECT_FALSE(loading_parts.lacking_until(4, *rows.far()));
+  EXPECT_TRUE(loading_parts.held_up(*soon->parts[0], *rows.tier()));
+  EXPECT_TRUE(loading_parts.held_up(*last->parts[0], *rows.tier()));
+  EXPECT_TRUE(loading_parts.lacking_until(5, *rows.tier()));
+  EXPECT_FALSE(loading_parts.lacking_until(4, *rows.tier()));
   EXPECT_TRUE(revoke(5));
   EXPECT_EQ(state(later), Part::kDeclared);
-  EXPECT_FALSE(loading_parts.held_up(*soon->parts[0], *rows.far()));
-  EXPECT_TRUE(loading_parts.held_up(*last->parts[0], *rows.far()));
+  EXPECT_FALSE(loading_parts.held_up(*soon->parts[0], *rows.tier()));
+  EXPECT_TRUE(loading_parts.held_up(*last->parts[0], *rows.tier()));
   ASSERT_OK(resolve(&tried));
   EXPECT_EQ(tried, soon);
-  EXPECT_FALSE(loading_parts.lacking_until(9, *rows.far()));
+  EXPECT_FALSE(loading_parts.lacking_until(9, *rows.tier()));
   // The one that has given way is a part like others.
   EXPECT_EQ(resolve(&tried), FRUGAL_ERR_BUSY);
   EXPECT_EQ(tried, later);
@@ -166,13 +166,13 @@ TEST_F(ArrivingTest, ACallOfAStepComesBeforeDeclarationsOfLaterOnes) {
   const BatchRef same = declare(5, 0, {1}), later = declare(6, 0, {1});
   {
     const LoadingParts::Wanted one(loading_parts, 5), other(loading_parts, 5);
-    EXPECT_FALSE(loading_parts.held_up(*same->parts[0], *rows.far()));
-    EXPECT_TRUE(loading_parts.held_up(*later->parts[0], *rows.far()));
-    EXPECT_TRUE(loading_parts.lacking_until(5, *rows.far()));
-    EXPECT_FALSE(loading_parts.lacking_until(4, *rows.far()));
+    EXPECT_FALSE(loading_parts.held_up(*same->parts[0], *rows.tier()));
+    EXPECT_TRUE(loading_parts.held_up(*later->parts[0], *rows.tier()));
+    EXPECT_TRUE(loading_parts.lacking_until(5, *rows.tier()));
+    EXPECT_FALSE(loading_parts.lacking_until(4, *rows.tier()));
   }
-  EXPECT_FALSE(loading_parts.lacking_until(5, *rows.far()));
-  EXPECT_FALSE(loading_parts.held_up(*later->parts[0], *rows.far()));
+  EXPECT_FALSE(loading_parts.lacking_until(5, *rows.tier()));
+  EXPECT_FALSE(loading_parts.held_up(*later->parts[0], *rows.tier()));
 }
 
 TEST_F(ArrivingTest, ThoseOfTheLastStepGiveWayFirst) {
@@ -208,7 +208,7 @@ TEST_F(ArrivingTest, APartThatIsResolvedWhenItsStepIsCommittedHoldsNothing) {
     if (between) all.retire(5);
     EXPECT_FALSE(rows.has_reserved()) << between;
     EXPECT_EQ(state(late), Part::kDropped);
-    EXPECT_FALSE(loading_parts.until(*rows.far(), 5));
+    EXPECT_FALSE(loading_parts.until(*rows.tier(), 5));
   }
 }
 

@@ -13,7 +13,7 @@ std::atomic<uint64_t> loaded_rows{0}, left_rows{0}, refused_rows{0};
 thread_local uint64_t next_places = 0, next_seed = 0;
 
 // Counts when its table ends.
-class Counted final : public frugal::FarStore {
+class Counted final : public frugal::StorageTier {
  public:
   explicit Counted(uint64_t seed) : store_(seed, 20'000) {}
   ~Counted() override {
@@ -37,12 +37,12 @@ class Counted final : public frugal::FarStore {
   frugal::SlowStore store_;
 };
 
-frugal::FarRows Make(const frugal_table_config&) {
-  frugal::FarRows far;
-  if (next_places == 0) return far;
-  far.places = next_places;
-  far.store = std::make_unique<Counted>(next_seed);
-  return far;
+frugal::Tier Make(const frugal_table_config&) {
+  frugal::Tier tier;
+  if (next_places == 0) return tier;
+  tier.places = next_places;
+  tier.store = std::make_unique<Counted>(next_seed);
+  return tier;
 }
 
 }  // namespace
@@ -50,7 +50,7 @@ frugal::FarRows Make(const frugal_table_config&) {
 const bool kFarStores = true;
 
 void PlacesOfNextTable(uint64_t places, uint64_t seed) {
-  frugal::g_make_far_rows.store(Make);
+  frugal::g_make_tier.store(Make);
   next_places = places;
   next_seed = seed;
 }

@@ -198,11 +198,11 @@ TEST_F(RowsTest, LazyRowsBeginWhenTheyAreUsed) {
   EXPECT_EQ(rows.memory_bytes(), 4 * SlabArray::kSlab + SlabArray::slab_bytes(capacity, 1));
   // Memory that fails: the row has not begun.
   SystemFails fails(-1);
-  const uint32_t far = 1u << 20;
-  EXPECT_EQ(rows.begin_rows(&far, 1), FRUGAL_ERR_OUT_OF_MEMORY);
+  const uint32_t tier = 1u << 20;
+  EXPECT_EQ(rows.begin_rows(&tier, 1), FRUGAL_ERR_OUT_OF_MEMORY);
   os_test_fail_after(0);
-  ASSERT_OK(rows.begin_rows(&far, 1));
-  EXPECT_TRUE(is_new(rows, far, far));
+  ASSERT_OK(rows.begin_rows(&tier, 1));
+  EXPECT_TRUE(is_new(rows, tier, tier));
 }
 
 TEST_F(RowsTest, KeysThatAreMissing) {

@@ -1,4 +1,4 @@
-// A store behind a table's memory (storage/far_store.h) that is slow, and is memory itself.
+// A store behind a table's memory (storage/storage_tier.h) that is slow, and is memory itself.
 #pragma once
 #include <cstring>
 #include <unordered_map>
@@ -9,7 +9,7 @@
 
 namespace frugal {
 
-class SlowStore final : public FarStore {
+class SlowStore final : public StorageTier {
  public:
   // Each call takes up to `most_ns`, which a seed draws.
   explicit SlowStore(uint64_t seed, uint64_t most_ns) : most_ns_(most_ns), random_(seed * 2 + 1) {}

@@ -1,4 +1,4 @@
-// Rows that may be far (storage/far_store.h): who brings them in, who makes places free, and how
+// Rows that may be far (storage/storage_tier.h): who brings them in, who makes places free, and how
 // calls outside steps reach those that have no place.
 //
 // Places go to declarations in the order of steps: no later one gets any while an earlier one lacks
@@ -14,16 +14,16 @@ namespace frugal {
 
 // Rows whose places are loading. False: there are none that nobody else brings in.
 bool Engine::load_one() {
-  if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
+  if (tiered_tables_.load(std::memory_order_relaxed) == 0) return false;
   Vector<TableRef> tables;
   {
     ControlLock lock(mu_);
     for (const TableRef& t : tables_)
-      if (t->rows.far() && t->rows.far()->loading()) tables.push_back(t);
+      if (t->rows.tier() && t->rows.tier()->loading()) tables.push_back(t);
   }
   for (const TableRef& t : tables) {
     bool any;
-    const Status s = t->rows.far()->load_some(&any);
+    const Status s = t->rows.tier()->load_some(&any);
     if (s != FRUGAL_OK) workers_.fail(s);
     if (!any) continue;
     workers_.progress();
@@ -34,9 +34,9 @@ bool Engine::load_one() {
 
 // Is a row loading that is declared for a step up to `step`?
 bool Engine::loading_until(uint64_t step) {
-  if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
+  if (tiered_tables_.load(std::memory_order_relaxed) == 0) return false;
   return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
-    return t->rows.far() && t->loading_parts.until(*t->rows.far(), step);
+    return t->rows.tier() && t->loading_parts.until(*t->rows.tier(), step);
   });
 }
 
@@ -45,7 +45,7 @@ bool Engine::loading_until(uint64_t step) {
 bool Engine::free_places(Table& table, uint64_t step) {
   if (workers_.help(true)) return true;
   // A row that is loading and that nobody wants any more leaves when it is there.
-  if (table.rows.far()->loading() && load_one()) return true;
+  if (table.rows.tier()->loading() && load_one()) return true;
   Window& window = table.window;
   if (window.opened() && window.any_pending() && flusher_.write(UINT64_MAX)) return true;
   return revoke_later(table, step) || give_up_lines_of(table);
@@ -60,7 +60,7 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
     Lock declared(declarations_.mutex());
     // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
     // looked may have got them since, and have begun its step.
-    if (!table.loading_parts.lacking_until(step, *table.rows.far())) return false;
+    if (!table.loading_parts.lacking_until(step, *table.rows.tier())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
       mu_.assert_held();
       const TrainerRef& t = ranks_[b.rank];
@@ -108,21 +108,21 @@ bool Engine::give_up_lines_of(Table& table) {
 
 // Its own, of a trainer that waits at a gate.
 bool Engine::give_up_own_lines(const Trainer& own) {
-  if (far_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
+  if (tiered_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     if (ranks_[own.rank].get() != &own) return nullptr;
     *t = ranks_[own.rank];
     for (auto& [raw, of] : (*t)->caches)
-      if (raw->rows.far() && raw->rows.far()->lacking() && of.any()) return &of;
+      if (raw->rows.tier() && raw->rows.tier()->lacking() && of.any()) return &of;
     return nullptr;
   });
 }
 
 // --- Outside steps -------------------------------------------------------------------------------
 
-Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots,
-                         AwayRows* out) {
-  if (!table.rows.far()) return FRUGAL_OK;
+Status Engine::read_stored(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots,
+                           StoredCopies* out) {
+  if (!table.rows.tier()) return FRUGAL_OK;
   const RowLayout& l = table.rows.layout();
   const size_t missing = static_cast<size_t>(std::count(slots, slots + n, kMissingSlot));
   out->at.assign(n, kMissingSlot);
@@ -135,7 +135,7 @@ Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uin
     if (slots[i] != kMissingSlot) continue;
     bool there;
     const device::RowsRef copy = l.at(copies.row(found), copies.state_row(found));
-    FRUGAL_TRY(table.rows.far()->read(keys[i], copy, &there));
+    FRUGAL_TRY(table.rows.tier()->read(keys[i], copy, &there));
     if (there) out->at[i] = found++;
   }
   return FRUGAL_OK;
@@ -144,7 +144,7 @@ Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uin
 // Waits until none of these places is loading.
 Status Engine::settle_loading(Table& table, const uint32_t* slots, size_t n) {
   const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
-                        [&] { return table.rows.far()->first_loading(slots, 0, n) == n; },
+                        [&] { return table.rows.tier()->first_loading(slots, 0, n) == n; },
                         [this] { return load_one(); });
   return s == FRUGAL_ERR_TIMEOUT ? fail(s, "waited for rows to be loaded; call again") : s;
 }
@@ -153,10 +153,10 @@ namespace {
 
 // Keys of an operation outside steps, some of which have places, which it holds.
 struct HeldPlaces {
-  explicit HeldPlaces(FarSide& of) : far(of) {}
+  explicit HeldPlaces(StoredRows& of) : tier(of) {}
   ~HeldPlaces() {
-    far.release_hold(there.data(), there.size());
-    far.promise_no_more(promised);
+    tier.release_hold(there.data(), there.size());
+    tier.promise_no_more(promised);
   }
   HeldPlaces(const HeldPlaces&) = delete;
   // Once it has been right. `room`: all keys that have no row are to get one.
@@ -164,12 +164,12 @@ struct HeldPlaces {
     slots.resize(keys.size());
     there.reserve(keys.size());
     uint64_t* const promise = room ? &promised : nullptr;
-    FRUGAL_TRY(far.find_places(keys.data(), keys.size(), slots.data(), promise));
+    FRUGAL_TRY(tier.find_places(keys.data(), keys.size(), slots.data(), promise));
     for (const uint32_t s : slots)
       if (s < kMissingSlot) there.push_back(s);
     return FRUGAL_OK;
   }
-  FarSide& far;
+  StoredRows& tier;
   Vector<uint32_t> slots, there;
   uint64_t promised = 0;  // new rows
 };
@@ -179,16 +179,16 @@ struct HeldPlaces {
 // Rows that have a place are written there, and others to the store: a put wants no place. Of a key
 // that gets one meanwhile all that is left comes later, so that the last of its rows stays. There
 // is room for all of them before the first is written.
-Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
-                       const std::function<void(size_t, const device::RowsRef&)>& make,
-                       uint64_t* created) {
+Status Engine::put_stored(Table& t, const uint64_t* keys, size_t n,
+                          const std::function<void(size_t, const device::RowsRef&)>& make,
+                          uint64_t* created) {
   const RowLayout& l = t.rows.layout();
   Buffer row;
   FRUGAL_TRY(memory_.unread().get(l.bytes(), &row));
   const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
   frugal_op op = FRUGAL_OP_INIT;
   op.table = reinterpret_cast<frugal_table*>(t.handle);
-  HeldPlaces room(*t.rows.far());
+  HeldPlaces room(*t.rows.tier());
   FRUGAL_TRY(with_room(&op, 1, [&] { return room.find(Vector<uint64_t>(keys, keys + n), true); }));
   Vector<size_t> all(n), later;
   for (size_t i = 0; i < n; ++i) all[i] = i;
@@ -196,7 +196,7 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
     Vector<uint64_t> of(all.size());
     for (size_t k = 0; k < all.size(); ++k) of[k] = keys[all[k]];
     later.reserve(all.size());
-    HeldPlaces placed(*t.rows.far());
+    HeldPlaces placed(*t.rows.tier());
     FRUGAL_TRY(placed.find(of, false));
     FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
@@ -221,7 +221,7 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
       std::memset(row.data(), 0, l.bytes());
       make(all[k], made);
       bool has_place, is_new = false;
-      FRUGAL_TRY(t.rows.far()->put(of[k], made, &has_place, &is_new));
+      FRUGAL_TRY(t.rows.tier()->put(of[k], made, &has_place, &is_new));
       if (has_place) later.push_back(all[k]);
       *created += is_new;
       room.promised -= is_new;
@@ -230,12 +230,12 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
   return FRUGAL_OK;
 }
 
-Status Engine::remove_far(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
+Status Engine::remove_stored(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
   std::sort(keys.begin(), keys.end());
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   for (Vector<uint64_t> later; !keys.empty(); keys.swap(later), later.clear()) {
     later.reserve(keys.size());
-    HeldPlaces placed(*t.rows.far());
+    HeldPlaces placed(*t.rows.tier());
     FRUGAL_TRY(placed.find(keys, false));
     FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
@@ -243,7 +243,7 @@ Status Engine::remove_far(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
     for (size_t k = 0; k < keys.size(); ++k) {
       if (placed.slots[k] < kMissingSlot) continue;
       bool has_place, was;
-      t.rows.far()->forget(keys[k], &has_place, &was);
+      t.rows.tier()->forget(keys[k], &has_place, &was);
       if (has_place) later.push_back(keys[k]);
       *deleted += was;
     }

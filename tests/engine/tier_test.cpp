@@ -3,20 +3,20 @@
 #include <optional>
 #include <thread>
 
-#include "support/far_engine.h"
+#include "support/tier_engine.h"
 
-namespace frugal::far_test {
+namespace frugal::tier_test {
 
-using FarTest = FarEngine;
+using TierTest = TierEngine;
 
-TEST_F(FarTest, UpdatesThatAreNotWrittenHoldTheirRowsUntilAGateWantsThePlaces) {
+TEST_F(TierTest, UpdatesThatAreNotWrittenHoldTheirRowsUntilAGateWantsThePlaces) {
   open(100, 4);
   const Keys first = {1, 2, 3, 4}, other = {5, 6, 7, 8};
   declare(0, first);
   step(0, first, 0);
   EXPECT_TRUE(table->window.any_pending());
   declare(1, other);
-  EXPECT_TRUE(table->rows.far()->lacking());
+  EXPECT_TRUE(table->rows.tier()->lacking());
   EXPECT_TRUE(table->window.any_pending());
   EXPECT_EQ(left(), 0u);
   step(1, other, 0);
@@ -25,23 +25,23 @@ TEST_F(FarTest, UpdatesThatAreNotWrittenHoldTheirRowsUntilAGateWantsThePlaces) {
   step(2, first, 1);
 }
 
-TEST_F(FarTest, LaterStepsGiveWayToAGateAndToNobodyElse) {
+TEST_F(TierTest, LaterStepsGiveWayToAGateAndToNobodyElse) {
   open(100, 4);
   step(0, {9}, 0);
   ASSERT_OK(frugal_flush(engine, FRUGAL_TIMEOUT_DEFAULT));
   const Keys soon = {4, 5}, later = {1, 2, 3}, last = {6};
   declare(2, later);
   declare(3, last);
-  EXPECT_FALSE(table->rows.far()->lacking());
+  EXPECT_FALSE(table->rows.tier()->lacking());
   declare(1, soon);  // it finds none: the two steps stay
-  EXPECT_TRUE(table->rows.far()->lacking());
+  EXPECT_TRUE(table->rows.tier()->lacking());
   step(1, soon, 0);
   step(2, later, 0);
   step(3, last, 0);
   for (const uint64_t key : {1, 2, 3, 4, 5, 6, 9}) EXPECT_EQ(get(key), 1);
 }
 
-TEST_F(FarTest, LaterStepsAndCachesGiveWayToACall) {
+TEST_F(TierTest, LaterStepsAndCachesGiveWayToACall) {
   open(100, 4, 0.5);
   step(0, {9}, 0);
   const Keys cached = {1, 2}, called = {3, 4, 5, 6}, later = {1, 7};
@@ -61,7 +61,7 @@ TEST_F(FarTest, LaterStepsAndCachesGiveWayToACall) {
 }
 
 // Not even to a call of an earlier step.
-TEST_F(FarTest, AStepThatHasBegunGivesNothingUp) {
+TEST_F(TierTest, AStepThatHasBegunGivesNothingUp) {
   timeout_ms = 50;  // which it will take: nobody lets go of a place
   open(100, 4, 0, 1, 2);
   const Keys first = {1, 2, 3}, more = {4, 5};
@@ -76,7 +76,7 @@ TEST_F(FarTest, AStepThatHasBegunGivesNothingUp) {
 }
 
 // Outside steps rows and caches are the operation's.
-TEST_F(FarTest, NoCacheIsGivenUpBesideAnOperationOutsideSteps) {
+TEST_F(TierTest, NoCacheIsGivenUpBesideAnOperationOutsideSteps) {
   open(100, 4, 0.5);
   const Keys first = {6, 7, 8, 9}, cached = {1, 2}, wanted = {100, 101, 102};
   declare(0, first);
@@ -87,14 +87,14 @@ TEST_F(FarTest, NoCacheIsGivenUpBesideAnOperationOutsideSteps) {
   step(2, cached, 1);
   const TableCache& cache = cache_of(trainer);
   ASSERT_TRUE(cache.any());
-  std::optional<uint64_t> far;
+  std::optional<uint64_t> tier;
   for (const uint64_t key : first)
-    if (!here(key)) far = key;
-  ASSERT_TRUE(far);
-  declare(4, {*far});
-  ASSERT_TRUE(table->rows.far()->loading());
+    if (!here(key)) tier = key;
+  ASSERT_TRUE(tier);
+  declare(4, {*tier});
+  ASSERT_TRUE(table->rows.tier()->loading());
   declare(3, wanted);
-  ASSERT_TRUE(table->rows.far()->lacking());
+  ASSERT_TRUE(table->rows.tier()->lacking());
   bool looked = false;
   at_load = [&] {
     std::thread gate([&] {
@@ -104,18 +104,18 @@ TEST_F(FarTest, NoCacheIsGivenUpBesideAnOperationOutsideSteps) {
     });
     gate.join();
   };
-  ASSERT_OK(put({*far}, 5));
+  ASSERT_OK(put({*tier}, 5));
   EXPECT_TRUE(looked);
   step(3, wanted, 0);
   EXPECT_FALSE(here(1) && here(2));
   ASSERT_OK(begin(4));
-  ASSERT_OK(lookup({*far}, 5));
-  end(4, {*far});
+  ASSERT_OK(lookup({*tier}, 5));
+  end(4, {*tier});
   EXPECT_EQ(get(1), 2);
 }
 
 // They are its own, also while it waits at its gate.
-TEST_F(FarTest, NoGateTakesTheLinesOfARankThatBeginsAStep) {
+TEST_F(TierTest, NoGateTakesTheLinesOfARankThatBeginsAStep) {
   open(100, 8, 0.5, 0, 2);
   std::swap(trainer, other);  // rank 1 may have the rows in its cache that come first
   const Keys first = {11, 12, 13, 14, 15, 16, 17, 18}, cached = {1, 2, 3, 4},
@@ -135,14 +135,14 @@ TEST_F(FarTest, NoGateTakesTheLinesOfARankThatBeginsAStep) {
   ASSERT_OK(frugal_flush(engine, FRUGAL_TIMEOUT_DEFAULT));
   const TableCache& cache = cache_of(trainer);
   ASSERT_TRUE(cache.any());
-  std::optional<uint64_t> far;
+  std::optional<uint64_t> tier;
   for (const uint64_t key : first)
-    if (!here(key)) far = key;
-  ASSERT_TRUE(far);
-  declare(3, {*far});
-  ASSERT_TRUE(table->rows.far()->loading());
+    if (!here(key)) tier = key;
+  ASSERT_TRUE(tier);
+  declare(3, {*tier});
+  ASSERT_TRUE(table->rows.tier()->loading());
   declare(other, 3, wanted);
-  ASSERT_TRUE(table->rows.far()->lacking());
+  ASSERT_TRUE(table->rows.tier()->lacking());
   bool looked = false;
   at_load = [&] {
     std::thread gate([&] {
@@ -158,7 +158,7 @@ TEST_F(FarTest, NoGateTakesTheLinesOfARankThatBeginsAStep) {
   ASSERT_OK(lookup(other, wanted, 0));
 }
 
-TEST_F(FarTest, APutIntoAFullTableChangesNothing) {
+TEST_F(TierTest, APutIntoAFullTableChangesNothing) {
   open(4, 2);
   ASSERT_OK(put({1, 2, 3}, 1));
   EXPECT_EQ(put({1, 4, 5}, 2), FRUGAL_ERR_TABLE_FULL);
@@ -179,7 +179,7 @@ TEST_F(FarTest, APutIntoAFullTableChangesNothing) {
   EXPECT_EQ(put({7}, 1), FRUGAL_ERR_TABLE_FULL);
 }
 
-TEST_F(FarTest, TheKindOfTheOptimizerStaysWhileRowsAreAway) {
+TEST_F(TierTest, TheKindOfTheOptimizerStaysWhileRowsAreAway) {
   open(8, 2);
   frugal_optimizer adam = FRUGAL_OPTIMIZER_INIT;
   adam.kind = FRUGAL_ADAM;
@@ -191,4 +191,4 @@ TEST_F(FarTest, TheKindOfTheOptimizerStaysWhileRowsAreAway) {
   ASSERT_OK(frugal_table_set_optimizer(handle, 1, &adam));
 }
 
-}  // namespace frugal::far_test
+}  // namespace frugal::tier_test

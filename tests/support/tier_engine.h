@@ -17,7 +17,7 @@ namespace frugal {
 // Once, in the middle of a load of this thread.
 inline thread_local std::function<void()> at_load;
 
-class Hooked final : public FarStore {
+class Hooked final : public StorageTier {
  public:
   bool has(uint64_t key) override { return store_.has(key); }
   void forget(uint64_t key) noexcept override { store_.forget(key); }
@@ -37,7 +37,7 @@ class Hooked final : public FarStore {
 
 using Keys = std::vector<uint64_t>;
 
-struct FarEngine : testing::Test {
+struct TierEngine : testing::Test {
   frugal_engine* engine = nullptr;
   frugal_table* handle = nullptr;
   frugal_trainer* trainer = nullptr;
@@ -62,14 +62,14 @@ struct FarEngine : testing::Test {
     t.optimizer.lr = 1;
     static uint64_t of_memory;
     of_memory = places;
-    g_make_far_rows.store([](const frugal_table_config&) {
-      FarRows far;
-      far.places = of_memory;
-      far.store = std::make_unique<Hooked>();
-      return far;
+    g_make_tier.store([](const frugal_table_config&) {
+      Tier tier;
+      tier.places = of_memory;
+      tier.store = std::make_unique<Hooked>();
+      return tier;
     });
     ASSERT_OK(frugal_table_create(engine, &t, &handle));
-    g_make_far_rows.store(nullptr);
+    g_make_tier.store(nullptr);
     table = std::static_pointer_cast<Table>(object_of<AnyTable>(handle));
     frugal_trainer_config r = FRUGAL_TRAINER_CONFIG_INIT;
     r.cache_ratio = cache_ratio;
@@ -140,7 +140,7 @@ struct FarEngine : testing::Test {
     table->rows.unhold_backed(&slot, 1);
     return slot != kMissingSlot;
   }
-  uint64_t left() { return table->rows.far()->store().left; }
+  uint64_t left() { return table->rows.tier()->store().left; }
   // The cache of a rank.
   const TableCache& cache_of(frugal_trainer* rank) {
     return std::static_pointer_cast<Trainer>(object_of<AnyTrainer>(rank))->caches.at(table.get());

@@ -4,12 +4,12 @@
 // leaves memory for the first time until the row is deleted. While the row has a place in memory
 // its record is an old one, which nobody reads.
 //
-// Threads: FarSide calls has(), forget() and keys() with a lock held, one at a time, so they answer
-// at once; load() and store() without, but for a store() outside steps, by several threads at a
-// time, so these may be slow. While a key's record is being written no other call writes it, but
-// each of the others may name the key: has() tells what was before or what is after, load() gives
-// one of the two, whole, and of a record that is forgotten meanwhile one may be left, which is
-// forgotten again when store() has ended. Any may throw std::bad_alloc, but forget().
+// Threads: StoredRows calls has(), forget() and keys() with a lock held, one at a time, so they
+// answer at once; load() and store() without, but for a store() outside steps, by several threads
+// at a time, so these may be slow. While a key's record is being written no other call writes it,
+// but each of the others may name the key: has() tells what was before or what is after, load()
+// gives one of the two, whole, and of a record that is forgotten meanwhile one may be left, which
+// is forgotten again when store() has ended. Any may throw std::bad_alloc, but forget().
 #pragma once
 #include <atomic>
 #include <functional>
@@ -22,9 +22,9 @@
 
 namespace frugal {
 
-class FarStore {
+class StorageTier {
  public:
-  virtual ~FarStore() = default;
+  virtual ~StorageTier() = default;
   virtual bool has(uint64_t key) = 0;
   virtual void forget(uint64_t key) noexcept = 0;
   virtual void keys(Vector<uint64_t>* out) = 0;
@@ -39,8 +39,8 @@ class FarStore {
 };
 
 // What a table's rows have behind the memory.
-struct FarRows {
-  std::unique_ptr<FarStore> store;  // null: nothing
+struct Tier {
+  std::unique_ptr<StorageTier> store;  // null: nothing
   uint64_t places = 0;              // in memory
   // Rows wanted places in vain, and now there may be some. With the places' lock held.
   std::function<void()> room;
@@ -48,6 +48,6 @@ struct FarRows {
 
 // Makes what a table that is created has behind its memory, all but `room`. No product does: tests
 // set it.
-extern std::atomic<FarRows (*)(const frugal_table_config&)> g_make_far_rows;
+extern std::atomic<Tier (*)(const frugal_table_config&)> g_make_tier;
 
 }  // namespace frugal

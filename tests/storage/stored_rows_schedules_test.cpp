@@ -13,19 +13,19 @@
 #include "support/schedule.h"
 #include "support/slow_store.h"
 
-namespace frugal::far_side_schedules_test {
+namespace frugal::stored_rows_schedules_test {
 
 constexpr uint64_t kKeys = 6;
 
 class World {
  public:
   explicit World(Schedule& schedule) : s_(schedule), r_(schedule.random()) {
-    FarRows far;
-    far.store = std::make_unique<SlowStore>(1, 0);
-    far.places = 3 + r_.below(2);
-    far.room = [] {};
+    Tier tier;
+    tier.store = std::make_unique<SlowStore>(1, 0);
+    tier.places = 3 + r_.below(2);
+    tier.room = [] {};
     const Rows::Config config = rows_config(kKeys, 1, FRUGAL_SGD, true);
-    if (rows_.open(config, nullptr, std::move(far)) != FRUGAL_OK) throw std::bad_alloc();
+    if (rows_.open(config, nullptr, std::move(tier)) != FRUGAL_OK) throw std::bad_alloc();
   }
 
   void run() {
@@ -43,19 +43,19 @@ class World {
     s_.thread("loader", [this] {
       while (running_.load() != 0) {
         bool any;
-        HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
+        HOLDS(s_, rows_.tier()->load_some(&any) == FRUGAL_OK);
         if (!any) yield_thread();
       }
     });
     s_.run();
-    HOLDS(s_, !rows_.has_reserved() && !rows_.far()->loading());
+    HOLDS(s_, !rows_.has_reserved() && !rows_.tier()->loading());
     uint64_t there = 0;
     for (uint64_t key = 0; key < kKeys; ++key) {
       there += exists_[key];
       if (!exists_[key]) continue;
       uint32_t slot;
       HOLDS(s_, find(&key, 1, &slot) == FRUGAL_OK);
-      for (bool any = true; any;) HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
+      for (bool any = true; any;) HOLDS(s_, rows_.tier()->load_some(&any) == FRUGAL_OK);
       HOLDS(s_, *rows_.values(slot) == now_[key]);
       rows_.release_hold(&slot, 1);
     }
@@ -87,9 +87,9 @@ class World {
     Status s;
     while ((s = find(turn.keys.data(), n, slots)) == FRUGAL_ERR_BUSY) yield_thread();
     HOLDS(s_, s == FRUGAL_OK);
-    while (rows_.far()->first_loading(slots, 0, n) != n) {
+    while (rows_.tier()->first_loading(slots, 0, n) != n) {
       bool any = false;
-      if (r_.one_in(2)) HOLDS(s_, rows_.far()->load_some(&any) == FRUGAL_OK);
+      if (r_.one_in(2)) HOLDS(s_, rows_.tier()->load_some(&any) == FRUGAL_OK);
       if (!any) yield_thread();
     }
     look(turn, slots);
@@ -138,4 +138,4 @@ TEST(RowsFarSchedules, LoadsBesideCommitsAbortsAndLettingGo) {
   explore("far_side.life", 10000, [](Schedule& schedule) { World(schedule).run(); });
 }
 
-}  // namespace frugal::far_side_schedules_test
+}  // namespace frugal::stored_rows_schedules_test

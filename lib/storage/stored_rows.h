@@ -1,5 +1,5 @@
-// Rows of a table that has a store behind its memory (far_store.h): how places are found for rows
-// that have none, and which rows leave theirs.
+// Rows of a table that has a store behind its memory (storage_tier.h): how places are found for
+// rows that have none, and which rows leave theirs.
 //
 // A call gets places for all of its keys or for none, so nobody holds some and waits for the rest.
 // What it finds here it holds before the first row leaves, and a row comes back only when all have
@@ -9,15 +9,15 @@
 #include <memory>
 
 #include "base/assert.h"
-#include "storage/far_store.h"
 #include "storage/idle_places.h"
 #include "storage/places.h"
+#include "storage/storage_tier.h"
 
 namespace frugal {
 
-class FarSide : public HeapObject {
+class StoredRows : public HeapObject {
  public:
-  FarSide(Places& places, RowMemory& memory, FarRows behind)
+  StoredRows(Places& places, RowMemory& memory, Tier behind)
       : places_(places),
         memory_(memory),
         store_(std::move(behind.store)),
@@ -29,7 +29,7 @@ class FarSide : public HeapObject {
 
   // As Rows::resolve(), but that places are held whether their rows exist or not, and where rows
   // that are missing are left (`leaves`), too. A row that is far gets a place that is loading, or
-  // none. BUSY: there are not so many places now; FarRows::room will tell.
+  // none. BUSY: there are not so many places now; Tier::room will tell.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
                  uint32_t* slots);
   // These are held once more. Throws where there is no memory, and none is then.
@@ -63,13 +63,13 @@ class FarSide : public HeapObject {
   void settled(Places& places, uint32_t slot) REQUIRES(places.mu);
   void removed(Places& places, uint32_t slot) REQUIRES(places.mu);
   // Rows that are far, those that are loading included; records, of rows that are here.
-  uint64_t away(Places& places) const REQUIRES(places.mu);
+  uint64_t stored(Places& places) const REQUIRES(places.mu);
   uint64_t being_written(Places& places) const REQUIRES(places.mu);
   uint64_t memory_bytes(Places& places) const REQUIRES(places.mu);
   // As Rows::enumerate(), which takes the lock.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
-  FarStore& store() const { return *store_; }
+  StorageTier& store() const { return *store_; }
 
  private:
   void are_mine(const Places& places) const ASSERT_CAPABILITY(places_.mu) {
@@ -90,19 +90,19 @@ class FarSide : public HeapObject {
   }
   // Rows of the table, and places for which there may be one.
   uint64_t taken() const REQUIRES(places_.mu) {
-    return places_.existing() + away_ + places_.reserved() - loading_ + promised_;
+    return places_.existing() + stored_ + places_.reserved() - loading_ + promised_;
   }
 
   Places& places_;
   RowMemory& memory_;
   Mutex admit_;  // one call at a time looks for places; before the places' lock
-  const std::unique_ptr<FarStore> store_;
+  const std::unique_ptr<StorageTier> store_;
   const std::function<void()> room_;
   // Places that nobody has begun to load, from load_at_ on.
   Vector<uint32_t> to_load_ GUARDED_BY(places_.mu);
   size_t load_at_ GUARDED_BY(places_.mu) = 0;
   std::atomic<uint64_t> loading_{0};               // places; changed with the lock held
-  uint64_t away_ GUARDED_BY(places_.mu) = 0;
+  uint64_t stored_ GUARDED_BY(places_.mu) = 0;
   uint64_t leaving_ GUARDED_BY(places_.mu) = 0;    // whose records are being written
   uint64_t promised_ GUARDED_BY(places_.mu) = 0;   // rows that puts are about to make
   IdlePlaces idle_ GUARDED_BY(places_.mu);         // of rows that are here, and that nobody holds

@@ -1,4 +1,4 @@
-#include "storage/far_side.h"
+#include "storage/stored_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 
 namespace frugal {
 
-std::atomic<FarRows (*)(const frugal_table_config&)> g_make_far_rows{nullptr};
+std::atomic<Tier (*)(const frugal_table_config&)> g_make_tier{nullptr};
 
 namespace {
 
@@ -16,25 +16,25 @@ constexpr size_t kSome = 64;  // rows that are brought in, or put out, at a time
 
 // --- Who holds a place ---------------------------------------------------------------------------
 
-void FarSide::become_idle(uint32_t s) {
+void StoredRows::become_idle(uint32_t s) {
   idle_.add(s);
   tell_room();
 }
 
-void FarSide::tell_room() {
+void StoredRows::tell_room() {
   if (!lacking_.load(std::memory_order_relaxed)) return;
   lacking_.store(false);
   room_();
 }
 
-void FarSide::hold_place(uint32_t s) {
+void StoredRows::hold_place(uint32_t s) {
   const bool idle = places_.flag(s) == Places::kExists && !places_.holders.held(s);
   places_.holders.hold(s);
   if (idle) idle_.remove(s);
   if (places_.flag(s) == Places::kLeaving) places_.mark(s, 0);  // it stays
 }
 
-void FarSide::release(uint32_t s, uint64_t times) {
+void StoredRows::release(uint32_t s, uint64_t times) {
   FRUGAL_ASSERT(places_.flag(s) != 0);
   if (places_.holders.release_hold(s, times)) return;
   if (places_.flag(s) == Places::kExists) return become_idle(s);
@@ -44,7 +44,7 @@ void FarSide::release(uint32_t s, uint64_t times) {
   tell_room();
 }
 
-void FarSide::hold(const uint32_t* slots, size_t n) {
+void StoredRows::hold(const uint32_t* slots, size_t n) {
   size_t held = 0;
   try {
     for (size_t at = 0; at < n; at += Places::kAtOnce) {
@@ -58,7 +58,7 @@ void FarSide::hold(const uint32_t* slots, size_t n) {
   }
 }
 
-void FarSide::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
+void StoredRows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
   for (size_t at = 0; at < n; at += Places::kAtOnce) {
     Lock lock(places_.mu);
     for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i)
@@ -66,12 +66,12 @@ void FarSide::release_hold(const uint32_t* slots, size_t n, const uint32_t* star
   }
 }
 
-void FarSide::settled(Places& places, uint32_t s) {
+void StoredRows::settled(Places& places, uint32_t s) {
   are_mine(places);
   if (!places_.holders.held(s)) become_idle(s);
 }
 
-void FarSide::removed(Places& places, uint32_t s) {
+void StoredRows::removed(Places& places, uint32_t s) {
   are_mine(places);
   store_->forget(places_.key_of(s));
   if (places_.holders.held(s)) return;
@@ -79,17 +79,17 @@ void FarSide::removed(Places& places, uint32_t s) {
   tell_room();
 }
 
-uint64_t FarSide::away(Places& places) const {
+uint64_t StoredRows::stored(Places& places) const {
   are_mine(places);
-  return away_;
+  return stored_;
 }
 
-uint64_t FarSide::memory_bytes(Places& places) const {
+uint64_t StoredRows::memory_bytes(Places& places) const {
   are_mine(places);
   return idle_.memory_bytes();
 }
 
-uint64_t FarSide::being_written(Places& places) const {
+uint64_t StoredRows::being_written(Places& places) const {
   are_mine(places);
   return leaving_;
 }
@@ -99,7 +99,7 @@ uint64_t FarSide::being_written(Places& places) const {
 // A call that has found no places lets go of those that it holds. There were `could` for others
 // before it began: where there are no more now, nobody is told, for that would be the call itself,
 // for ever.
-void FarSide::give_back(uint32_t* slots, size_t n, uint64_t could) {
+void StoredRows::give_back(uint32_t* slots, size_t n, uint64_t could) {
   lacking_.store(false);
   for (size_t i = 0; i < n; ++i)
     if (slots[i] < kMissingSlot) release(slots[i], 1);
@@ -109,16 +109,16 @@ void FarSide::give_back(uint32_t* slots, size_t n, uint64_t could) {
 }
 
 // A place for a key that has none: reserved, or loading.
-Status FarSide::add(uint64_t key, uint32_t* slot) {
-  const bool away = store_->has(key);
-  if (!away && taken() >= memory_.most_rows())
+Status StoredRows::add(uint64_t key, uint32_t* slot) {
+  const bool stored = store_->has(key);
+  if (!stored && taken() >= memory_.most_rows())
     return fail(FRUGAL_ERR_TABLE_FULL,
                 "no room for key %s: the table has its %llu rows; create it with more, or delete "
                 "some",
                 number_text(key).c_str(), static_cast<unsigned long long>(memory_.most_rows()));
   const uint64_t next = places_.handed_out();
   if (next < places_.capacity()) FRUGAL_TRY(idle_.ensure(static_cast<uint32_t>(next)));
-  if (!away) return places_.add(key, slot);
+  if (!stored) return places_.add(key, slot);
   // Room for one more that is loading, and for those to come back that somebody is about to load.
   if (load_at_ * 2 > to_load_.size()) skip_loaded();
   const size_t least = load_at_ + loading_.load() + 1;
@@ -131,8 +131,8 @@ Status FarSide::add(uint64_t key, uint32_t* slot) {
 }
 
 // Places for keys that have none; all of them, or (*lacking) none. Others that are found are held.
-Status FarSide::take_places(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could,
-                            uint32_t* slots, uint64_t* lacking) {
+Status StoredRows::take_places(const uint64_t* keys, size_t n, const uint64_t* padding,
+                               uint64_t could, uint32_t* slots, uint64_t* lacking) {
   *lacking = 0;
   Vector<uint64_t> absent;
   Lock lock(places_.mu);
@@ -177,8 +177,8 @@ Status FarSide::take_places(const uint64_t* keys, size_t n, const uint64_t* padd
   return FRUGAL_OK;
 }
 
-Status FarSide::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
-                        uint32_t* slots) {
+Status StoredRows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
+                           uint32_t* slots) {
   std::fill_n(slots, n, KeyIndex::kNone);
   std::optional<Lock> one;  // two would keep from each other what they need
   if (!leaves) one.emplace(admit_);
@@ -225,7 +225,8 @@ Status FarSide::resolve(const uint64_t* keys, size_t n, const uint64_t* padding,
   return status;
 }
 
-Status FarSide::find_places(const uint64_t* keys, size_t n, uint32_t* slots, uint64_t* promised) {
+Status StoredRows::find_places(const uint64_t* keys, size_t n, uint32_t* slots,
+                               uint64_t* promised) {
   Vector<uint64_t> fresh;
   if (promised) fresh.reserve(n);
   Lock lock(places_.mu);
@@ -254,7 +255,7 @@ Status FarSide::find_places(const uint64_t* keys, size_t n, uint32_t* slots, uin
   return FRUGAL_OK;
 }
 
-void FarSide::promise_no_more(uint64_t rows) {
+void StoredRows::promise_no_more(uint64_t rows) {
   Lock lock(places_.mu);
   promised_ -= rows;
 }
@@ -263,7 +264,7 @@ void FarSide::promise_no_more(uint64_t rows) {
 
 // Some rows that nobody holds leave, up to so many. The store holds a place until it has the row:
 // so nobody writes the same record beside it.
-Status FarSide::leave(uint64_t places, uint64_t* gone) {
+Status StoredRows::leave(uint64_t places, uint64_t* gone) {
   *gone = 0;
   RowLayout layout;
   {
@@ -312,7 +313,7 @@ Status FarSide::leave(uint64_t places, uint64_t* gone) {
       places_.holders.clear(s);
       places_.remove(s);
       places_.free(s);
-      ++away_;
+      ++stored_;
       ++*gone;
       continue;
     }
@@ -328,7 +329,7 @@ Status FarSide::leave(uint64_t places, uint64_t* gone) {
 
 // --- Loading -------------------------------------------------------------------------------------
 
-size_t FarSide::first_loading(const uint32_t* slots, size_t from, size_t n) {
+size_t StoredRows::first_loading(const uint32_t* slots, size_t from, size_t n) {
   if (!loading()) return n;
   Lock lock(places_.mu);
   const auto loads = [&](uint32_t s) {
@@ -338,12 +339,12 @@ size_t FarSide::first_loading(const uint32_t* slots, size_t from, size_t n) {
   return from;
 }
 
-void FarSide::skip_loaded() {
+void StoredRows::skip_loaded() {
   to_load_.erase(to_load_.begin(), to_load_.begin() + static_cast<ptrdiff_t>(load_at_));
   load_at_ = 0;
 }
 
-Status FarSide::load_some(bool* any) {
+Status StoredRows::load_some(bool* any) {
   *any = false;
   if (!loading()) return FRUGAL_OK;
   uint32_t slots[kSome];
@@ -378,7 +379,7 @@ Status FarSide::load_some(bool* any) {
   for (size_t i = 0; i < n; ++i) {
     FRUGAL_ASSERT(places_.flag(slots[i]) == Places::kLoading);
     places_.create(slots[i], 0);
-    --away_;
+    --stored_;
     loading_.fetch_sub(1);
     if (!places_.holders.held(slots[i])) become_idle(slots[i]);
   }
@@ -388,7 +389,7 @@ Status FarSide::load_some(bool* any) {
 
 // --- Outside steps -------------------------------------------------------------------------------
 
-Status FarSide::read(uint64_t key, const device::RowsRef& out, bool* there) {
+Status StoredRows::read(uint64_t key, const device::RowsRef& out, bool* there) {
   {
     Lock lock(places_.mu);
     *there = store_->has(key);
@@ -402,30 +403,30 @@ Status FarSide::read(uint64_t key, const device::RowsRef& out, bool* there) {
 }
 
 // (Slow with the lock held, so that no row of the key comes in meanwhile. No step is under way.)
-Status FarSide::put(uint64_t key, const device::RowsView& row, bool* placed, bool* created) {
+Status StoredRows::put(uint64_t key, const device::RowsView& row, bool* placed, bool* created) {
   Lock lock(places_.mu);
   *placed = places_.index().find(key) != KeyIndex::kNone;
   if (*placed) return FRUGAL_OK;
   *created = !store_->has(key);
   FRUGAL_ASSERT(!*created || promised_ != 0);
   FRUGAL_TRY(store_->store(&key, 1, row));
-  away_ += *created;
+  stored_ += *created;
   promised_ -= *created;
   return FRUGAL_OK;
 }
 
-void FarSide::forget(uint64_t key, bool* placed, bool* was) {
+void StoredRows::forget(uint64_t key, bool* placed, bool* was) {
   Lock lock(places_.mu);
   *placed = places_.index().find(key) != KeyIndex::kNone;
   *was = !*placed && store_->has(key);
   if (!*was) return;
   store_->forget(key);
-  --away_;
+  --stored_;
 }
 
 // In the order of the keys plus one, for which rows may come and go between two calls: the cursor
 // is the next. (So the greatest key but one ends none: it is told again.)
-size_t FarSide::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
+size_t StoredRows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   Vector<uint64_t> all;
   Lock lock(places_.mu);
   store_->keys(&all);

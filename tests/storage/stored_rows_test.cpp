@@ -10,12 +10,12 @@
 #include "support/rows.h"
 #include "support/slow_store.h"
 
-namespace frugal::far_side_test {
+namespace frugal::stored_rows_test {
 
 using Missing = Rows::Missing;
 
 // A store that does something, once, when it has written records, or before it reads some.
-class Between final : public FarStore {
+class Between final : public StorageTier {
  public:
   Between(std::function<void()>* written, std::function<void()>* before)
       : written_(written), before_(before) {}
@@ -39,14 +39,14 @@ class Between final : public FarStore {
   std::function<void()>* const before_;
 };
 
-class FarRowsTest : public ::testing::Test {
+class StoredRowsTest : public ::testing::Test {
  protected:
   void open(uint64_t rows, uint64_t places) {
-    FarRows far;
-    far.store = std::make_unique<Between>(&written_, &before_);
-    far.places = places;
-    far.room = [this] { ++told_; };
-    ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+    Tier tier;
+    tier.store = std::make_unique<Between>(&written_, &before_);
+    tier.places = places;
+    tier.room = [this] { ++told_; };
+    ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(tier)));
   }
   Status resolve(std::vector<uint64_t> keys, std::vector<uint32_t>* slots,
                  Missing missing = Missing::kReserve) {
@@ -57,7 +57,7 @@ class FarRowsTest : public ::testing::Test {
     rows_.release_hold(slots.data(), slots.size());
   }
   void load() {
-    for (bool any = true; any;) ASSERT_OK(rows_.far()->load_some(&any));
+    for (bool any = true; any;) ASSERT_OK(rows_.tier()->load_some(&any));
   }
   // A row of the key, with this value, that nobody holds.
   void make(uint64_t key, float value) {
@@ -93,12 +93,12 @@ class FarRowsTest : public ::testing::Test {
   int told_ = 0;
 };
 
-TEST_F(FarRowsTest, RowsLeaveAndComeBackWithTheirState) {
+TEST_F(StoredRowsTest, RowsLeaveAndComeBackWithTheirState) {
   open(100, 4);
   for (uint64_t key = 0; key < 20; ++key) make(key, static_cast<float>(key) + 1);
   EXPECT_EQ(rows_.count(), 20);
   EXPECT_EQ(rows_.capacity(), 4);
-  EXPECT_EQ(rows_.far()->store().left, 16);
+  EXPECT_EQ(rows_.tier()->store().left, 16);
   for (uint64_t key = 20; key-- > 0;) expect(key, static_cast<float>(key) + 1);
   EXPECT_EQ(rows_.count(), 20);
   std::vector<uint64_t> all(20);
@@ -106,14 +106,14 @@ TEST_F(FarRowsTest, RowsLeaveAndComeBackWithTheirState) {
   EXPECT_EQ(keys(), all);
 }
 
-TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
+TEST_F(StoredRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   open(100, 3);
   for (uint64_t key = 0; key < 5; ++key) make(key, 7);
   std::vector<uint32_t> held, more, other;
   ASSERT_OK(resolve({0, 1, 0}, &held));
   EXPECT_EQ(resolve({1, 2, 3}, &more), FRUGAL_ERR_BUSY);
-  EXPECT_TRUE(rows_.far()->lacking());
-  EXPECT_EQ(rows_.far()->store().refused, 1);
+  EXPECT_TRUE(rows_.tier()->lacking());
+  EXPECT_EQ(rows_.tier()->store().refused, 1);
   // Nobody is told of what the call itself has let go of.
   EXPECT_EQ(told_, 0);
   ASSERT_OK(resolve({4}, &other));
@@ -122,7 +122,7 @@ TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   release_hold(other);
   load();
   EXPECT_EQ(told_, 1);
-  EXPECT_FALSE(rows_.far()->lacking());
+  EXPECT_FALSE(rows_.tier()->lacking());
   EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);
   rows_.release_hold(held.data(), 1);
   EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);  // key 0 was named twice
@@ -135,13 +135,13 @@ TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   EXPECT_EQ(resolve({1, 2, 3, 4}, &other), FRUGAL_ERR_TABLE_FULL);
 }
 
-TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
+TEST_F(StoredRowsTest, ARowThatIsLoadingExistsForNobody) {
   open(100, 2);
   for (uint64_t key = 0; key < 3; ++key) make(key, 5);
   std::vector<uint32_t> slots, seen;
   ASSERT_OK(resolve({0}, &slots));
-  EXPECT_TRUE(rows_.far()->loading());
-  EXPECT_EQ(rows_.far()->first_loading(slots.data(), 0, 1), 0);
+  EXPECT_TRUE(rows_.tier()->loading());
+  EXPECT_EQ(rows_.tier()->first_loading(slots.data(), 0, 1), 0);
   EXPECT_FALSE(rows_.exists(slots[0]));
   EXPECT_EQ(rows_.count(), 3);
   ASSERT_OK(resolve({0, 2, 9}, &seen, Missing::kLeave));
@@ -151,16 +151,16 @@ TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
   rows_.unhold_backed(seen.data(), 3);
   std::vector<float> copy(64);
   bool there;
-  ASSERT_OK(rows_.far()->read(0, rows_.layout().at(copy.data(), copy.data() + 16), &there));
+  ASSERT_OK(rows_.tier()->read(0, rows_.layout().at(copy.data(), copy.data() + 16), &there));
   EXPECT_TRUE(there);
   EXPECT_EQ(copy[0], 5);
   load();
   EXPECT_TRUE(rows_.exists(slots[0]));
-  EXPECT_EQ(rows_.far()->first_loading(slots.data(), 0, 1), 1);
+  EXPECT_EQ(rows_.tier()->first_loading(slots.data(), 0, 1), 1);
   release_hold(slots);
 }
 
-TEST_F(FarRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
+TEST_F(StoredRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
   open(100, 2);
   Vector<uint32_t> created, earlier;
   std::vector<uint32_t> slots, other;
@@ -178,7 +178,7 @@ TEST_F(FarRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
   EXPECT_EQ(keys(), std::vector<uint64_t>{1});
 }
 
-TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
+TEST_F(StoredRowsTest, PutsAndDeletionsWantNoPlace) {
   open(4, 2);
   make(0, 1);
   make(1, 1);
@@ -186,52 +186,52 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   std::vector<float> copy(64, 9);
   const device::RowsRef row = rows_.layout().at(copy.data(), copy.data() + 16);
   bool placed, created = false, was;
-  ASSERT_OK(rows_.far()->put(2, row, &placed, &created));
+  ASSERT_OK(rows_.tier()->put(2, row, &placed, &created));
   EXPECT_TRUE(placed);
-  ASSERT_OK(rows_.far()->put(0, row, &placed, &created));
+  ASSERT_OK(rows_.tier()->put(0, row, &placed, &created));
   EXPECT_FALSE(placed || created);
   // There is room for one new row: for two of them there is none, and nothing is held.
   uint64_t promised = 7;
   uint32_t found[4];
   const uint64_t both[] = {2, 3, 5, 3}, one[] = {3, 0, 3};
-  EXPECT_EQ(rows_.far()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
-  ASSERT_OK(rows_.far()->find_places(one, 3, found, &promised));
+  EXPECT_EQ(rows_.tier()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(rows_.tier()->find_places(one, 3, found, &promised));
   EXPECT_EQ(promised, 1);
-  ASSERT_OK(rows_.far()->put(3, row, &placed, &created));
+  ASSERT_OK(rows_.tier()->put(3, row, &placed, &created));
   EXPECT_TRUE(created);
-  rows_.far()->promise_no_more(0);
-  EXPECT_EQ(rows_.far()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
-  rows_.far()->forget(0, &placed, &was);
+  rows_.tier()->promise_no_more(0);
+  EXPECT_EQ(rows_.tier()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  rows_.tier()->forget(0, &placed, &was);
   EXPECT_TRUE(was);
   EXPECT_EQ(rows_.count(), 3);
   // What was deleted where it has a place has no record either.
   uint64_t key = 1;
   std::vector<uint32_t> slots(1);
-  ASSERT_OK(rows_.far()->find_places(&key, 1, slots.data()));
+  ASSERT_OK(rows_.tier()->find_places(&key, 1, slots.data()));
   EXPECT_EQ(rows_.uncreate(slots.data(), 1, true), 1);
   rows_.unhold_backed(slots.data(), 1);
   EXPECT_EQ(keys(), (std::vector<uint64_t>{2, 3}));
   ASSERT_OK(resolve({1}, &slots));
-  EXPECT_FALSE(rows_.far()->loading());
+  EXPECT_FALSE(rows_.tier()->loading());
   release_hold(slots);
   // Room that is promised is nobody else's.
   const uint64_t fresh[] = {10, 11};
-  ASSERT_OK(rows_.far()->find_places(fresh, 2, found, &promised));
+  ASSERT_OK(rows_.tier()->find_places(fresh, 2, found, &promised));
   EXPECT_EQ(promised, 2);
   EXPECT_EQ(resolve({12}, &slots), FRUGAL_ERR_TABLE_FULL);
-  rows_.far()->promise_no_more(promised);
+  rows_.tier()->promise_no_more(promised);
   ASSERT_OK(resolve({12}, &slots));
   release_hold(slots);
 }
 
-TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
+TEST_F(StoredRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
   open(9, 2);
   make(1, 5);
   make(2, 6);
   std::vector<uint32_t> slots, more;
   written_ = [] { throw std::bad_alloc(); };
   EXPECT_EQ(resolve({3}, &slots), FRUGAL_ERR_OUT_OF_MEMORY);
-  EXPECT_EQ(rows_.far()->store().left, 0);
+  EXPECT_EQ(rows_.tier()->store().left, 0);
   EXPECT_FALSE(rows_.has_reserved());
   EXPECT_EQ(rows_.count(), 2);
   make(3, 7);
@@ -243,10 +243,10 @@ TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
     throw std::bad_alloc();
   };
   bool any;
-  EXPECT_THROW(static_cast<void>(rows_.far()->load_some(&any)), std::bad_alloc);
-  EXPECT_TRUE(rows_.far()->loading());
+  EXPECT_THROW(static_cast<void>(rows_.tier()->load_some(&any)), std::bad_alloc);
+  EXPECT_TRUE(rows_.tier()->loading());
   load();
-  EXPECT_FALSE(rows_.far()->loading());
+  EXPECT_FALSE(rows_.tier()->loading());
   release_hold(slots);
   release_hold(more);
   expect(1, 5);
@@ -254,7 +254,7 @@ TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
   expect(3, 7);
 }
 
-TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
+TEST_F(StoredRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
   open(100, 2);
   make(1, 5);
   make(2, 6);
@@ -263,7 +263,7 @@ TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
   for (const bool places : {false, true}) {
     for (WithoutMemory without; without.next();)
       without([&] {
-        return places ? rows_.far()->find_places(often.data(), often.size(), slots.data())
+        return places ? rows_.tier()->find_places(often.data(), often.size(), slots.data())
                       : resolve(often, &slots);
       });
     release_hold(slots);
@@ -276,7 +276,7 @@ TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
   }
 }
 
-TEST_F(FarRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
+TEST_F(StoredRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
   open(9, 1);
   Rows::State state;
   state.layout = RowLayout::of(3, FRUGAL_SGD);
@@ -301,7 +301,7 @@ TEST_F(FarRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
   EXPECT_EQ(rows_.state_floats(), 0);
 }
 
-TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
+TEST_F(StoredRowsTest, ManyRowsLeaveForOneCall) {
   open(1000, 300);
   std::vector<uint64_t> first(300), second(300);
   std::iota(first.begin(), first.end(), 0);
@@ -309,7 +309,7 @@ TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
   for (const uint64_t key : first) make(key, static_cast<float>(key));
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve(second, &slots));
-  EXPECT_EQ(rows_.far()->store().left, 300);
+  EXPECT_EQ(rows_.tier()->store().left, 300);
   release_hold(slots);
   ASSERT_OK(resolve(first, &slots));
   load();
@@ -318,19 +318,19 @@ TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
   release_hold(slots);
 }
 
-TEST_F(FarRowsTest, TheRowThatWasLetGoFirstLeavesFirst) {
+TEST_F(StoredRowsTest, TheRowThatWasLetGoFirstLeavesFirst) {
   open(100, 3);
   for (const uint64_t key : {1, 2, 3}) make(key, static_cast<float>(key));
   expect(1, 1);  // so that 2 is the oldest
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve({3, 4}, &slots));
   release_hold(slots);
-  Vector<uint64_t> away;
-  rows_.far()->store().keys(&away);
-  EXPECT_EQ(away, Vector<uint64_t>{2});
+  Vector<uint64_t> stored;
+  rows_.tier()->store().keys(&stored);
+  EXPECT_EQ(stored, Vector<uint64_t>{2});
 }
 
-TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
+TEST_F(StoredRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   open(9, 1);
   make(7, 5);
   std::vector<float> copy(64);
@@ -339,17 +339,17 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   written_ = [&] {
     const uint64_t key = 7;
     uint32_t slot;
-    ASSERT_OK(rows_.far()->find_places(&key, 1, &slot));
+    ASSERT_OK(rows_.tier()->find_places(&key, 1, &slot));
     EXPECT_EQ(rows_.uncreate(&slot, 1, true), 1);
     rows_.unhold_backed(&slot, 1);
-    EXPECT_OK(rows_.far()->read(7, row, &there));
+    EXPECT_OK(rows_.tier()->read(7, row, &there));
     EXPECT_FALSE(there);
     EXPECT_EQ(rows_.count(), 0);
   };
   std::vector<uint32_t> slots;
   ASSERT_OK(resolve({8}, &slots));
   EXPECT_FALSE(written_);
-  ASSERT_OK(rows_.far()->read(7, row, &there));
+  ASSERT_OK(rows_.tier()->read(7, row, &there));
   EXPECT_FALSE(there);
   EXPECT_EQ(rows_.count(), 0);
   release_hold(slots);
@@ -368,4 +368,4 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   expect(7, 6);
 }
 
-}  // namespace frugal::far_side_test
+}  // namespace frugal::stored_rows_test
