@@ -23,13 +23,12 @@ namespace frugal {
 
 // What a span is of, its name in the file, and what its count counts.
 #define FRUGAL_SPANS(X)                                                                            \
-  X(kPrefetch, "prefetch", "keys")                                                                 \
-  X(kResolve, "resolve", "keys") X(kLink, "link", "rows") X(kStage, "stage", "rows")               \
-      X(kPlan, "plan", "") X(kWarm, "warm", "rows") X(kStepBegin, "step_begin", "")                \
-          X(kGate, "gate", "") X(kRefresh, "refresh", "") X(kLookup, "lookup", "keys")             \
-              X(kPush, "push", "keys") X(kStepEnd, "step_end", "") X(kCommit, "commit", "rows")    \
-                  X(kFlush, "flush", "rows") X(kApply, "apply", "rows") X(kHelp, "help", "chunks") \
-                      X(kAbort, "abort", "")
+  X(kPrefetch, "prefetch", "keys") X(kResolve, "resolve", "keys") X(kLink, "link", "rows")         \
+  X(kPrepare, "prepare", "rows") X(kPlan, "plan", "") X(kWarm, "warm", "rows")                     \
+  X(kStepBegin, "step_begin", "") X(kGate, "gate", "") X(kRefresh, "refresh", "")                  \
+  X(kLookup, "lookup", "keys") X(kPush, "push", "keys") X(kStepEnd, "step_end", "")                \
+  X(kCommit, "commit", "rows") X(kFlush, "flush", "rows") X(kApply, "apply", "rows")               \
+  X(kHelp, "help", "chunks") X(kAbort, "abort", "")
 
 enum class SpanKind : uint8_t {
 #define X(name, text, count) name,

@@ -45,14 +45,14 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   span.step(step);
   for (auto& [raw, of] : record.rank_gradients)
     for (const RankGradients& h : of.ranks) span.more(h.rows());
-  const auto staged = [&] { return record.staged(); };
-  while (!staged()) {
+  const auto prepared = [&] { return record.all_prepared(); };
+  while (!prepared()) {
     bool helped;
     {
       ControlFree meanwhile(mu_);
       helped = flusher_.write(UINT64_MAX);
     }
-    if (!helped) workers_.settle(mu_, staged);
+    if (!helped) workers_.settle(mu_, prepared);
   }
   auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
@@ -67,7 +67,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     Lock lock_refresh(refresh_mu_);
     // First all that may want memory: after a failure it goes on from there.
     for (Commit& c : record.commits) {
-      const Status s = prepare(step, record, &c);
+      const Status s = reserve_memory(step, record, &c);
       if (s == FRUGAL_OK) continue;
       if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
       workers_.fail(s);
@@ -120,7 +120,7 @@ void Committer::begin(StepRecord& record) {
 }
 
 // What the ranks have pushed becomes the update, or, if it is what was declared, that of the one that
-// was staged ahead.
+// was prepared ahead.
 void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   Table& table = *commit->table;
   UpdateRef& update = commit->update;
@@ -128,19 +128,19 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   const bool pushed = h != record.rank_gradients.end() && !record.skip;
   Vector<RankGradients>* ranks = pushed ? &h->second.in_order() : nullptr;
   const bool any = ranks && !ranks->empty();
-  auto prepared = record.prepared.find(&table);
-  bool staged = false;
-  if (prepared != record.prepared.end()) {
+  auto found = record.prepared.find(&table);
+  bool prepared = false;
+  if (found != record.prepared.end()) {
     // Was pushed exactly what was declared?
-    update = prepared->second.update;
-    staged = record.deferred && any && ranks->size() == update->ranks.size();
-    for (size_t r = 0; staged && r < ranks->size(); ++r)
-      staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
+    update = found->second.update;
+    prepared = record.deferred && any && ranks->size() == update->ranks.size();
+    for (size_t r = 0; prepared && r < ranks->size(); ++r)
+      prepared = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
   }
   // Before anything changes.
   UpdateRef made;
-  if (any && !staged) made = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
-  if (staged) {
+  if (any && !prepared) made = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+  if (prepared) {
     // All but the part, which is the same and may be being read.
     for (size_t r = 0; r < ranks->size(); ++r) {
       RankGradients &to = update->ranks[r], &from = (*ranks)[r];
@@ -150,18 +150,18 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
       to.lent = std::move(from.lent);
       to.source = from.source;
     }
-    commit->added = commit->staged = true;
+    commit->added = commit->prepared = true;
   } else if (update) {
-    table.window.unstage(update);
+    table.window.withdraw(update);
     if (record.deferred && !record.skip) table.predict_pause = 16;
   } else if (table.predict_pause) {
     --table.predict_pause;
   }
-  if (prepared != record.prepared.end()) record.prepared.erase(prepared);
-  if (!staged) update = std::move(made);
+  if (found != record.prepared.end()) record.prepared.erase(found);
+  if (!prepared) update = std::move(made);
   commit->taken = true;
   if (!update) return;
-  if (!staged) {
+  if (!prepared) {
     update->step = step;
     update->ranks = std::move(*ranks);
   }
@@ -170,7 +170,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
 }
 
 // All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
-Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
+Status Committer::reserve_memory(uint64_t step, StepRecord& record, Commit* commit) {
   if (!commit->taken) take(step, record, commit);
   UpdateRef& update = commit->update;
   if (!update) return FRUGAL_OK;
@@ -186,9 +186,9 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   }
   Vector<uint64_t> bounds;
   if (record.deferred) {
-    if (!commit->staged) {
+    if (!commit->prepared) {
       FRUGAL_TRY(tables_.open_window(table));
-      stage(commit);
+      prepare(commit);
     }
     table.window.make_room(*update);
   } else {
@@ -201,8 +201,8 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   return FRUGAL_OK;
 }
 
-// What was not staged ahead, or is not what was.
-void Committer::stage(Commit* commit) {
+// What was not prepared ahead, or is not what was.
+void Committer::prepare(Commit* commit) {
   Timed timed(meters_.counters.entry_ns);
   const UpdateRef& update = commit->update;
   Window& window = commit->table->window;
@@ -215,22 +215,22 @@ void Committer::stage(Commit* commit) {
     update->make_list();
     window.add(update);
     commit->added = true;
-    window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
+    window.prepare(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
   } catch (const std::bad_alloc&) {
-    window.unstage(update);
+    window.withdraw(update);
     commit->added = false;
     throw;
   }
-  commit->staged = true;
+  commit->prepared = true;
 }
 
 void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
   FRUGAL_ASSERT(commit.taken && (!commit.update || commit.held));
-  FRUGAL_ASSERT(!commit.update || (record.deferred ? commit.staged : commit.job.size() == 1));
+  FRUGAL_ASSERT(!commit.update || (record.deferred ? commit.prepared : commit.job.size() == 1));
   if (commit.update) ranks_.add_backlog(commit.update, commit.table);
-  Timed timed(meters_.counters.entry_ns, commit.staged);
-  if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
+  Timed timed(meters_.counters.entry_ns, commit.prepared);
+  if (window.opened()) window.commit(commit.prepared ? commit.update.get() : nullptr, step);
   if (commit.job.empty()) return;
   record.small ? workers_.run_alone(commit.job.front()) : workers_.publish(std::move(commit.job));
 }

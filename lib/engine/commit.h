@@ -44,8 +44,8 @@ class Committer {
   void commit(uint64_t step, StepRecord& record, Status* status) REQUIRES(control);
   void begin(StepRecord& record) REQUIRES(control);
   void take(uint64_t step, StepRecord& record, Commit* commit);
-  Status prepare(uint64_t step, StepRecord& record, Commit* commit);
-  void stage(Commit* commit);
+  Status reserve_memory(uint64_t step, StepRecord& record, Commit* commit);
+  void prepare(Commit* commit);
   void publish(uint64_t step, const StepRecord& record, Commit& commit);
   Pacing::Measured measured() const;
 

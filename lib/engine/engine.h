@@ -268,7 +268,7 @@ class Engine final : public Session, private DataPath {
 
   // --- steps.cpp
   void take_parts(Trainer& t, uint64_t step) REQUIRES(control, t.call_mu);
-  void schedule_staging(const Trainer& t, uint64_t step);
+  void schedule_prepare(const Trainer& t, uint64_t step);
   struct Submitted {  // what a rank hands over of a table when it ends the step
     PushState* push;
     RankGradients joined;

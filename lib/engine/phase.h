@@ -13,7 +13,7 @@ class Phase {
  public:
   enum Act : uint32_t {
     kStep,      // a rank begins a step
-    kStage,     // a step is taken in ahead
+    kPrepare,   // a step is taken in ahead
     kCommit,    // of a step that all ranks have ended
     kAbort,     // uncommitted steps are undone
     kOutside,   // an operation outside steps
@@ -80,7 +80,7 @@ class Phase {
  private:
   static constexpr uint32_t kNotBeside[kActs] = {
       /* kStep    */ 1u << kOutside | 1u << kAbort | 1u << kClosed,
-      /* kStage   */ 1u << kCommit | 1u << kAbort,
+      /* kPrepare   */ 1u << kCommit | 1u << kAbort,
       /* kCommit  */ 1u << kCommit | 1u << kAbort | 1u << kGet | 1u << kClosed,
       /* kAbort   */ 1u << kCommit | 1u << kGet,
       /* kOutside */ 1u << kCommit | 1u << kAbort | 1u << kClosed,

@@ -47,7 +47,7 @@
   COUNTED(prefetch_ns, kTime, "Time inside of prefetches, summed over trainers.")                  \
   COUNTED(entry_ns, kTime, "Time spent on queue entries and queue, summed over threads.")          \
   COUNTED(apply_ns, kTime, "Time spent applying updates, summed over threads.")                    \
-  COUNTED(cache_refreshes, kCount, "Refreshes of caches, one for each table.")                   \
+  COUNTED(cache_refreshes, kCount, "Refreshes of caches, one for each table.")                     \
   COUNTED(cache_planned, kCount, "Of these, worked out while the step before was computed.")
 
 // The struct, made from the list: a counter that is in one of them alone does not compile.

@@ -22,7 +22,7 @@ Vector<RankGradients>& StepRecord::TableGradients::in_order() {
   return ranks;
 }
 
-bool StepRecord::staged() const {
+bool StepRecord::all_prepared() const {
   return std::all_of(prepared.begin(), prepared.end(),
                      [](const auto& of) { return of.second.ready; });
 }
@@ -35,9 +35,9 @@ uint64_t StepRecord::row_bytes() const {
 }
 
 void StepRecord::undo() {
-  for (auto& [raw, p] : prepared) p.table->window.unstage(p.update);
+  for (auto& [raw, p] : prepared) p.table->window.withdraw(p.update);
   for (Commit& c : commits) {
-    if (c.added) c.table->window.unstage(c.update);
+    if (c.added) c.table->window.withdraw(c.update);
     if (c.held) Flusher::release_hold(*c.table, *c.update);
   }
   await_device_work();
@@ -55,7 +55,7 @@ StepRecord* StepRecords::complete() {
   bool present;
   if (step == kNoStep || !ranks_.ended(step, &present)) return nullptr;
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
-  // may be empty: later ones wait behind it, and rows may be staged for it.
+  // may be empty: later ones wait behind it, and rows may be prepared for it.
   StepRecord* const record = present ? &of(step) : find(step);
   return record && record->device_work.empty() ? record : nullptr;
 }
@@ -80,9 +80,9 @@ StepRecord* StepRecords::scheduled() {
   return record && record->prepare_scheduled ? record : nullptr;
 }
 
-bool StepRecords::staged() const {
+bool StepRecords::all_prepared() const {
   return std::all_of(records_.begin(), records_.end(),
-                     [](const auto& of) { return of.second.staged(); });
+                     [](const auto& of) { return of.second.all_prepared(); });
 }
 
 Map<uint64_t, StepRecord> StepRecords::take() {

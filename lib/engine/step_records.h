@@ -43,7 +43,7 @@ struct Commit {
   bool taken = false;       // it has what the ranks have pushed,
   bool held = false;        // and holds the places of these rows
   bool added = false;       // to the table's window,
-  bool staged = false;      // which has taken all of its rows in
+  bool prepared = false;    // which has taken all of its rows in
   List<JobRef> job;         // where it is applied at once
 };
 
@@ -63,11 +63,11 @@ struct StepRecord {
   Map<const Table*, PreparedUpdate> prepared;
   std::shared_ptr<RewarmRows> rewarm GUARDED_BY(control);  // or null
   bool prepare_scheduled = false;
-  size_t stage_at = 0;  // tables before this have been looked at
+  size_t prepare_at = 0;  // tables before this have been looked at
   // of ranks that have ended it: hand-overs that are not complete yet
   Vector<DeviceWorkRef> device_work;
 
-  bool staged() const;  // all that is taken in ahead is
+  bool all_prepared() const;  // all that is taken in ahead is
   uint64_t row_bytes() const;  // of rows that gradients were handed over for
   // It will not be: windows forget what they have taken in of it, and devices are waited for.
   void undo();
@@ -92,7 +92,7 @@ class StepRecords {
   StepRecord* complete() REQUIRES(control);
   // No rank is inside a step, and what they have ended is committed.
   bool between(String* why) const REQUIRES(control);
-  bool staged() const REQUIRES(control);  // of all steps what is taken in ahead
+  bool all_prepared() const REQUIRES(control);  // of all steps what is taken in ahead
   // Of the step that is to be committed next something is to be taken in ahead. False: nothing as
   // yet, for some rank has not begun it.
   bool schedule(uint64_t step) REQUIRES(control);

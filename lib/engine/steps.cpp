@@ -94,7 +94,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     allow_planning(t, step);
     refreshing.t = nullptr;
   }
-  if (pacing_.deferred() && config_.flush_threads) schedule_staging(t, step);
+  if (pacing_.deferred() && config_.flush_threads) schedule_prepare(t, step);
   return FRUGAL_OK;
 }
 
@@ -115,14 +115,14 @@ void Engine::take_parts(Trainer& t, uint64_t step) {
   });
 }
 
-// Once all ranks have begun the step, what they push in it may be staged ahead of its commit.
-void Engine::schedule_staging(const Trainer& t, uint64_t step) {
+// Once all ranks have begun the step, what they push in it may be prepared ahead of its commit.
+void Engine::schedule_prepare(const Trainer& t, uint64_t step) {
   bool schedule = false;
   try {
     ControlLock lock(mu_);
     // After an abort, of which this rank is not told yet, all begin the step again: it may be
-    // declared for meanwhile, and what is staged must have passed the gates.
-    schedule = phase_.may(Phase::kStage) && !t.abort_notice.load() &&
+    // declared for meanwhile, and what is prepared must have passed the gates.
+    schedule = phase_.may(Phase::kPrepare) && !t.abort_notice.load() &&
                records_.schedule(step);
   } catch (const std::bad_alloc&) {
     schedule = false;  // staging is a favour

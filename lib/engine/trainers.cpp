@@ -326,7 +326,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   workers_.settle(lock, [&]() REQUIRES(control) {
     // A step that is being taken in ahead uses its declarations.
     const StepRecord* record = records_.find(step);
-    return (!record || record->staged()) && declarations_.take_out(share);
+    return (!record || record->all_prepared()) && declarations_.take_out(share);
   });
   Lock declared(declarations_.mutex());
   for (const TableRef& t : one ? one->tables : tables_.all()) declarations_.recount(*t);

@@ -148,8 +148,8 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 bool Engine::predict_update(StepRecord* record, TableRef* table, UpdateRef* update) {
   const uint64_t step = ranks_.next_commit();
   Lock declared(declarations_.mutex());
-  for (; record->stage_at < tables_.size() && !*table; ++record->stage_at) {
-    const TableRef& t = tables_[record->stage_at];
+  for (; record->prepare_at < tables_.size() && !*table; ++record->prepare_at) {
+    const TableRef& t = tables_[record->prepare_at];
     if (record->prepared.count(t.get()) || t->dropped.load()) continue;
     if (t->predict_pause) continue;
     Vector<PartRef> parts(ranks_.size());
@@ -185,7 +185,7 @@ bool Engine::prepare_one() {
   UpdateRef update;
   {
     ControlLock lock(mu_);
-    if (!phase_.may(Phase::kStage)) return false;
+    if (!phase_.may(Phase::kPrepare)) return false;
     record = records_.scheduled();
     if (!record) return false;
     if (!predict_update(record, &table, &update)) {
@@ -193,11 +193,11 @@ bool Engine::prepare_one() {
       return false;
     }
   }
-  TraceSpan span(meters_.trace, SpanKind::kStage);
+  TraceSpan span(meters_.trace, SpanKind::kPrepare);
   span.step(update->step).table(table->number);
   for (const RankGradients& h : update->ranks) span.more(h.part->distinct);
   Vector<uint32_t> rewarm;
-  bool staged = true;
+  bool prepared = true;
   try {
     {
       Timed timed(meters_.counters.entry_ns);
@@ -207,21 +207,21 @@ bool Engine::prepare_one() {
     for (bool done = false; !done;) {
       workers_.help(false);  // a lookup has the first word
       Timed timed(meters_.counters.entry_ns);
-      done = table->window.stage(*update, true, Window::kPiece, Window::Urgency::kBackground);
+      done = table->window.prepare(*update, true, Window::kPiece, Window::Urgency::kBackground);
     }
   } catch (const std::bad_alloc&) {
-    staged = false;  // the commit does it
-    table->window.unstage(update);
+    prepared = false;  // the commit does it
+    table->window.withdraw(update);
   }
   try {
-    if (staged) table->window.staged_for_next(*update, &rewarm);
+    if (prepared) table->window.prepared_for_next(*update, &rewarm);
   } catch (const std::bad_alloc&) {
     rewarm.clear();  // as add_rewarm
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
     ControlLock lock(mu_);
-    if (staged) {
+    if (prepared) {
       record->prepared[table.get()].ready = true;
     } else {
       record->prepared.erase(table.get());

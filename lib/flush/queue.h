@@ -33,7 +33,7 @@ class Queue : public HeapObject {
  public:
   virtual ~Queue() = default;
   // Entry ids are below `capacity` from now on, which never shrinks, and these are their marks: a
-  // priority of who is queued or staged, else a number above kInfinity.
+  // priority of who is queued or prepared, else a number above kInfinity.
   virtual void reserve_ids(const uint8_t* marks, uint32_t capacity) = 0;
   // The first step that is not committed has moved on: ring positions mean steps from it on.
   virtual void set_next_commit(uint64_t next_commit) { (void)next_commit; }
@@ -46,11 +46,11 @@ class Queue : public HeapObject {
   virtual size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
                      uint8_t* prio) = 0;
   // Staging: places of entries of a step that is not committed yet, which pops do not give.
-  // commit_stage() makes them places like others, all at once, in O(ring) for the two-level queue.
-  // A staged entry may have the mark of an older place: its owner, who knows, skips that.
-  virtual void stage(const uint32_t* ids, size_t n, uint8_t prio) = 0;
-  virtual void commit_stage() = 0;
-  virtual void drop_stage() = 0;
+  // commit_prepared() makes them places like others, all at once, in O(ring) for the two-level
+  // queue. A prepared entry may have the mark of an older place: its owner, who knows, skips that.
+  virtual void prepare(const uint32_t* ids, size_t n, uint8_t prio) = 0;
+  virtual void commit_prepared() = 0;
+  virtual void drop_prepared() = 0;
 };
 
 Queue* make_two_level_queue();

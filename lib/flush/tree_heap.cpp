@@ -35,7 +35,7 @@ class TreeHeap final : public Queue {
     order_.resize(capacity, 0);
     place_.resize(capacity, 0);
     node_.resize(size_t{capacity} + 1, 0);
-    staged_.reserve(capacity);
+    prepared_.reserve(capacity);
     // Called with no operation under way, so fresh locks are as good as the old ones.
     auto* locks = static_cast<SpinLock*>(heap_alloc(sizeof(SpinLock) * (size_t{capacity} + 1)));
     heap_free(locks_);
@@ -75,20 +75,20 @@ class TreeHeap final : public Queue {
   }
 
   // Once each, so there is room; what their marks are is asked when they are committed.
-  void stage(const uint32_t* ids, size_t n, uint8_t) override {
+  void prepare(const uint32_t* ids, size_t n, uint8_t) override {
     for (size_t i = 0; i < n; ++i) {
-      if (place_[ids[i]] == kStaged) continue;
-      place_[ids[i]] = kStaged;
-      staged_.push_back(ids[i]);
+      if (place_[ids[i]] == kPrepared) continue;
+      place_[ids[i]] = kPrepared;
+      prepared_.push_back(ids[i]);
     }
   }
-  void commit_stage() override {
-    for (uint32_t id : staged_) push(id, marks_[id]);
-    staged_.clear();
+  void commit_prepared() override {
+    for (uint32_t id : prepared_) push(id, marks_[id]);
+    prepared_.clear();
   }
-  void drop_stage() override {
-    for (uint32_t id : staged_) place_[id] = 0;
-    staged_.clear();
+  void drop_prepared() override {
+    for (uint32_t id : prepared_) place_[id] = 0;
+    prepared_.clear();
   }
 
   size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
@@ -166,7 +166,7 @@ class TreeHeap final : public Queue {
     locks_[at].unlock();
   }
 
-  static constexpr uint32_t kStaged = UINT32_MAX;
+  static constexpr uint32_t kPrepared = UINT32_MAX;
 
   SpinLock size_lock_;
   SpinLock* locks_ = nullptr;
@@ -176,7 +176,7 @@ class TreeHeap final : public Queue {
   const uint8_t* marks_ = nullptr;
   Vector<uint8_t> prio_;
   Vector<uint64_t> order_;
-  Vector<uint32_t> place_, node_, staged_;
+  Vector<uint32_t> place_, node_, prepared_;
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 // A change of priority appends the entry to the new bag and leaves the old place stale: its owner
 // skips it. (An entry that leaves a bag and comes back stands there twice; the first place serves
 // it, the second is stale.) A bag is a list of fixed blocks from a pool: appending is a store, a
-// pop copies pieces of blocks, a staged bag joins the queue by linking its list. A 64-bit mask of
+// pop copies pieces of blocks, a prepared bag joins the queue by linking its list. A 64-bit mask of
 // bags in use finds the lowest priority in O(1). After as many moves as half of the places, these
 // are rewritten without the stale ones, so memory stays proportional to the entries that are
 // queued.
@@ -42,7 +42,7 @@ class TwoLevelQueue final : public Queue {
  public:
   ~TwoLevelQueue() override {
     for (Bag& b : bags_) free_blocks(b.first);
-    for (Bag& b : staged_) free_blocks(b.first);
+    for (Bag& b : prepared_) free_blocks(b.first);
     free_blocks(pool_);
   }
 
@@ -70,21 +70,21 @@ class TwoLevelQueue final : public Queue {
     ++moves_;
   }
 
-  void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
+  void prepare(const uint32_t* ids, size_t n, uint8_t prio) override {
     for (size_t done = 0; done < n;) {
-      Bag& bag = staged_[prio];
+      Bag& bag = prepared_[prio];
       if (bag.at == bag.stop) begin_block(bag);
       const size_t m = std::min<size_t>(static_cast<size_t>(bag.stop - bag.at), n - done);
       std::memcpy(bag.at, ids + done, m * sizeof(uint32_t));
       bag.at += m;
       done += m;
-      staged_places_ += m;
+      prepared_places_ += m;
     }
   }
 
-  void commit_stage() override {
+  void commit_prepared() override {
     for (uint32_t p = 0; p <= kRing; ++p) {
-      Bag& from = staged_[p];
+      Bag& from = prepared_[p];
       if (!from.first) continue;
       Bag& to = bags_[p];
       if (to.last) {
@@ -96,13 +96,13 @@ class TwoLevelQueue final : public Queue {
       from = {};
       mark(p);
     }
-    places_ += staged_places_;
-    staged_places_ = 0;
+    places_ += prepared_places_;
+    prepared_places_ = 0;
   }
 
-  void drop_stage() override {
-    for (Bag& bag : staged_) recycle(bag);
-    staged_places_ = 0;
+  void drop_prepared() override {
+    for (Bag& bag : prepared_) recycle(bag);
+    prepared_places_ = 0;
   }
 
   size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
@@ -217,9 +217,9 @@ class TwoLevelQueue final : public Queue {
     }
   }
 
-  Bag bags_[kRing + 1], staged_[kRing + 1];
+  Bag bags_[kRing + 1], prepared_[kRing + 1];
   uint64_t live_ = 0;
-  uint64_t places_ = 0, staged_places_ = 0;
+  uint64_t places_ = 0, prepared_places_ = 0;
   uint64_t moves_ = 0;  // since places were rewritten: so many are stale at most
   const uint8_t* marks_ = nullptr;
   Vector<uint64_t> seen_;  // a bit for each entry, while a bag is rewritten

@@ -74,7 +74,7 @@ void PendingUpdates::reprioritize(const Entry& entry, uint8_t prio) noexcept {
   // The queue first: it may want memory. Where there is none the row stays where it is.
   try {
     if (!entry.update->committed)
-      queue_->stage(&entry.id, 1, prio);
+      queue_->prepare(&entry.id, 1, prio);
     else if (!(state & kClaimed))
       queue_->move(entry.id, prio);
   } catch (const std::bad_alloc&) {
@@ -82,8 +82,8 @@ void PendingUpdates::reprioritize(const Entry& entry, uint8_t prio) noexcept {
     return;
   }
   if (!entry.update->committed) {
-    --entry.update->staged[old];
-    ++entry.update->staged[prio];
+    --entry.update->prepared[old];
+    ++entry.update->prepared[prio];
   } else {
     if (!(state & kClaimed)) {
       --queued_[old];
@@ -100,7 +100,7 @@ void PendingUpdates::reprioritize(const Entry& entry, uint8_t prio) noexcept {
 // --- Updates come and go -------------------------------------------------------------------------
 
 void PendingUpdates::add(const UpdateRef& update) {
-  FRUGAL_ASSERT(update->pages.empty() && update->staged_rows == 0);
+  FRUGAL_ASSERT(update->pages.empty() && update->prepared_rows == 0);
   FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
   FRUGAL_ASSERT(std::adjacent_find(update->slots, update->slots + update->n,
                                    std::greater_equal<>()) == update->slots + update->n);
@@ -128,11 +128,11 @@ void PendingUpdates::add(const UpdateRef& update) {
 }
 
 // By priority, so that a bag gets its rows at once. Most have none.
-void PendingUpdates::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
+void PendingUpdates::prepare(StepUpdate& u, size_t n, const uint8_t* prio) {
   uint32_t ids[kPage];
   uint16_t read[kPage];
   uint32_t start[kRing + 1], next[kRing];
-  const uint32_t first = u.pages[u.staged_rows / kPage] * kPage;
+  const uint32_t first = u.pages[u.prepared_rows / kPage] * kPage;
   std::copy_n(prio, n, state_.data() + first);
   size_t reads = 0, unread = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -141,37 +141,37 @@ void PendingUpdates::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
     read[reads] = static_cast<uint16_t>(i);
     reads += prio[i] < kInfinity;
   }
-  u.staged[kInfinity] += unread;
-  if (unread != 0) queue_->stage(ids, unread, kInfinity);
+  u.prepared[kInfinity] += unread;
+  if (unread != 0) queue_->prepare(ids, unread, kInfinity);
   std::fill_n(start, kRing + 1, 0);
   for (size_t i = 0; i < reads; ++i) ++start[prio[read[i]] + 1];
   for (uint32_t p = 0; p < kRing; ++p) {
-    u.staged[p] += start[p + 1];
+    u.prepared[p] += start[p + 1];
     start[p + 1] += start[p];
   }
   std::copy_n(start, kRing, next);
   for (size_t i = 0; i < reads; ++i) ids[next[prio[read[i]]]++] = first + read[i];
   for (uint32_t p = 0; p < kRing; ++p)
     if (start[p + 1] != start[p])
-      queue_->stage(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
-  u.staged_rows += n;
+      queue_->prepare(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
+  u.prepared_rows += n;
 }
 
-void PendingUpdates::staged_for(uint8_t prio, const StepUpdate& u, size_t page,
-                                Vector<uint32_t>* slots) {
-  if (page == 0) slots->reserve(u.staged[prio]);
+void PendingUpdates::prepared_for(uint8_t prio, const StepUpdate& u, size_t page,
+                                  Vector<uint32_t>* slots) {
+  if (page == 0) slots->reserve(u.prepared[prio]);
   const uint8_t* state = state_.data() + u.pages[page] * kPage;
   const size_t at = page * kPage, n = std::min<size_t>(kPage, u.n - at);
   for (size_t i = 0; i < n; ++i)
     if (state[i] == prio) slots->push_back(u.slots[at + i]);
 }
 
-void PendingUpdates::unstage(StepUpdate& u) {
+void PendingUpdates::withdraw(StepUpdate& u) {
   FRUGAL_ASSERT(!u.committed);
-  queue_->drop_stage();
+  queue_->drop_prepared();
   // (Of a piece that memory ran short for some rows are in.)
   for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
-  std::fill_n(u.staged, kRing + 1, 0);
+  std::fill_n(u.prepared, kRing + 1, 0);
   u.late.clear();
   u.unqueued = false;
   release(u);
@@ -188,11 +188,11 @@ uint64_t PendingUpdates::commit(StepUpdate& u) {
   unqueued_ |= u.unqueued;
   uint64_t rows = 0;
   for (uint32_t p = 0; p <= kRing; ++p) {
-    count_[p] += u.staged[p];
-    queued_[p] += u.staged[p];
-    rows += u.staged[p];
+    count_[p] += u.prepared[p];
+    queued_[p] += u.prepared[p];
+    rows += u.prepared[p];
   }
-  queue_->commit_stage();
+  queue_->commit_prepared();
   stats_.enqueued += u.n;
   return rows;
 }
@@ -238,7 +238,7 @@ void PendingUpdates::release(StepUpdate& u) {
     free_pages_.push_back(page);
   }
   u.pages.clear();
-  u.staged_rows = 0;
+  u.prepared_rows = 0;
   for (auto at = updates_.begin(); at != updates_.end(); ++at)
     if (at->get() == &u) {
       updates_.erase(at);
@@ -299,7 +299,7 @@ void PendingUpdates::pop(uint64_t step, size_t max, Claim* c) {
         const Page& page = pages_[id / kPage];
         FRUGAL_ASSERT(page.update);
         if (!page.update->committed)
-          continue;  // stale, too: the row is staged for the same priority
+          continue;  // stale, too: the row is prepared for the same priority
         first_id = id / kPage * kPage;
         first_row = page.first_row;
         if (page.update != u) {

@@ -73,17 +73,17 @@ class PendingUpdates {
 
   // Gives an update its number and entries. Without memory: nothing.
   void add(const UpdateRef& update) REQUIRES(mu);
-  // The next n rows of the update, a page, are staged with these priorities, or kBlocked.
+  // The next n rows of the update, a page, are prepared with these priorities, or kBlocked.
   static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
-  void stage(StepUpdate& u, size_t n, const uint8_t* prio) REQUIRES(mu);
+  void prepare(StepUpdate& u, size_t n, const uint8_t* prio) REQUIRES(mu);
   // The rows among them, in a page, that have this priority.
-  void staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots)
+  void prepared_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots)
       REQUIRES(mu);
-  void unstage(StepUpdate& u) REQUIRES(mu);
+  void withdraw(StepUpdate& u) REQUIRES(mu);
   void make_room() REQUIRES(mu);
-  // The staged rows of the update are in the queue: so many.
+  // The prepared rows of the update are in the queue: so many.
   uint64_t commit(StepUpdate& u) REQUIRES(mu);
-  // A row of a committed update that was blocked when it was staged. `before`: its row's oldest
+  // A row of a committed update that was blocked when it was prepared. `before`: its row's oldest
   // unwritten entry.
   void chain(StepUpdate& u, uint32_t row, const Entry& before) REQUIRES(mu);
   void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu);
@@ -184,7 +184,8 @@ class PendingUpdates {
   uint64_t count_[kRing + 1] GUARDED_BY(
       mu) = {};  // pending rows by priority, claimed ones included
   uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, not claimed
-  Vector<UpdateRef> updates_ GUARDED_BY(mu);  // unwritten ones, and the staged one; ascending steps
+  // unwritten ones, and the prepared one; ascending steps
+  Vector<UpdateRef> updates_ GUARDED_BY(mu);
   uint32_t next_seq_ GUARDED_BY(mu) = 0;
   bool unqueued_ GUARDED_BY(mu) = false;           // a place in the queue is missing, or wrong
   WindowStats stats_ GUARDED_BY(mu);

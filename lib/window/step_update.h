@@ -93,8 +93,8 @@ struct StepUpdate : HeapObject {
   Vector<uint32_t> pages;         // of entries
   Vector<uint32_t> late;          // rows that had older pending updates
   Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
-  uint64_t staged[kRing + 1] = {};
-  size_t staged_rows = 0;         // rows taken in so far
+  uint64_t prepared[kRing + 1] = {};
+  size_t prepared_rows = 0;       // rows taken in so far
   bool committed = false;
   bool unqueued = false;          // a row of it is more urgent than its place in the queue says
   size_t remaining = 0;           // rows not yet in the host rows

@@ -197,19 +197,19 @@ void Window::add(const UpdateRef& update) {
   pending_.add(update);
 }
 
-bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
+bool Window::prepare(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
   uint8_t prio[PendingUpdates::kPage];
   static_assert(kPiece % PendingUpdates::kPage == 0);
   FRUGAL_ASSERT(!u.committed);
-  for (const size_t end = std::min(u.n, u.staged_rows + std::min(most, u.n));
-       u.staged_rows < end;) {
+  for (const size_t end = std::min(u.n, u.prepared_rows + std::min(most, u.n));
+       u.prepared_rows < end;) {
     Both lock(*this, urgency);
-    const size_t at = u.staged_rows;
-    pending_.stage(
+    const size_t at = u.prepared_rows;
+    pending_.prepare(
         u, declared && !read_sets_only_ ? next_of(u, at, prio) : next_from_read_sets(u, at, prio),
         prio);
   }
-  return u.staged_rows == u.n;
+  return u.prepared_rows == u.n;
 }
 
 // Priorities of a page of the update's rows. All ranks have passed the gate of the step: the rows
@@ -252,17 +252,17 @@ size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
   return n;
 }
 
-void Window::staged_for_next(const StepUpdate& u, Vector<uint32_t>* slots) {
+void Window::prepared_for_next(const StepUpdate& u, Vector<uint32_t>* slots) {
   const uint8_t prio = static_cast<uint8_t>((u.step + 1) & (kRing - 1));
   for (size_t page = 0; page * PendingUpdates::kPage < u.n; ++page) {
     PendingUpdates::Section lock(pending_, Urgency::kBackground);
-    pending_.staged_for(prio, u, page, slots);
+    pending_.prepared_for(prio, u, page, slots);
   }
 }
 
-void Window::unstage(const UpdateRef& update) {
+void Window::withdraw(const UpdateRef& update) {
   PendingUpdates::Section lock(pending_, Urgency::kUrgent);
-  pending_.unstage(*update);
+  pending_.withdraw(*update);
 }
 
 void Window::make_room(const StepUpdate& update) {
@@ -275,7 +275,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   Vector<PartRef> served;
   Both lock(*this, Urgency::kUrgent);
   FRUGAL_ASSERT(step >= next_commit_);
-  FRUGAL_ASSERT(!u || (u->step == step && !u->committed && u->staged_rows == u->n));
+  FRUGAL_ASSERT(!u || (u->step == step && !u->committed && u->prepared_rows == u->n));
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
   served.swap(parts_[passed]);
   next_commit_ = step + 1;

@@ -9,13 +9,14 @@
 //
 // A read set costs a cache line from memory, so it is touched once for each declared row, when that
 // is linked. Then the row's declaration before learns its next read (Part::next), and when its
-// update is staged the priorities are there. (With staleness, caches, or gradients that were not
-// declared, staging reads the read sets.)
+// update is prepared the priorities are there. (With staleness, caches, or gradients that were not
+// declared, preparing reads the read sets.)
 //
-// Life of an update: link() sets the bits of a declared step; stage() takes a step's rows in before
-// the step is committed, while the device computes; commit() makes all of them pending in O(ring);
-// claim() takes the most urgent ones, the caller writes the rows, finish() publishes that. Rows of
-// a part and of an update are sorted by slot, so every pass runs through memory in one direction.
+// Life of an update: link() sets the bits of a declared step; prepare() takes a step's rows in
+// before the step is committed, while the device computes; commit() makes all of them pending in
+// O(ring); claim() takes the most urgent ones, the caller writes the rows, finish() publishes that.
+// Rows of a part and of an update are sorted by slot, so every pass runs through memory in one
+// direction.
 //
 // Threads: read sets and what parts learn are guarded by links_mu_, entries by their own lock,
 // which is taken second. So linking, the longest pass, does not stand in the way of who writes
@@ -62,22 +63,22 @@ class Window : public HeapObject {
   // Takes back the bits of a linked part.
   void unlink(const PartRef& part);
 
-  // Gives an update, whose list is made, its number and entries, before it is staged. Without
+  // Gives an update, whose list is made, its number and entries, before it is prepared. Without
   // memory: nothing.
   void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
   bool backlogged() const { return pending_.updates() > kPast; }
   // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`:
   // they are the linked parts of its ranks.
-  bool stage(StepUpdate& update, bool declared, size_t most, Urgency urgency);
-  // The rows that `stage` has taken in, all of them, and that the very next step reads.
-  void staged_for_next(const StepUpdate& update, Vector<uint32_t>* slots);
+  bool prepare(StepUpdate& update, bool declared, size_t most, Urgency urgency);
+  // The rows that `prepare` has taken in, all of them, and that the very next step reads.
+  void prepared_for_next(const StepUpdate& update, Vector<uint32_t>* slots);
   // The update is of a step that will not be, or not so: forget it.
-  void unstage(const UpdateRef& update);
-  // All memory that the commit of a staged update may want.
+  void withdraw(const UpdateRef& update);
+  // All memory that the commit of a prepared update may want.
   void make_room(const StepUpdate& update);
-  // Step `step` is committed: its staged rows are pending, next_commit = step + 1. `update` may be
-  // null.
+  // Step `step` is committed: its prepared rows are pending, next_commit = step + 1. `update` may
+  // be null.
   void commit(StepUpdate* update, uint64_t step);
 
   // Rows of `slots` with updates of committed steps < `before` become as urgent as can be. Returns

@@ -94,11 +94,11 @@ TEST_F(AbortTest, WhoIsInsideNoStepUndoesNone) {
 TEST_F(AbortTest, WhatWasStagedIsWithdrawn) {
   parts.ranks.start(0);
   const PartRef declared = resolved_part(parts.pool, 0, 0, {1, 5});
-  const UpdateRef staged = parts.stage(table, 0, {declared});
-  EXPECT_EQ(staged->staged_rows, 2u);
+  const UpdateRef prepared = parts.prepare(table, 0, {declared});
+  EXPECT_EQ(prepared->prepared_rows, 2u);
   begin(0);
   ASSERT_OK(undo(a));
-  EXPECT_FALSE(staged->committed);
+  EXPECT_FALSE(prepared->committed);
   EXPECT_EQ(tell(b), FRUGAL_ERR_STEP_ABORTED);
   expect_trains(0);
   EXPECT_EQ(parts.times(table, 5), 0);

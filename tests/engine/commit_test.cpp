@@ -114,7 +114,7 @@ TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
   const UpdateRef older = parts.update(table, 0, {{1, 2}});
   older->make_list();
   table->window.add(older);
-  EXPECT_TRUE(table->window.stage(*older, false, SIZE_MAX, Window::Urgency::kUrgent));
+  EXPECT_TRUE(table->window.prepare(*older, false, SIZE_MAX, Window::Urgency::kUrgent));
   table->window.commit(older.get(), 0);
   all_end(1, table, {2});
   ASSERT_OK(parts.committer.ready());
@@ -133,7 +133,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
   for (uint64_t step = 0; step < 3; ++step) {
     const std::vector<PartRef> declared = {resolved_part(parts.pool, step, 0, {1, 2}),
                                            resolved_part(parts.pool, step, 1, {2, 3})};
-    const UpdateRef staged = parts.stage(table, step, declared);
+    const UpdateRef prepared = parts.prepare(table, step, declared);
     for (const TrainerRef& t : {a, b}) parts.begin(t, step);
     RankGradients first = parts.gradients(table, declared[0]);
     RankGradients second = parts.gradients(table, declared[1]);
@@ -147,7 +147,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
       parts.submit_gradients(b, table, std::move(second));
     ASSERT_OK(parts.committer.ready());
     EXPECT_EQ(committed(), step);
-    EXPECT_EQ(staged->committed, deferred() && step == 0);
+    EXPECT_EQ(prepared->committed, deferred() && step == 0);
     EXPECT_EQ(table->predict_pause, deferred() && step != 0 ? 16u : 0u);
     parts.write_all();
   }

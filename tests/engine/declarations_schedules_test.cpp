@@ -373,7 +373,7 @@ class World {
       u = make_update(pool_, step, pushed);
       u->make_list();
       window_.add(u);
-      HOLDS(s_, window_.stage(*u, false, SIZE_MAX, kUrgent));
+      HOLDS(s_, window_.prepare(*u, false, SIZE_MAX, kUrgent));
       window_.make_room(*u);
       for (size_t i = 0; i < u->n; ++i) updates_[rows_.key_of(u->slots[i])].steps.push_back(step);
     }

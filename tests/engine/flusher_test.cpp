@@ -19,7 +19,7 @@ struct FlusherTest : testing::Test {
     ASSERT_OK(parts.tables.open_window(*table));
     update->make_list();
     table->window.add(update);
-    EXPECT_TRUE(table->window.stage(*update, false, SIZE_MAX, Window::Urgency::kUrgent));
+    EXPECT_TRUE(table->window.prepare(*update, false, SIZE_MAX, Window::Urgency::kUrgent));
     table->window.make_room(*update);
     table->window.commit(update.get(), update->step);
   }

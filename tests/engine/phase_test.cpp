@@ -49,8 +49,8 @@ struct PhaseTest : testing::Test {
 TEST_F(PhaseTest, EachActWaitsForThoseThatItIsNotToRunBeside) {
   // {begins, not beside}
   const std::set<std::pair<P::Act, P::Act>> apart = {
-      {P::kStep, P::kOutside}, {P::kStep, P::kAbort},     {P::kStage, P::kCommit},
-      {P::kStage, P::kAbort},  {P::kCommit, P::kCommit},  {P::kCommit, P::kAbort},
+      {P::kStep, P::kOutside}, {P::kStep, P::kAbort},     {P::kPrepare, P::kCommit},
+      {P::kPrepare, P::kAbort},  {P::kCommit, P::kCommit},  {P::kCommit, P::kAbort},
       {P::kAbort, P::kCommit}, {P::kOutside, P::kCommit}, {P::kOutside, P::kAbort},
       {P::kAlone, P::kRead},   {P::kAlone, P::kPlan},     {P::kRead, P::kOutside},
       {P::kRead, P::kAbort},   {P::kPlan, P::kOutside},   {P::kPlan, P::kAbort},

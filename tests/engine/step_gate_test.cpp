@@ -168,7 +168,7 @@ TEST_F(StepGateTest, AllThatIsPendingWhereNothingIsDeferred) {
   const UpdateRef update = parts->update(table, 0, {{7}, {7}});
   update->make_list();
   table->window.add(update);
-  ASSERT_TRUE(table->window.stage(*update, false, SIZE_MAX, Window::Urgency::kUrgent));
+  ASSERT_TRUE(table->window.prepare(*update, false, SIZE_MAX, Window::Urgency::kUrgent));
   EXPECT_EQ(look(0), "") << "what is staged is not pending";
   table->window.commit(update.get(), 0);
   EXPECT_EQ(look(0), "pending updates to be written");

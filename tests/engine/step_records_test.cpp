@@ -108,14 +108,14 @@ TEST(StepRecords, WhatIsTakenInAhead) {
   const TableRef table = parts.add_table(8), other = parts.add_table(8);
   StepRecords& records = parts.records;
   Lock lock(parts.mu);
-  EXPECT_TRUE(records.staged());
+  EXPECT_TRUE(records.all_prepared());
   records.of(1).prepared[table.get()] = {table, nullptr, true};
   PreparedUpdate& late = records.of(2).prepared[other.get()];
-  EXPECT_FALSE(records.staged());
-  EXPECT_TRUE(records.find(1)->staged());
-  EXPECT_FALSE(records.find(2)->staged());
+  EXPECT_FALSE(records.all_prepared());
+  EXPECT_TRUE(records.find(1)->all_prepared());
+  EXPECT_FALSE(records.find(2)->all_prepared());
   late.ready = true;
-  EXPECT_TRUE(records.staged());
+  EXPECT_TRUE(records.all_prepared());
 }
 
 // They count until what follows from their landing is done; one that has failed stays, for whoever
@@ -151,18 +151,18 @@ TEST(StepRecords, AnUndoneStep) {
   const TableRef table = parts.add_table(8);
   const TrainerRef t = parts.join(0);
   parts.begin(t, 0);
-  parts.stage(table, 0, {resolved_part(parts.pool, 0, 0, {1, 2})});
+  parts.prepare(table, 0, {resolved_part(parts.pool, 0, 0, {1, 2})});
   Map<uint64_t, StepRecord> taken;
   {
     Lock lock(parts.mu);
     parts.records.add_device_work(&parts.records.of(0), device_work(0, true));
-    EXPECT_TRUE(parts.records.staged());
+    EXPECT_TRUE(parts.records.all_prepared());
     taken = parts.records.take();
   }
   taken.at(0).undo();
   EXPECT_TRUE(taken.at(0).device_work.empty());
-  const UpdateRef again = parts.stage(table, 0, {resolved_part(parts.pool, 0, 0, {2, 3})});
-  EXPECT_EQ(again->staged_rows, 2u);
+  const UpdateRef again = parts.prepare(table, 0, {resolved_part(parts.pool, 0, 0, {2, 3})});
+  EXPECT_EQ(again->prepared_rows, 2u);
   EXPECT_FALSE(table->window.any_pending());
 }
 

@@ -353,7 +353,7 @@ class World {
         for (size_t k = 0; k < h.rows() * h.stride; ++k)
           h.sums.as<float>()[k] = static_cast<float>(r_.below(1000)) * 1e-3f;
       window_.add(u);
-      HOLDS(s_, window_.stage(*u, false, SIZE_MAX, kUrgent));
+      HOLDS(s_, window_.prepare(*u, false, SIZE_MAX, kUrgent));
       window_.make_room(*u);
     }
     Lock lock_refresh(refresh_mu_);

@@ -80,7 +80,7 @@ struct TableCacheTest : testing::Test {
     for (const PartRef& p : pushed) u->ranks.push_back(parts.gradients(table, p));
     u->make_list();
     table->window.add(u);
-    EXPECT_TRUE(table->window.stage(*u, false, SIZE_MAX, Window::Urgency::kUrgent));
+    EXPECT_TRUE(table->window.prepare(*u, false, SIZE_MAX, Window::Urgency::kUrgent));
     table->window.make_room(*u);
     table->window.commit(u.get(), step);
     return u;

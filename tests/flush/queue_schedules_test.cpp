@@ -1,5 +1,5 @@
 // The queues with the threads of a window beside each other, in chosen interleavings
-// (support/schedule.h): who stages a step and commits or drops it, who changes priorities, who
+// (support/schedule.h): who prepares a step and commits or drops it, who changes priorities, who
 // takes entries and holds them for a while. Calls are serialized, as their owner does
 // (flush/queue.h); the model is a map.
 #include "flush/queue.h"
@@ -26,7 +26,7 @@ class World {
   }
 
   void run() {
-    s_.thread("stager", [this] { stage(); });
+    s_.thread("stager", [this] { prepare(); });
     s_.thread("pusher", [this] { push(); });
     s_.thread("adjuster", [this] { adjust(); });
     s_.thread("taker 0", [this] { take(); });
@@ -41,7 +41,7 @@ class World {
   static constexpr uint32_t kIds = 12;
   struct Entry {
     uint8_t prio;
-    bool staged;
+    bool prepared;
   };
 
   uint8_t some_prio() {
@@ -57,10 +57,10 @@ class World {
     }
     return ids;
   }
-  std::vector<uint32_t> those(bool staged) REQUIRES(mu_) {
+  std::vector<uint32_t> those(bool prepared) REQUIRES(mu_) {
     std::vector<uint32_t> ids;
     for (const auto& [id, entry] : entries_)
-      if (entry.staged == staged) ids.push_back(id);
+      if (entry.prepared == prepared) ids.push_back(id);
     return ids;
   }
 
@@ -76,21 +76,21 @@ class World {
     }
   }
 
-  void stage() {
+  void prepare() {
     for (uint64_t steps = 1 + r_.below(3); steps > 0; --steps) {
       for (uint64_t n = r_.below(3); n > 0; --n) {
         Lock lock(mu_);
         const std::vector<uint32_t> ids = some_free(3);
         const uint8_t prio = some_prio();
-        queue_->stage(ids.data(), ids.size(), prio);
+        queue_->prepare(ids.data(), ids.size(), prio);
         for (uint32_t id : ids) entries_[id] = {prio, true};
       }
       Lock lock(mu_);
       for (uint32_t id : those(true))
-        if (r_.one_in(2)) queue_->adjust_staged(id, entries_[id].prio = some_prio());
+        if (r_.one_in(2)) queue_->adjust_prepared(id, entries_[id].prio = some_prio());
       if (r_.one_in(3)) {
         s_.note("drops the stage");
-        queue_->drop_stage();
+        queue_->drop_prepared();
         for (uint32_t id : those(true)) {
           entries_.erase(id);
           free_.push_back(id);
@@ -98,8 +98,8 @@ class World {
         continue;
       }
       s_.note("commits the stage");
-      queue_->commit_stage();
-      for (uint32_t id : those(true)) entries_[id].staged = false;
+      queue_->commit_prepared();
+      for (uint32_t id : those(true)) entries_[id].prepared = false;
       // The next commit moves on; nobody is left at the priority of the step that has passed.
       const uint8_t passed = static_cast<uint8_t>(next_commit_ & (kRing - 1));
       queue_->set_next_commit(++next_commit_);
@@ -135,17 +135,17 @@ class World {
       for (size_t i = 0; i < n; ++i) {
         const auto at = entries_.find(ids[i]);
         HOLDS(s_, at != entries_.end());
-        HOLDS(s_, !at->second.staged);
+        HOLDS(s_, !at->second.prepared);
         const uint32_t rank = prio_distance(at->second.prio, next_commit_);
         HOLDS(s_, rank <= limit);
         for (const auto& [id, entry] : entries_)
-          HOLDS(s_, entry.staged || prio_distance(entry.prio, next_commit_) >= rank);
+          HOLDS(s_, entry.prepared || prio_distance(entry.prio, next_commit_) >= rank);
         entries_.erase(at);
         held.push_back(ids[i]);
       }
       if (n < most)
         for (const auto& [id, entry] : entries_)
-          HOLDS(s_, entry.staged || prio_distance(entry.prio, next_commit_) > limit);
+          HOLDS(s_, entry.prepared || prio_distance(entry.prio, next_commit_) > limit);
     }
     s_.note("has taken %llu", held.size());
     schedule_point();

@@ -30,7 +30,7 @@ struct QueueTest : testing::TestWithParam<bool> {
   void push(const uint32_t* ids, size_t n, uint8_t prio) {
     for (size_t i = 0; i < n; ++i) queue->push(ids[i], prio);
   }
-  void stage(uint32_t id, uint8_t prio) { queue->stage(&id, 1, prio); }
+  void prepare(uint32_t id, uint8_t prio) { queue->prepare(&id, 1, prio); }
   Ids sorted(Ids ids) {
     std::sort(ids.begin(), ids.end());
     return ids;
@@ -56,10 +56,10 @@ INSTANTIATE_TEST_SUITE_P(Queues, TwoLevelTest, testing::Values(false), Names());
 
 TEST_P(QueueTest, Empty) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
-  queue->commit_stage();
-  queue->drop_stage();
-  queue->stage(Ids().data(), 0, 5);
-  queue->commit_stage();
+  queue->commit_prepared();
+  queue->drop_prepared();
+  queue->prepare(Ids().data(), 0, 5);
+  queue->commit_prepared();
   EXPECT_EQ(pop(5, kRing, 8), Ids());
   queue->push(3, 7);
   EXPECT_EQ(pop(0, kRing, 0), Ids());
@@ -103,35 +103,35 @@ TEST_P(QueueTest, AnAdjustedEntryIsThereOnce) {
 
 TEST_P(QueueTest, StagedEntriesWaitForTheCommit) {
   queue->push(1, 9);
-  stage(2, 3);
+  prepare(2, 3);
   const uint32_t more[] = {3, 4};
-  queue->stage(more, 2, kInfinity);
+  queue->prepare(more, 2, kInfinity);
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
-  queue->adjust_staged(4, 1);
-  queue->adjust_staged(2, 3);
-  queue->adjust_staged(2, 2);
+  queue->adjust_prepared(4, 1);
+  queue->adjust_prepared(2, 3);
+  queue->adjust_prepared(2, 2);
   EXPECT_EQ(pop(0, kRing, 8), Ids());
-  queue->commit_stage();
+  queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), (Ids{4, 2, 3}));
   // A commit joins what is queued already, behind it.
   queue->push(5, 7);
-  stage(6, 7);
-  queue->commit_stage();
+  prepare(6, 7);
+  queue->commit_prepared();
   queue->push(7, 7);
   EXPECT_EQ(sorted(pop(0, 7, 8)), (Ids{5, 6, 7}));
 }
 
 TEST_P(QueueTest, DroppedEntriesAreGone) {
   queue->push(1, 9);
-  stage(2, 3);
-  stage(3, kInfinity);
-  queue->adjust_staged(3, 4);
-  queue->drop_stage();
-  queue->commit_stage();
+  prepare(2, 3);
+  prepare(3, kInfinity);
+  queue->adjust_prepared(3, 4);
+  queue->drop_prepared();
+  queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
   queue->push(2, 5);
-  stage(3, 5);
-  queue->commit_stage();
+  prepare(3, 5);
+  queue->commit_prepared();
   EXPECT_EQ(sorted(pop(0, kRing, 8)), (Ids{2, 3}));
 }
 
@@ -139,9 +139,9 @@ TEST_P(QueueTest, ManyOfOnePriority) {
   const Ids all = range(0, 5000);
   push(all.data(), 1000, 7);
   for (uint32_t id = 1000; id < 1100; ++id) queue->push(id, 7);
-  queue->stage(all.data() + 1100, 2900, 7);
-  for (uint32_t id = 4000; id < 5000; ++id) stage(id, 7);
-  queue->commit_stage();
+  queue->prepare(all.data() + 1100, 2900, 7);
+  for (uint32_t id = 4000; id < 5000; ++id) prepare(id, 7);
+  queue->commit_prepared();
   Ids got;
   for (size_t n = 1; got.size() < all.size() && !HasFatalFailure(); n = n % 700 + 13) {
     const Ids some = pop(0, kRing, n);
@@ -167,7 +167,7 @@ TEST_P(QueueTest, RandomOperations) {
     Random random(test_seed() + static_cast<uint64_t>(round));
     const uint32_t ids = round % 2 ? 40 : 3000;
     queue = std::make_unique<QueueOwner>(GetParam(), ids);
-    std::map<uint32_t, uint8_t> queued, staged;
+    std::map<uint32_t, uint8_t> queued, prepared;
     uint64_t next_commit = random.below(200);
     queue->set_next_commit(next_commit);
     const auto rank = [&](uint8_t prio) { return prio_distance(prio, next_commit); };
@@ -179,7 +179,7 @@ TEST_P(QueueTest, RandomOperations) {
       Ids some;
       for (size_t tries = 0; some.size() < n && tries < 4 * n; ++tries) {
         const auto id = static_cast<uint32_t>(random.below(ids));
-        if (!queued.count(id) && !staged.count(id) &&
+        if (!queued.count(id) && !prepared.count(id) &&
             std::find(some.begin(), some.end(), id) == some.end())
           some.push_back(id);
       }
@@ -222,12 +222,12 @@ TEST_P(QueueTest, RandomOperations) {
           break;
         }
         case 3:
-          for (uint32_t id : absent(1)) stage(id, staged[id] = prio);
+          for (uint32_t id : absent(1)) prepare(id, prepared[id] = prio);
           break;
         case 4: {
           const Ids some = absent(random.below(20));
-          queue->stage(some.data(), some.size(), prio);
-          for (uint32_t id : some) staged[id] = prio;
+          queue->prepare(some.data(), some.size(), prio);
+          for (uint32_t id : some) prepared[id] = prio;
           break;
         }
         case 5:
@@ -237,37 +237,39 @@ TEST_P(QueueTest, RandomOperations) {
           if (const uint32_t id = one_of(queued); true) queue->adjust(id, queued[id] = prio);
           break;
         case 8:
-          if (staged.empty()) break;
-          if (const uint32_t id = one_of(staged); true) queue->adjust_staged(id, staged[id] = prio);
+          if (prepared.empty()) break;
+          if (const uint32_t id = one_of(prepared); true)
+            queue->adjust_prepared(id, prepared[id] = prio);
           break;
         case 9:
           if (random.one_in(4)) {
-            queue->drop_stage();
+            queue->drop_prepared();
           } else {
-            queue->commit_stage();
-            queued.merge(staged);
+            queue->commit_prepared();
+            queued.merge(prepared);
           }
-          staged.clear();
+          prepared.clear();
           break;
         case 10:
           take(static_cast<uint32_t>(random.below(kRing + 1)), random.below(12));
           break;
         default: {
-          // Entries of the next step to commit go, those that are staged for it become less urgent.
+          // Entries of the next step to commit go, those that are prepared for it become less
+          // urgent.
           const uint8_t passed = static_cast<uint8_t>(next_commit % kRing);
           const auto is_passed = [&](auto& e) { return e.second == passed; };
           while (std::any_of(queued.begin(), queued.end(), is_passed) && !HasFatalFailure())
             take(0, 64);
-          for (auto& [id, p] : staged)
-            if (p == passed) queue->adjust_staged(id, p = kInfinity);
+          for (auto& [id, p] : prepared)
+            if (p == passed) queue->adjust_prepared(id, p = kInfinity);
           queue->set_next_commit(++next_commit);
         }
       }
       if (HasFatalFailure()) return;
     }
-    queue->commit_stage();
-    queued.merge(staged);
-    staged.clear();
+    queue->commit_prepared();
+    queued.merge(prepared);
+    prepared.clear();
     while (!queued.empty() && !HasFatalFailure()) take(kRing, 64);
   }
 }
@@ -329,17 +331,17 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }
 
-// An entry that was taken and staged again for a priority of old stands at its old place; its owner
-// skips that.
+// An entry that was taken and prepared again for a priority of old stands at its old place; its
+// owner skips that.
 TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(1, 5);
   queue->push(2, 5);
   queue->adjust(1, 3);
   EXPECT_EQ(pop(0, 3, 8), Ids{1});
-  stage(1, 5);
+  prepare(1, 5);
   EXPECT_EQ(pop(0, kRing, 8), Ids{2});
   EXPECT_EQ(pop(0, kRing, 8), Ids());
-  queue->commit_stage();
+  queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
 }
 
@@ -374,20 +376,20 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   }
   {
     HeapFails fails(1);
-    EXPECT_THROW(stage(3, 4), std::bad_alloc);
+    EXPECT_THROW(prepare(3, 4), std::bad_alloc);
   }
-  queue->commit_stage();
+  queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
   // Of a piece that memory ran short for some are in, until the stage is dropped.
   const Ids all = range(0, 3000);
   for (int64_t n = 1; n <= 3; ++n) {
     HeapFails fails(n);
-    EXPECT_THROW(queue->stage(all.data(), all.size(), 4), std::bad_alloc);
-    queue->drop_stage();
+    EXPECT_THROW(queue->prepare(all.data(), all.size(), 4), std::bad_alloc);
+    queue->drop_prepared();
     EXPECT_EQ(pop(0, kRing, 8), Ids());
   }
-  queue->stage(all.data(), all.size(), 4);
-  queue->commit_stage();
+  queue->prepare(all.data(), all.size(), 4);
+  queue->commit_prepared();
   EXPECT_EQ(sorted(pop(0, kRing, 4000)), all);
 }
 

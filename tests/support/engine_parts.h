@@ -116,7 +116,7 @@ struct CommitParts : EngineParts {
     submit_gradients(t, table, gradients(table, t->step, t->rank, slots));
   }
   // What ranks, in order, have declared for a step is taken in ahead. It is the window's next.
-  UpdateRef stage(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {
+  UpdateRef prepare(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {
     EXPECT_OK(tables.open_window(*table));
     for (const PartRef& p : declared) {
       EXPECT_TRUE(table->window.link(p, 0, p->distinct, false, Window::Urgency::kUrgent));
@@ -125,7 +125,7 @@ struct CommitParts : EngineParts {
     const UpdateRef u = make_update(pool, step, declared);
     u->make_list();
     table->window.add(u);
-    EXPECT_TRUE(table->window.stage(*u, true, SIZE_MAX, Window::Urgency::kUrgent));
+    EXPECT_TRUE(table->window.prepare(*u, true, SIZE_MAX, Window::Urgency::kUrgent));
     Lock lock(mu);
     records.of(step).prepared[table.get()] = {table, u, true};
     return u;

@@ -1,4 +1,4 @@
-// The owner of a queue, as the window is one: the marks of its entries, and who is staged.
+// The owner of a queue, as the window is one: the marks of its entries, and who is prepared.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -28,22 +28,22 @@ class QueueOwner {
     queue_->move(id, prio);
     marks_[id] = prio;
   }
-  void stage(const uint32_t* ids, size_t n, uint8_t prio) {
-    queue_->stage(ids, n, prio);
+  void prepare(const uint32_t* ids, size_t n, uint8_t prio) {
+    queue_->prepare(ids, n, prio);
     for (size_t i = 0; i < n; ++i) marks_[ids[i]] = prio;
-    staged_.insert(staged_.end(), ids, ids + n);
+    prepared_.insert(prepared_.end(), ids, ids + n);
   }
-  void adjust_staged(uint32_t id, uint8_t prio) {
-    if (marks_[id] != prio) stage(&id, 1, prio);
+  void adjust_prepared(uint32_t id, uint8_t prio) {
+    if (marks_[id] != prio) prepare(&id, 1, prio);
   }
-  void commit_stage() {
-    queue_->commit_stage();
-    staged_.clear();
+  void commit_prepared() {
+    queue_->commit_prepared();
+    prepared_.clear();
   }
-  void drop_stage() {
-    queue_->drop_stage();
-    for (uint32_t id : staged_) marks_[id] = kAbsent;
-    staged_.clear();
+  void drop_prepared() {
+    queue_->drop_prepared();
+    for (uint32_t id : prepared_) marks_[id] = kAbsent;
+    prepared_.clear();
   }
   // Taken without a pop.
   void forget(uint32_t id) { marks_[id] = kAbsent; }
@@ -53,7 +53,7 @@ class QueueOwner {
     uint8_t prio;
     while (n < max && (places = queue_->pop(base, limit_distance, ids + n, max - n, &prio)) != 0)
       for (uint32_t *at = ids + n, *end = at + places; at < end; ++at) {
-        if (marks_[*at] != prio || std::count(staged_.begin(), staged_.end(), *at)) continue;
+        if (marks_[*at] != prio || std::count(prepared_.begin(), prepared_.end(), *at)) continue;
         marks_[*at] = kAbsent;
         ids[n++] = *at;
       }
@@ -64,7 +64,7 @@ class QueueOwner {
   static constexpr uint8_t kAbsent = 255;
   std::unique_ptr<Queue> queue_;
   std::vector<uint8_t> marks_;
-  std::vector<uint32_t> staged_;
+  std::vector<uint32_t> prepared_;
 };
 
 }  // namespace frugal

@@ -4,7 +4,7 @@
 // The model is a host row's list of the steps whose updates it has. A rank that has passed the gate
 // of a step finds all that the contract promises in the rows that it reads, nobody writes them
 // meanwhile, updates of a row are written in step order, one at a time, and in the end each is
-// written once. The ranks follow the engine's rules: a step is staged when all ranks have passed
+// written once. The ranks follow the engine's rules: a step is prepared when all ranks have passed
 // its gate and committed when all have ended it; declarations are linked in pieces, by one thread
 // at a time; a rank that would wait helps.
 //
@@ -115,7 +115,7 @@ class World {
     OfRank of[2];
     UpdateRef update;
     uint32_t passed = 0, ended = 0;  // ranks
-    bool staging = false, staged = false;
+    bool staging = false, prepared = false;
   };
 
   Slots some_rows(uint64_t one_in) {
@@ -384,12 +384,12 @@ class World {
   }
 
   // Takes the step's update in ahead of its commit, if nobody has. False: somebody else is at it.
-  bool stage(size_t i) {
+  bool prepare(size_t i) {
     Step& step = steps_[i];
     bool exact = kind_.declares;
     {
       Lock lock(control_);
-      if (step.staged) return true;
+      if (step.prepared) return true;
       if (step.staging) return false;
       step.staging = true;
       for (uint32_t rank = 0; rank < ranks_; ++rank) {
@@ -400,28 +400,28 @@ class World {
     }
     if (step.update) {
       window_.add(step.update);
-      while (!window_.stage(*step.update, exact, Window::kPiece, kBackground)) s_.point();
+      while (!window_.prepare(*step.update, exact, Window::kPiece, kBackground)) s_.point();
       if (r_.one_in(8)) {
         s_.note("stages %llu again", kFirst + i);
-        window_.unstage(step.update);
+        window_.withdraw(step.update);
         window_.add(step.update);
-        HOLDS(s_, window_.stage(*step.update, false, SIZE_MAX, kUrgent));
+        HOLDS(s_, window_.prepare(*step.update, false, SIZE_MAX, kUrgent));
       }
     }
     Lock lock(control_);
-    step.staged = true;
+    step.prepared = true;
     return true;
   }
 
-  // A flush thread stages the step that all ranks are in, if they have all passed its gate.
-  bool stage_ahead() {
+  // A flush thread prepares the step that all ranks are in, if they have all passed its gate.
+  bool prepare_ahead() {
     size_t i;
     {
       Lock lock(control_);
       i = committed_;
       if (i == steps_.size() || steps_[i].passed < ranks_ || steps_[i].staging) return false;
     }
-    return stage(i);
+    return prepare(i);
   }
 
   void end(size_t i) {
@@ -432,7 +432,7 @@ class World {
       // earlier one.
       if (++step.ended < ranks_) return;
     }
-    while (!stage(i)) s_.pause();
+    while (!prepare(i)) s_.pause();
     if (step.update) window_.make_room(*step.update);
     s_.note("commits %llu", kFirst + i);
     window_.commit(step.update.get(), kFirst + i);
@@ -452,7 +452,7 @@ class World {
         over = done_ == ranks_;
         next_commit = kFirst + committed_;
       }
-      if (r_.one_in(3) && stage_ahead()) continue;
+      if (r_.one_in(3) && prepare_ahead()) continue;
       if (help(r_.one_in(2) ? UINT64_MAX : next_commit + r_.below(3), 1 + r_.below(4))) continue;
       if (over && !window_.any_pending()) return;
       s_.pause();

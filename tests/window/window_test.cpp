@@ -3,8 +3,8 @@
 //
 // First each rule by itself. Then random walks beside a model that knows nothing of words, nodes
 // and queues: declared rows by step, unwritten updates by row. A walk takes the window's calls in
-// any order that the engine may, one piece at a time: claims are held while rows are linked, staged
-// and committed, as they are between threads. At last threads.
+// any order that the engine may, one piece at a time: claims are held while rows are linked,
+// prepared and committed, as they are between threads. At last threads.
 #include "window/window.h"
 
 #include <algorithm>
@@ -37,15 +37,15 @@ struct WindowTest : testing::Test {
     EXPECT_TRUE(window.link(part, 0, part->distinct, owned, kUrgent));
     return part;
   }
-  UpdateRef stage(uint64_t step, const std::vector<PartRef>& parts, bool declared) {
+  UpdateRef prepare(uint64_t step, const std::vector<PartRef>& parts, bool declared) {
     UpdateRef update = make_update(pool, step, parts);
     update->make_list();
     window.add(update);
-    EXPECT_TRUE(window.stage(*update, declared, SIZE_MAX, kUrgent));
+    EXPECT_TRUE(window.prepare(*update, declared, SIZE_MAX, kUrgent));
     return update;
   }
   UpdateRef commit(uint64_t step, const std::vector<PartRef>& parts, bool declared) {
-    UpdateRef update = stage(step, parts, declared);
+    UpdateRef update = prepare(step, parts, declared);
     window.make_room(*update);
     window.commit(update.get(), step);
     return update;
@@ -180,10 +180,10 @@ TEST_F(WindowTest, GatesWaitForWhatTheyRead) {
   const PartRef a = link(100, {1, 2, 3});
   link(101, {2});
   link(104, {1, 2});
-  const UpdateRef u = stage(100, {a}, true);
+  const UpdateRef u = prepare(100, {a}, true);
   EXPECT_FALSE(window.any_pending()) << "staged rows are not pending";
   Vector<uint32_t> soon;
-  window.staged_for_next(*u, &soon);
+  window.prepared_for_next(*u, &soon);
   EXPECT_EQ(soon, Vector<uint32_t>{2});
   window.commit(u.get(), 100);
   EXPECT_EQ(window.next_commit(), 101u);
@@ -241,7 +241,7 @@ TEST_F(WindowTest, TheLastRowEndsAnUpdate) {
   EXPECT_EQ(total.load(), 0u);
 }
 
-// Rises and falls reach rows that are queued, staged and being written.
+// Rises and falls reach rows that are queued, prepared and being written.
 TEST_F(WindowTest, ALateDeclaration) {
   for (const bool tree_heap : {false, true}) {
     SCOPED_TRACE(tree_heap);
@@ -256,7 +256,7 @@ TEST_F(WindowTest, ALateDeclaration) {
     UpdateRef u = make_update(pool, 100, {a});
     u->make_list();
     fresh.add(u);
-    ASSERT_TRUE(fresh.stage(*u, true, SIZE_MAX, kBackground));
+    ASSERT_TRUE(fresh.prepare(*u, true, SIZE_MAX, kBackground));
     declare(108, {1});
     fresh.commit(u.get(), 100);
     EXPECT_FALSE(fresh.pending_until(107));
@@ -305,11 +305,11 @@ TEST_F(WindowTest, YoungerUpdatesWaitForOlder) {
   EXPECT_EQ(window.pending_rows(), 2u);
 }
 
-// An older update may be written while the younger one is staged: then that one waits for nobody.
+// An older update may be written while the younger one is prepared: then that one waits for nobody.
 TEST_F(WindowTest, AnOlderUpdateIsWrittenMeanwhile) {
   open();
   commit(100, Slots{1, 2});
-  const UpdateRef u = stage(101, {resolved_part(pool, 101, 0, {1, 2})}, false);
+  const UpdateRef u = prepare(101, {resolved_part(pool, 101, 0, {1, 2})}, false);
   EXPECT_EQ(u->late.size(), 2u);
   Claim c;
   EXPECT_EQ(claim(UINT64_MAX, 1, &c), Slots{1});
@@ -362,7 +362,7 @@ TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
     UpdateRef u = make_update(pool, now, {at});
     u->make_list();
     fresh.add(u);
-    ASSERT_TRUE(fresh.stage(*u, true, SIZE_MAX, kUrgent));
+    ASSERT_TRUE(fresh.prepare(*u, true, SIZE_MAX, kUrgent));
     fresh.commit(u.get(), now);
     EXPECT_TRUE(fresh.pending_until(now + 15));
     EXPECT_FALSE(fresh.pending_until(now + 1)) << "step 110 is long gone";
@@ -395,10 +395,10 @@ TEST_F(WindowTest, ForcedRows) {
   EXPECT_EQ(window.pending_rows(), 1u);
 }
 
-// Of a staged update nothing can be forced: it is of a step that is not committed.
+// Of a prepared update nothing can be forced: it is of a step that is not committed.
 TEST_F(WindowTest, StagedRowsAreNotForced) {
   open();
-  const UpdateRef u = stage(100, {resolved_part(pool, 100, 0, {1})}, false);
+  const UpdateRef u = prepare(100, {resolved_part(pool, 100, 0, {1})}, false);
   const uint32_t slot = 1;
   EXPECT_FALSE(window.force(&slot, 1, UINT64_MAX));
   EXPECT_EQ(window.collect_pending(&slot, 1, nullptr), 0u);
@@ -416,8 +416,8 @@ TEST_F(WindowTest, ForcedRowsThatNobodyWaitsForAnyMore) {
   EXPECT_EQ(first_gate(), 101u);
   Claim c;
   EXPECT_EQ(claim(101, 1, &c), Slots{1});
-  UpdateRef staged = stage(101, {resolved_part(pool, 101, 0, {9})}, false);
-  window.commit(staged.get(), 101);
+  UpdateRef prepared = prepare(101, {resolved_part(pool, 101, 0, {9})}, false);
+  window.commit(prepared.get(), 101);
   EXPECT_EQ(first_gate(), 105u);
   EXPECT_TRUE(window.in_flight_until(105));
   EXPECT_FALSE(window.in_flight_until(104));
@@ -445,7 +445,7 @@ TEST_F(WindowTest, Staleness) {
   UpdateRef u = make_update(pool, 0, {b});
   u->make_list();
   all.add(u);
-  all.stage(*u, true, SIZE_MAX, kUrgent);
+  all.prepare(*u, true, SIZE_MAX, kUrgent);
   all.commit(u.get(), 0);
   EXPECT_FALSE(all.pending_until(60)) << "nothing is urgent";
   EXPECT_TRUE(all.pending_until(UINT64_MAX));
@@ -499,7 +499,7 @@ TEST_F(WindowTest, CachedRows) {
   EXPECT_EQ(dirty, 0u);
 }
 
-// A step that is not to be, or not as it was staged.
+// A step that is not to be, or not as it was prepared.
 TEST_F(WindowTest, Unstaging) {
   open();
   commit(100, Slots{1});
@@ -509,8 +509,8 @@ TEST_F(WindowTest, Unstaging) {
     UpdateRef u = make_update(pool, 101, {resolved_part(pool, 101, 0, many)});
     u->make_list();
     window.add(u);
-    EXPECT_EQ(window.stage(*u, false, whole ? SIZE_MAX : 1, kBackground), whole);
-    window.unstage(u);
+    EXPECT_EQ(window.prepare(*u, false, whole ? SIZE_MAX : 1, kBackground), whole);
+    window.withdraw(u);
     EXPECT_EQ(window.pending_rows(), 1u);
     const uint32_t slot = 5;
     EXPECT_EQ(window.collect_pending(&slot, 1, nullptr), 0u);
@@ -524,7 +524,7 @@ TEST_F(WindowTest, Unstaging) {
 TEST_F(WindowTest, PendingRowsOfSeveralWindows) {
   std::atomic<uint64_t> of_all{5};
   open({.rows = 100, .placement = 1, .pending_rows = &of_all});
-  const UpdateRef u = stage(100, {resolved_part(pool, 100, 0, {1, 2})}, false);
+  const UpdateRef u = prepare(100, {resolved_part(pool, 100, 0, {1, 2})}, false);
   EXPECT_EQ(of_all, 5u);
   window.make_room(*u);
   window.commit(u.get(), 100);
@@ -568,7 +568,7 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
       UpdateRef u = make_update(pool, 100, {a});
       u->make_list();
       fresh.add(u);
-      ASSERT_TRUE(fresh.stage(*u, true, SIZE_MAX, kUrgent));
+      ASSERT_TRUE(fresh.prepare(*u, true, SIZE_MAX, kUrgent));
       if (committed) fresh.commit(u.get(), 100);
       bool linked = true;
       {
@@ -613,7 +613,7 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
       UpdateRef v = make_update(pool, 101, {d});
       v->make_list();
       fresh.add(v);
-      fresh.stage(*v, true, SIZE_MAX, kUrgent);
+      fresh.prepare(*v, true, SIZE_MAX, kUrgent);
       fresh.commit(v.get(), 101);
       EXPECT_FALSE(fresh.pending_until(103));
       EXPECT_TRUE(fresh.pending_until(104));
@@ -628,19 +628,19 @@ TEST_F(WindowTest, ATurnWithoutMemory) {
     SCOPED_TRACE(at_commit);
     Window fresh;
     ASSERT_OK(fresh.open({.rows = 10000}, 100));
-    const auto staged = [&](uint64_t step, const Slots& slots) {
+    const auto prepared = [&](uint64_t step, const Slots& slots) {
       UpdateRef u = make_update(pool, step, {resolved_part(pool, step, 0, slots)});
       u->make_list();
       fresh.add(u);
-      EXPECT_TRUE(fresh.stage(*u, false, SIZE_MAX, kUrgent));
+      EXPECT_TRUE(fresh.prepare(*u, false, SIZE_MAX, kUrgent));
       return u;
     };
     const auto declare = [&](uint64_t step, const Slots& slots) {
       EXPECT_TRUE(fresh.link(resolved_part(pool, step, 0, slots), 0, slots.size(), false, kUrgent));
     };
-    fresh.commit(staged(100, {1, 50, 60}).get(), 100);
+    fresh.commit(prepared(100, {1, 50, 60}).get(), 100);
     declare(103, {1});
-    const UpdateRef b = staged(101, {1});
+    const UpdateRef b = prepared(101, {1});
     fresh.make_room(*b);
     Claim c;
     if (!at_commit) fresh.commit(b.get(), 101);
@@ -686,7 +686,7 @@ TEST_F(WindowTest, AnUpdateWithoutMemory) {
       try {
         fresh.add(u);
         added = true;
-        fresh.stage(*u, false, SIZE_MAX, kUrgent);
+        fresh.prepare(*u, false, SIZE_MAX, kUrgent);
       } catch (const std::bad_alloc&) {
         failed = true;
       }
@@ -695,13 +695,13 @@ TEST_F(WindowTest, AnUpdateWithoutMemory) {
       EXPECT_GT(n, 6);
       break;
     }
-    if (added) fresh.unstage(u);
+    if (added) fresh.withdraw(u);
     EXPECT_FALSE(fresh.backlogged());
     EXPECT_FALSE(fresh.any_pending());
     UpdateRef again = make_update(pool, 100, {resolved_part(pool, 100, 0, many)});
     again->make_list();
     fresh.add(again);
-    ASSERT_TRUE(fresh.stage(*again, false, SIZE_MAX, kUrgent));
+    ASSERT_TRUE(fresh.prepare(*again, false, SIZE_MAX, kUrgent));
     fresh.commit(again.get(), 100);
     EXPECT_EQ(fresh.pending_rows(), 5000u);
     Claim c;
@@ -788,13 +788,13 @@ class Walk {
         return cancel();
       case 6:
       case 7:
-        return stage();
+        return prepare();
       case 8:
       case 9:
       case 10:
         return commit();
       case 11:
-        return unstage();
+        return withdraw();
       case 12:
         return random_.one_in(4) ? fresh() : finish(0);
       case 13:
@@ -866,16 +866,16 @@ class Walk {
     // is cancelled: that is not told here.)
     for (const Link& link : links_)
       if (!link.whole()) return;
-    if (staged_ && links_[at].part->step == next_commit_) return;
+    if (prepared_ && links_[at].part->step == next_commit_) return;
     const Link gone = links_[at];
     links_.erase(links_.begin() + static_cast<ptrdiff_t>(at));
     window_.unlink(gone.part);
   }
 
   // Begins to take a step's update in, or goes on with it.
-  void stage() {
-    if (staged_) {
-      if (staged_->staged_rows < staged_->n) stage_piece();
+  void prepare() {
+    if (prepared_) {
+      if (prepared_->prepared_rows < prepared_->n) prepare_piece();
       return;
     }
     std::map<uint32_t, PartRef> declared;
@@ -903,48 +903,49 @@ class Walk {
         if (parts.empty() || random_.one_in(2))
           parts.push_back(resolved_part(pool_, next_commit_, r, some_slots()));
     }
-    staged_ = make_update(pool_, next_commit_, parts);
-    staged_->make_list();
+    prepared_ = make_update(pool_, next_commit_, parts);
+    prepared_->make_list();
     late_.clear();
-    window_.add(staged_);
-    stage_piece();
+    window_.add(prepared_);
+    prepare_piece();
   }
 
-  void stage_piece() {
-    const size_t before = staged_->staged_rows;
+  void prepare_piece() {
+    const size_t before = prepared_->prepared_rows;
     const bool all =
-        window_.stage(*staged_, as_declared_, random_.one_in(2) ? 1 : SIZE_MAX, urgency());
-    ASSERT_EQ(all, staged_->staged_rows == staged_->n);
-    ASSERT_GT(staged_->staged_rows, before);
+        window_.prepare(*prepared_, as_declared_, random_.one_in(2) ? 1 : SIZE_MAX, urgency());
+    ASSERT_EQ(all, prepared_->prepared_rows == prepared_->n);
+    ASSERT_GT(prepared_->prepared_rows, before);
     const bool by_read_sets = !as_declared_ || read_sets_only_ || config_.staleness != 0;
-    for (size_t i = before; i < staged_->staged_rows; ++i) {
-      const uint32_t slot = staged_->slots[i];
+    for (size_t i = before; i < prepared_->prepared_rows; ++i) {
+      const uint32_t slot = prepared_->slots[i];
       if (by_read_sets) touched_.insert(slot);
       if (pending_.count(slot)) late_.insert(slot);
     }
   }
 
-  void unstage() {
-    if (!staged_ || !random_.one_in(3)) return;
-    window_.unstage(staged_);
-    staged_ = nullptr;
+  void withdraw() {
+    if (!prepared_ || !random_.one_in(3)) return;
+    window_.withdraw(prepared_);
+    prepared_ = nullptr;
   }
 
   void commit() {
-    if (staged_)
-      while (staged_->staged_rows < staged_->n) stage_piece();
-    if (staged_) {
-      window_.make_room(*staged_);
-      window_.commit(staged_.get(), next_commit_);
-      for (size_t i = 0; i < staged_->n; ++i) pending_[staged_->slots[i]].push_back({staged_});
-      left_[staged_.get()] = staged_->n;
-      enqueued_ += staged_->n;
+    if (prepared_)
+      while (prepared_->prepared_rows < prepared_->n) prepare_piece();
+    if (prepared_) {
+      window_.make_room(*prepared_);
+      window_.commit(prepared_.get(), next_commit_);
+      for (size_t i = 0; i < prepared_->n; ++i)
+        pending_[prepared_->slots[i]].push_back({prepared_});
+      left_[prepared_.get()] = prepared_->n;
+      enqueued_ += prepared_->n;
     } else {
       window_.commit(nullptr, next_commit_);
     }
     std::erase_if(links_, [&](const Link& link) { return link.part->step == next_commit_; });
     touched_.clear();
-    staged_ = nullptr;
+    prepared_ = nullptr;
     ++next_commit_;
   }
 
@@ -977,7 +978,7 @@ class Walk {
       if (updates.front().claimed) continue;
       const uint64_t high = bounds(slot, updates.front().update->step).second;
       ASSERT_GE(high, latest) << "row " << slot << " is more urgent and was left";
-      // (A claim may have fewer rows than there are: it meets stale places of staged rows.)
+      // (A claim may have fewer rows than there are: it meets stale places of prepared rows.)
       if (!any) {
         ASSERT_TRUE(step != kNever && high > step) << "row " << slot << " was left";
       }
@@ -1066,11 +1067,11 @@ class Walk {
           wanted = std::min(wanted, link.part->step);
       ASSERT_EQ(next[i], wanted) << "row " << slots[i] << " after " << after;
     }
-    if (!staged_ || staged_->staged_rows < staged_->n) return;
+    if (!prepared_ || prepared_->prepared_rows < prepared_->n) return;
     Vector<uint32_t> soon, wanted;
-    window_.staged_for_next(*staged_, &soon);
-    for (size_t i = 0; i < staged_->n; ++i) {
-      const uint32_t slot = staged_->slots[i];
+    window_.prepared_for_next(*prepared_, &soon);
+    for (size_t i = 0; i < prepared_->n; ++i) {
+      const uint32_t slot = prepared_->slots[i];
       if (!late_.count(slot) && bounds(slot, next_commit_).second == next_commit_ + 1)
         wanted.push_back(slot);
     }
@@ -1168,9 +1169,9 @@ class Walk {
   std::map<uint32_t, std::deque<Unwritten>> pending_;  // by row, the oldest first
   std::map<StepUpdate*, size_t> left_;                 // rows of updates that are unwritten
   std::vector<Claim> claims_;
-  UpdateRef staged_;
+  UpdateRef prepared_;
   bool as_declared_ = false;
-  std::set<uint32_t> late_;     // rows of the staged update that had older ones
+  std::set<uint32_t> late_;     // rows of the prepared update that had older ones
   std::set<uint32_t> touched_;  // rows that were taken in by words for the step `next_commit_`
   std::set<uint32_t> cached_;
   bool forcing_ = false;
@@ -1274,7 +1275,7 @@ class Threads {
     UpdateRef update = make_update(pool_, s, parts);
     update->make_list();
     window_.add(update);
-    window_.stage(*update, true, SIZE_MAX, kBackground);
+    window_.prepare(*update, true, SIZE_MAX, kBackground);
     for (size_t i = 0; i < update->n; ++i) wanted_[update->slots[i]] = static_cast<int64_t>(s);
     window_.make_room(*update);
     window_.commit(update.get(), s);
