@@ -198,7 +198,7 @@ Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedL
 
 Status Engine::LocalStep::begin(Use use) {
   t_.call_mu.assert_held();
-  FRUGAL_TRY(engine_.enter(t_));
+  FRUGAL_TRY(engine_.begin_call(t_));
   FRUGAL_TRY(engine_.ranks_.check_inside(t_));
   if (span_) span_->step(t_.step);
   if (use == Use::kPush) {

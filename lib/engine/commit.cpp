@@ -52,7 +52,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
       ControlFree meanwhile(mu_);
       helped = flusher_.write(UINT64_MAX);
     }
-    if (!helped) workers_.settle(mu_, prepared);
+    if (!helped) workers_.wait_until(mu_, prepared);
   }
   auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();
@@ -79,7 +79,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     // is written.
     if (tables_.ledger) tables_.ledger->commit(step);
     for (Commit& c : record.commits) publish(step, record, c);
-    for (const CreatedRows& c : record.created) c.settle(step);
+    for (const CreatedRows& c : record.created) c.commit(step);
     for (const Declarations::Held& h : served) h.part->release_hold(h.table->rows);
     meanwhile.again();
     ranks_.commit(step);

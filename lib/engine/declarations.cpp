@@ -68,8 +68,8 @@ void Declarations::Step::remove(Batch& b) {
   gone = resolve_at = link_at = warm_at = warm_part = warm_bytes = 0;
 }
 
-Status Declarations::enter(const BatchRef& batch, bool want_handle,
-                           std::shared_ptr<KeyDownload> download, bool* alone) {
+Status Declarations::add(const BatchRef& batch, bool want_handle,
+                         std::shared_ptr<KeyDownload> download, bool* alone) {
   Lock lock(mu_);
   Step& s = steps_[batch->step];
   struct Empty {

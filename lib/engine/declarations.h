@@ -53,8 +53,8 @@ class Declarations {
   // --- Coming and going
   // `download`: of the keys that are on their way, or null. `alone`: nothing waited to be resolved.
   // What fails has entered nothing.
-  Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<KeyDownload> download,
-               bool* alone);
+  Status add(const BatchRef& batch, bool want_handle, std::shared_ptr<KeyDownload> download,
+             bool* alone);
   // Who joins as a rank declares steps from `from` on anew. What its predecessor has declared for
   // these stays, but does not count as its own. Ranks that come and go without an end are bounded,
   // too.

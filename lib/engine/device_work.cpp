@@ -109,7 +109,7 @@ Status Engine::end_device_work(Trainer& t, DeviceWork::Found* found) {
     FRUGAL_TRY(check());
     return t.closing.load() ? fail(FRUGAL_ERR_CLOSED, "the trainer is being closed") : FRUGAL_OK;
   }));
-  FRUGAL_TRY(t.gpu->sticky() ? enter(t) : FRUGAL_OK);
+  FRUGAL_TRY(t.gpu->sticky() ? begin_call(t) : FRUGAL_OK);
   *found = f->found();
   return FRUGAL_OK;
 }

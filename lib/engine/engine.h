@@ -278,7 +278,8 @@ class Engine final : public Session, private DataPath {
   DeviceWorkRef submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
                        uint32_t flags) REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
-  Status enter(Trainer& t, bool tells = true) REQUIRES(t.call_mu);  // tells: what has undone the step
+  // tells: what has undone the step
+  Status begin_call(Trainer& t, bool tells = true) REQUIRES(t.call_mu);
   bool describe_lines(Trainer& t, RemotePart* part);
   Status give_up_lines(Trainer& t);
   // For the other ranks to end steps: with who does not answer.
@@ -303,7 +304,7 @@ class Engine final : public Session, private DataPath {
   bool give_up_lines_of(Table& table);
   bool give_up_own_lines(const Trainer& t);
   bool loading_until(uint64_t step) REQUIRES(control);
-  Status settle_loading(Table& table, const uint32_t* slots, size_t n);
+  Status await_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
   Status put_stored(Table& table, const uint64_t* keys, size_t n,
                     const std::function<void(size_t, const device::RowsRef&)>& make,

@@ -126,7 +126,7 @@ struct Flusher::Chunks : HeapObject {
   }
   static void finished(void* context) {
     const auto* of = static_cast<const Chunks*>(context);
-    of->update->written();
+    of->update->release_bytes();
     release_hold(*of->table, *of->update);
   }
 };

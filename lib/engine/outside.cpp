@@ -339,7 +339,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     tell_used(*trainer);
     call.emplace(trainer->call_mu);
     trainer->call_mu.assert_held();
-    FRUGAL_TRY(enter(*trainer));
+    FRUGAL_TRY(begin_call(*trainer));
     FRUGAL_TRY(await_readable(*trainer, deadline, &step, &reading));
   } else {
     scope.emplace(*this, deadline);

@@ -50,7 +50,7 @@ class Phase {
   // Waits until the act may begin. False: it cannot any more, since the engine is closed.
   bool await(ControlLock& lock, Act act) REQUIRES(control) {
     const bool ends = kNotBeside[act] >> kClosed & 1;
-    workers_.settle(lock, [&]() REQUIRES(control) { return may(act) || (ends && closed()); });
+    workers_.wait_until(lock, [&]() REQUIRES(control) { return may(act) || (ends && closed()); });
     return may(act);
   }
   // Was it closed before?

@@ -33,7 +33,7 @@ Status Engine::keep_ledger() {
 // The parts of the step that the rank is inside of.
 Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   if (!t.in_step) return FRUGAL_OK;
   for (const StepPart& of : t.parts) {
     RemotePart p;
@@ -221,7 +221,7 @@ void Engine::tell_used(const Trainer& by) {
 // What the trainer has summed in this step, in place of all that it handed over before.
 Status Engine::submit_gradients(Trainer& t, Vector<RemotePush>* pushes) {
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   FRUGAL_TRY(ranks_.check_inside(t));
   Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
@@ -254,7 +254,7 @@ Status Engine::submit_gradients(Trainer& t, Vector<RemotePush>* pushes) {
 // OK where the trainer is inside a step that nobody has undone.
 Status Engine::inside_step(Trainer& t) {
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   return ranks_.check_inside(t);
 }
 

@@ -11,7 +11,7 @@ namespace frugal {
 // --- Entering a call of a trainer ----------------------------------------------------------------
 
 // Called with call_mu held, first thing in every call of the step protocol.
-Status Engine::enter(Trainer& t, bool tells) {
+Status Engine::begin_call(Trainer& t, bool tells) {
   FRUGAL_TRY(check());
   if (t.closing.load() && t.lost_peer.load() == t.rank)
     return fail(FRUGAL_ERR_PEER_LOST,
@@ -34,7 +34,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   TraceSpan span(meters_.trace, SpanKind::kStepBegin);
   span.step(step).rank(t.rank);
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   if (t.gpu)
     FRUGAL_TRY(t.gpu->ready());
   else
@@ -87,7 +87,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     }
     // A gate that is open at once asks neither after the trainer nor after the engine: who closes
     // one of them waits for this call.
-    FRUGAL_TRY(enter(t));
+    FRUGAL_TRY(begin_call(t));
   }
   if (t.cache_bytes || t.cache_ratio > 0) FRUGAL_TRY(refresh_or_forget(t, step));
   if (t.has_cache.load()) {
@@ -140,7 +140,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   DeviceWorkRef work;  // ends when no lock is held
   {
     UniqueLock call(t.call_mu);
-    FRUGAL_TRY(enter(t));
+    FRUGAL_TRY(begin_call(t));
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
@@ -241,7 +241,7 @@ Status Engine::abort_call(AnyTrainer& any) {
   Trainer& t = own(any);
   {
     Lock call(t.call_mu);
-    FRUGAL_TRY(enter(t));
+    FRUGAL_TRY(begin_call(t));
     FRUGAL_TRY(ranks_.check_inside(t));
   }
   return aborter_.undo(t, Aborter::Why::kCall);

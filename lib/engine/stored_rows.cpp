@@ -142,7 +142,7 @@ Status Engine::read_stored(Table& table, const uint64_t* keys, size_t n, const u
 }
 
 // Waits until none of these places is loading.
-Status Engine::settle_loading(Table& table, const uint32_t* slots, size_t n) {
+Status Engine::await_loading(Table& table, const uint32_t* slots, size_t n) {
   const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
                         [&] { return table.rows.tier()->first_loading(slots, 0, n) == n; },
                         [this] { return load_one(); });
@@ -198,7 +198,7 @@ Status Engine::put_stored(Table& t, const uint64_t* keys, size_t n,
     later.reserve(all.size());
     HeldPlaces placed(*t.rows.tier());
     FRUGAL_TRY(placed.find(of, false));
-    FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
+    FRUGAL_TRY(await_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
     Vector<uint32_t> made_here;
     made_here.reserve(placed.there.size());
@@ -237,7 +237,7 @@ Status Engine::remove_stored(Table& t, Vector<uint64_t> keys, uint64_t* deleted)
     later.reserve(keys.size());
     HeldPlaces placed(*t.rows.tier());
     FRUGAL_TRY(placed.find(keys, false));
-    FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
+    FRUGAL_TRY(await_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
     *deleted += t.rows.uncreate(placed.there.data(), placed.there.size(), true);
     for (size_t k = 0; k < keys.size(); ++k) {

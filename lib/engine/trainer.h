@@ -78,9 +78,9 @@ struct CreatedRows {
   Vector<uint32_t> slots, earlier;
   PartRef held;  // or null
   // The step is committed: they are there for good.
-  void settle(uint64_t step) const {
+  void commit(uint64_t step) const {
     for (const Vector<uint32_t>* of : {&slots, &earlier})
-      table->rows.settle(of->data(), of->size(), step);
+      table->rows.commit(of->data(), of->size(), step);
     if (held) held->release_hold(table->rows);
   }
   // They exist no longer; their places stay theirs while somebody holds them.

@@ -128,7 +128,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   {
     ControlLock lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
-    workers_.settle(lock, [&]() REQUIRES(control) {
+    workers_.wait_until(lock, [&]() REQUIRES(control) {
       return phase_.may(Phase::kLeave) && !t->refresh.planning();
     });
     caches.swap(t->caches);
@@ -195,7 +195,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   TraceSpan span(meters_.trace, SpanKind::kPrefetch);
   span.step(step).rank(t.rank);
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t, !late));
+  FRUGAL_TRY(begin_call(t, !late));
   auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
   batch->step = step;
   batch->rank = t.rank;
@@ -256,7 +256,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     table->name.c_str());
     FRUGAL_TRY(may_declare(t, step, late));
     FRUGAL_TRY(check_step(step));
-    FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(download), &alone));
+    FRUGAL_TRY(declarations_.add(batch, want_handle, std::move(download), &alone));
     coming_keys.gpu = nullptr;
     if (want_handle) *batch_out = batch->handle;
     t.refresh.declared(step);
@@ -297,7 +297,7 @@ void Engine::give_up_reserved(Table& table) {
     });
     return none;
   };
-  workers_.settle(lock, [&]() REQUIRES(control) {
+  workers_.wait_until(lock, [&]() REQUIRES(control) {
     if (closed() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
     if (!idle()) return false;
@@ -323,7 +323,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   const Declarations::Share share{step, rank, one};
   if (!declarations_.close(share)) return;
   ControlLock lock(mu_);
-  workers_.settle(lock, [&]() REQUIRES(control) {
+  workers_.wait_until(lock, [&]() REQUIRES(control) {
     // A step that is being taken in ahead uses its declarations.
     const StepRecord* record = records_.find(step);
     return (!record || record->all_prepared()) && declarations_.take_out(share);
@@ -336,7 +336,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
 Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
   Trainer& t = own(any);
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   if (batch->session != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   if (batch->rank != t.rank)

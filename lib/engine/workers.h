@@ -100,7 +100,7 @@ class Workers {
   // Until done(), which is control state that `lock` guards, and which background work that is
   // under way brings about by itself. done() is called with the lock held.
   template <class AnyLock, class Done>
-  void settle(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
+  void wait_until(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
     Counted waiting(waiters_);
     for (;;) {
       const uint64_t seen = progress_.load();

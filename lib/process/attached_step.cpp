@@ -57,7 +57,7 @@ class Client::AttachedStep final : public StepView {
 
   Status begin(Use use) override {
     t_.call_mu.assert_held();
-    FRUGAL_TRY(client_.enter(t_));
+    FRUGAL_TRY(client_.begin_call(t_));
     FRUGAL_TRY(t_.inside());
     if (use == Use::kPush && t_.end.begun)
       return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first",
@@ -109,7 +109,7 @@ class Client::AttachedStep final : public StepView {
   Status end(bool on_device) override {
     t_.call_mu.assert_held();
     if (on_device) FRUGAL_TRY(client_.await_stream(t_));
-    return client_.enter(t_);
+    return client_.begin_call(t_);
   }
   BufferPool& sums(bool) override { return t_.sums; }
   bool keeps_gradients() const override { return false; }

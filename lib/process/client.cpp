@@ -122,7 +122,7 @@ Status Client::committed(uint64_t* step) {
 
 Status Client::stats(frugal_stats* out) {
   FRUGAL_TRY(controller_.check());
-  settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+  take_late_replies(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
   return controller_.answered(controller_.control().stats(config_.timeout_ms, out));
 }
 
@@ -289,7 +289,7 @@ Status Client::next_table(uint64_t* cursor, String* name) {
 
 Status Client::drop_table(const AnyTableRef& table) {
   FRUGAL_TRY(controller_.check());
-  settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+  take_late_replies(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
   const Status s =
       controller_.answered(controller_.control().drop_table(own(*table).id, config_.timeout_ms));
   // The controller does not know it any more: an earlier call of this process has dropped it, or

@@ -83,11 +83,11 @@ class Client final : public Session, private DataPath, private Controller::Owner
   }
 
   void cut_channels() noexcept override;
-  void settle_all(uint64_t until);
+  void take_late_replies(uint64_t until);
   // What is asked outside of steps.
   template <class Answer>
   Status ask(Exchange& e, Answer answer) {
-    settle_all(e.until ? e.until : controller_.deadline().at);
+    take_late_replies(e.until ? e.until : controller_.deadline().at);
     Lock one(rpc_mu_);
     return rpc_.ask(e, answer);
   }
@@ -104,7 +104,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes);
   bool forget_lost();
   bool has_rank(uint32_t rank);
-  Status enter(RemoteTrainer& t) REQUIRES(t.call_mu);
+  Status begin_call(RemoteTrainer& t) REQUIRES(t.call_mu);
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
   class AttachedStep;

@@ -19,18 +19,18 @@ constexpr size_t kStagedBytes = size_t{2} << 10;
 }  // namespace
 
 // Who calls outside of steps comes after its declarations, if the controller answers in time.
-void Client::settle_all(uint64_t until) {
+void Client::take_late_replies(uint64_t until) {
   Vector<RemoteTrainerRef> trainers;
   {
     Lock lock(mu_);
     for (auto& weak : trainers_)
       if (auto t = weak.lock()) trainers.push_back(std::move(t));
   }
-  for (const RemoteTrainerRef& t : trainers) t->settle_within(until);
+  for (const RemoteTrainerRef& t : trainers) t->take_late_reply_within(until);
 }
 
 // First thing in every call: what the trainer is to be told of comes before all else.
-Status Client::enter(RemoteTrainer& t) {
+Status Client::begin_call(RemoteTrainer& t) {
   FRUGAL_TRY(controller_.check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) return device_failed(t);
@@ -100,7 +100,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kDeclare));
   Vector<GpuOp> taken;
   Vector<frugal_op> host;
@@ -172,7 +172,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
 Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
   RemoteTrainer& t = own(any);
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   if (of->session != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   const RemoteBatchRef batch = std::static_pointer_cast<RemoteBatch>(of);
@@ -180,7 +180,7 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the batch was declared by another trainer, not by rank %u: give one of its own",
                 t.rank);
-  FRUGAL_TRY(t.take_settled());
+  FRUGAL_TRY(t.take_late_reply());
   Exchange e{Call::kCancel, {batch->id}, {}};
   if (batch->failed == FRUGAL_OK) FRUGAL_TRY(t.ask(e));
   handle_remove(HandleKind::kBatch, batch->handle);
@@ -214,7 +214,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
@@ -270,7 +270,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   FRUGAL_TRY(t.inside());
   if (t.step != step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
@@ -319,7 +319,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
 Status Client::abort_call(AnyTrainer& any) {
   RemoteTrainer& t = own(any);
   Lock call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(begin_call(t));
   FRUGAL_TRY(t.inside());
   return t.abort();
 }
@@ -384,7 +384,7 @@ Status Client::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     if (t) {
       call.emplace(t->call_mu);
       t->call_mu.assert_held();
-      FRUGAL_TRY(enter(*t));
+      FRUGAL_TRY(begin_call(*t));
     }
     if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
     device::look_for_devices();

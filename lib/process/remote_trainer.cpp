@@ -35,7 +35,7 @@ Status RemoteTrainer::concluded(Status s) {
 
 Status RemoteTrainer::say_here() {
   Exchange e{Call::kHere, {}, {}};
-  FRUGAL_TRY(settle());
+  FRUGAL_TRY(await_late_reply());
   return rpc.ask(e, nothing_more);
 }
 
@@ -59,17 +59,17 @@ Status RemoteTrainer::answer_late(uint64_t until) {
   return FRUGAL_OK;
 }
 
-Status RemoteTrainer::settle() {
+Status RemoteTrainer::await_late_reply() {
   Lock one(late.mu);
   if (!late.open) return FRUGAL_OK;
   const Status s = answer_late(rpc.overdue(Exchange{Call::kPrefetch, {}, {}}));
   return s == FRUGAL_OK ? s : rpc.not_answered(s);
 }
 
-Status RemoteTrainer::take_settled() {
+Status RemoteTrainer::take_late_reply() {
   if (!late.batch) return FRUGAL_OK;
   spin_policy->set(Call::kPrefetch, kLookNs);
-  FRUGAL_TRY(concluded(settle()));
+  FRUGAL_TRY(concluded(await_late_reply()));
   spin_policy->waited(Call::kPrefetch);
   const RemoteBatchRef batch = std::move(late.batch);
   late.batch = nullptr;
@@ -85,7 +85,7 @@ Status RemoteTrainer::take_settled() {
 }
 
 // In slices: the trainer's own call has a time-out of its own.
-void RemoteTrainer::settle_within(uint64_t until) {
+void RemoteTrainer::take_late_reply_within(uint64_t until) {
   for (Status s = FRUGAL_ERR_TIMEOUT; s == FRUGAL_ERR_TIMEOUT;) {
     const uint64_t now = now_ns();
     if (late.mu.try_lock()) {
@@ -107,7 +107,7 @@ void RemoteTrainer::take_releases() {
 // The trainer computes meanwhile, and its next request comes after the answer.
 Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
                                    const RemoteBatchRef& batch) {
-  FRUGAL_TRY(take_settled());
+  FRUGAL_TRY(take_late_reply());
   e.args[3] = 1;
   add_used(&e);
   Vector<uint64_t> keys;

@@ -38,7 +38,7 @@ struct RemoteTrainer : AnyTrainer {
   // --- Asking. What was used comes first, and what an answer says of the step is done.
   template <class Answer>
   Status ask(Exchange& e, Answer answer) REQUIRES(call_mu) {
-    FRUGAL_TRY(take_settled());
+    FRUGAL_TRY(take_late_reply());
     add_used(&e);
     spin_policy->set(e.call, kLookNs);
     const Status s = rpc.ask(e, answer);
@@ -55,10 +55,10 @@ struct RemoteTrainer : AnyTrainer {
   Status declare_late(Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch)
       REQUIRES(call_mu);
   // First thing before anything else is asked.
-  Status take_settled() REQUIRES(call_mu);
+  Status take_late_reply() REQUIRES(call_mu);
   // The same for any thread, which waits at most so long: the trainer's own calls do what follows
   // from the answer.
-  void settle_within(uint64_t until);
+  void take_late_reply_within(uint64_t until);
   void take_releases();
 
   // --- The step
@@ -148,7 +148,7 @@ struct RemoteTrainer : AnyTrainer {
       15000;  // for an answer before sleeping: the controller wants the processors
 
   void add_used(Exchange* e) const;
-  Status settle();
+  Status await_late_reply();
   Status answer_late(uint64_t until) REQUIRES(late.mu);
 
   Controller& controller_;

@@ -229,14 +229,14 @@ void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_com
   }
 }
 
-void Rows::settle(const uint32_t* slots, size_t n, uint64_t step) {
+void Rows::commit(const uint32_t* slots, size_t n, uint64_t step) {
   if (!hashed_) return;
   Lock lock(places_.mu);
   for (size_t i = 0; i < n; ++i) {
     const uint32_t s = slots[i];
     if (!places_.exists(s) || Places::flag_mark(places_.flag(s)) != Places::mark_of(step)) continue;
     places_.mark(s, 0);
-    if (tier_) tier_->settled(places_, s);
+    if (tier_) tier_->committed(places_, s);
   }
 }
 
@@ -312,7 +312,7 @@ void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t
   }
 }
 
-void Rows::settle_unsure(const Vector<uint64_t>& counts) {
+void Rows::free_unheld(const Vector<uint64_t>& counts) {
   size_t left = 0;
   for (size_t i = 0; i < counts.size(); ++i) {
     const uint32_t s = holders_unknown_[i];

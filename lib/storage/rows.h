@@ -97,7 +97,7 @@ class Rows : public RowMemory {
   void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_commit,
            Vector<uint32_t>* created, Vector<uint32_t>* earlier);
   // The step is committed: rows that bear its mark are there for good.
-  void settle(const uint32_t* slots, size_t n, uint64_t step);
+  void commit(const uint32_t* slots, size_t n, uint64_t step);
   // Uncommitted steps are undone: those of `slots` that are uncommitted exist no longer.
   void undo(const uint32_t* slots, size_t n);
   // Deleted rows (which get initial values again), or others, exist no longer: they are reserved,
@@ -150,7 +150,7 @@ class Rows : public RowMemory {
   static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n,
                           const uint32_t* start, Vector<uint64_t>* counts);
   void list_unknown() REQUIRES(places_.mu);
-  void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(places_.mu);
+  void free_unheld(const Vector<uint64_t>& counts) REQUIRES(places_.mu);
   void create(uint32_t slot, uint8_t mark) REQUIRES(places_.mu);
 
   bool hashed_ = false, lazy_ = false;
@@ -171,7 +171,7 @@ void Rows::recount(Quiet quiet, Each each) {
     places_.mu.assert_held();
     count_holds(holders_unknown_, slots, n, start, &counts);
   });
-  settle_unsure(counts);
+  free_unheld(counts);
 }
 
 }  // namespace frugal

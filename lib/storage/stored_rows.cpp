@@ -66,7 +66,7 @@ void StoredRows::release_hold(const uint32_t* slots, size_t n, const uint32_t* s
   }
 }
 
-void StoredRows::settled(Places& places, uint32_t s) {
+void StoredRows::committed(Places& places, uint32_t s) {
   are_mine(places);
   if (!places_.holders.held(s)) become_idle(s);
 }

@@ -60,7 +60,7 @@ class StoredRows : public HeapObject {
 
   // For the table's Rows, whose places these are. The row here is there for good; or was, and its
   // place is reserved.
-  void settled(Places& places, uint32_t slot) REQUIRES(places.mu);
+  void committed(Places& places, uint32_t slot) REQUIRES(places.mu);
   void removed(Places& places, uint32_t slot) REQUIRES(places.mu);
   // Rows that are far, those that are loading included; records, of rows that are here.
   uint64_t stored(Places& places) const REQUIRES(places.mu);

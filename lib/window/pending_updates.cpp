@@ -22,7 +22,7 @@ void PendingUpdates::set_next_commit(uint64_t next_commit) {
 
 // --- Whose entries ------------------------------------------------------------------------------
 
-uint64_t PendingUpdates::written_mask(bool* ancient) const {
+uint64_t PendingUpdates::unwritten_reads(bool* ancient) const {
   uint64_t mask = 0;
   *ancient = false;
   for (const UpdateRef& u : updates_) {
@@ -172,7 +172,7 @@ void PendingUpdates::withdraw(StepUpdate& u) {
   // (Of a piece that memory ran short for some rows are in.)
   for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
   std::fill_n(u.prepared, kRing + 1, 0);
-  u.late.clear();
+  u.blocked_at_prepare.clear();
   u.unqueued = false;
   release(u);
 }
@@ -350,7 +350,7 @@ bool PendingUpdates::finish(Claim& c) {
   for (Claim::Run& run : c.runs) {
     written(c, run);
     wrote(run.end - run.begin);
-    settle(run);
+    release_if_done(run);
   }
   return true;
 }
@@ -386,11 +386,11 @@ void PendingUpdates::written(const Claim& c, const Claim::Run& run) {
   count_[last] -= same;
 }
 
-void PendingUpdates::settle(Claim::Run& run) {
+void PendingUpdates::release_if_done(Claim::Run& run) {
   StepUpdate* u = run.update;
   FRUGAL_ASSERT(u->committed && u->remaining >= run.end - run.begin);
   if ((u->remaining -= run.end - run.begin) != 0) return;
-  u->written();
+  u->release_bytes();
   for (const UpdateRef& ref : updates_)
     if (ref.get() == u) run.finished = ref;
   release(*u);

@@ -91,7 +91,7 @@ class PendingUpdates {
 
   // Bits of a read set's reads that stand for unwritten updates. `ancient`: there are some of older
   // steps, too.
-  uint64_t written_mask(bool* ancient) const REQUIRES(mu);
+  uint64_t unwritten_reads(bool* ancient) const REQUIRES(mu);
   // The row's oldest unwritten update.
   Entry oldest(ReadSet current, uint32_t slot) REQUIRES(mu);
   void reprioritize(const Entry& entry, uint8_t prio) noexcept REQUIRES(mu);
@@ -128,7 +128,7 @@ class PendingUpdates {
         uint32_t row = static_cast<uint32_t>(link - 1);
         enqueue(id_of(*after, row), prio(*after, row));
       }
-      settle(run);
+      release_if_done(run);
     }
     wrote(done);
   }
@@ -166,7 +166,7 @@ class PendingUpdates {
   uint32_t limit_distance(uint64_t step) const REQUIRES(mu);
   size_t search(uint32_t* ids, size_t max) REQUIRES(mu);
   void written(const Claim& c, const Claim::Run& run) REQUIRES(mu);
-  void settle(Claim::Run& run) REQUIRES(mu);
+  void release_if_done(Claim::Run& run) REQUIRES(mu);
   void wrote(uint64_t rows) REQUIRES(mu);
   void note_soonest() REQUIRES(mu);
 

@@ -91,7 +91,7 @@ struct StepUpdate : HeapObject {
   Vector<uint32_t> term_start, term_rank, term_index;
   // The window's, guarded by its locks.
   Vector<uint32_t> pages;         // of entries
-  Vector<uint32_t> late;          // rows that had older pending updates
+  Vector<uint32_t> blocked_at_prepare;  // rows that had older pending updates
   Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
   uint64_t prepared[kRing + 1] = {};
   size_t prepared_rows = 0;       // rows taken in so far
@@ -102,9 +102,9 @@ struct StepUpdate : HeapObject {
   // What who watches the table's rows keeps of it until it is written; or null.
   std::shared_ptr<UpdateRecord> record;
 
-  ~StepUpdate() { written(); }
+  ~StepUpdate() { release_bytes(); }
   // All rows are in the host rows (a cache may still have to apply it): gives the bytes back.
-  void written() {
+  void release_bytes() {
     record.reset();
     if (accounted_) accounted_->fetch_sub(bytes, std::memory_order_relaxed);
     accounted_ = nullptr;

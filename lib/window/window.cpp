@@ -92,7 +92,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     bool ancient;
     {
       PendingUpdates::Section section(pending_, urgency);
-      written = pending_.written_mask(
+      written = pending_.unwritten_reads(
           &ancient);  // who takes an update in holds both locks, so no bit is missing
     }
     // Earlier steps that will read, or that have an unwritten update.
@@ -234,9 +234,9 @@ size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
   const uint32_t* slots = u.slots + at;
   const uint64_t own = u.step + kPast - next_commit_;
   bool ancient;
-  const uint64_t written = pending_.written_mask(&ancient) & ~(uint64_t{1} << own);
-  if ((written || ancient) && u.late.capacity() < u.late.size() + n)
-    u.late.reserve(2 * u.late.size() + n);
+  const uint64_t written = pending_.unwritten_reads(&ancient) & ~(uint64_t{1} << own);
+  if ((written || ancient) && u.blocked_at_prepare.capacity() < u.blocked_at_prepare.size() + n)
+    u.blocked_at_prepare.reserve(2 * u.blocked_at_prepare.size() + n);
   for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&read_sets_[slots[i]], 1);
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&read_sets_[slots[i + kAhead]], 1);
@@ -244,7 +244,7 @@ size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
     read_sets_[slots[i]] = w | uint64_t{1} << own;
     if (((w & written) || ancient) && pending_.oldest(w, slots[i]).update) {
       prio[i] = PendingUpdates::kBlocked;
-      u.late.push_back(static_cast<uint32_t>(at + i));
+      u.blocked_at_prepare.push_back(static_cast<uint32_t>(at + i));
       continue;
     }
     prio[i] = deadline(w, u.step);
@@ -266,7 +266,7 @@ void Window::withdraw(const UpdateRef& update) {
 }
 
 void Window::make_room(const StepUpdate& update) {
-  if (update.late.empty()) return;
+  if (update.blocked_at_prepare.empty()) return;
   PendingUpdates::Section lock(pending_, Urgency::kUrgent);
   pending_.make_room();
 }
@@ -291,7 +291,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   });
   if (!u) return;
   uint64_t rows = pending_.commit(*u);
-  for (uint32_t row : u->late) {
+  for (uint32_t row : u->blocked_at_prepare) {
     uint32_t slot = u->slots[row];
     ReadSet w = ReadSets::at_step(read_sets_[slot], next_commit_);
     if (Entry entry = pending_.oldest(w, slot); entry.update) {
@@ -302,7 +302,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
     pending_.enqueue(pending_.id_of(*u, row), deadline(w, u->step));
     ++rows;
   }
-  u->late.clear();
+  u->blocked_at_prepare.clear();
   pending_.now_pending(rows);
 }
 

@@ -164,7 +164,7 @@ class World {
     b->index();
     bool alone;
     Lock lock(control_);
-    HOLDS(s_, all_.enter(b, false, nullptr, &alone) == FRUGAL_OK);
+    HOLDS(s_, all_.add(b, false, nullptr, &alone) == FRUGAL_OK);
     of_[rank].declared.push_back(b);
     ++totals_->declared;
   }
@@ -390,7 +390,7 @@ class World {
     commit_update(step, pushed);
     for (Rank& of : of_) {
       for (uint32_t slot : of.pushed) known_.insert(rows_.key_of(slot));
-      rows_.settle(of.created.data(), of.created.size(), step);
+      rows_.commit(of.created.data(), of.created.size(), step);
       of.created.clear();
       of.pushed.clear();
     }

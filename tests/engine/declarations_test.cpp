@@ -52,7 +52,7 @@ struct DeclarationsTest : testing::Test {
   BatchRef enter(uint64_t step, uint32_t rank, const std::vector<uint32_t>& of) {
     BatchRef b = batch(step, rank, of);
     bool alone;
-    EXPECT_OK(all.enter(b, false, nullptr, &alone));
+    EXPECT_OK(all.add(b, false, nullptr, &alone));
     entered.push_back(b);
     return b;
   }
@@ -78,9 +78,9 @@ struct DeclarationsTest : testing::Test {
 TEST_F(DeclarationsTest, AreResolvedAndLinkedInTheOrderOfSteps) {
   bool alone;
   const BatchRef late = batch(7, 0, {0}), soon = batch(5, 1, {2, 1});
-  ASSERT_OK(all.enter(late, false, nullptr, &alone));
+  ASSERT_OK(all.add(late, false, nullptr, &alone));
   EXPECT_TRUE(alone);
-  ASSERT_OK(all.enter(soon, false, nullptr, &alone));
+  ASSERT_OK(all.add(soon, false, nullptr, &alone));
   EXPECT_FALSE(alone);
   uint64_t first, last;
   ASSERT_TRUE(all.range(&first, &last));
@@ -159,7 +159,7 @@ TEST_F(DeclarationsTest, ARankHasSoManyBatchesOfAStep) {
   std::vector<BatchRef> mine;
   for (uint32_t i = 0; i < kMostBatches; ++i) mine.push_back(enter(1, 1, {}));
   const BatchRef more = batch(1, 1, {0});
-  EXPECT_EQ(all.enter(more, true, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(all.add(more, true, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_NE(LastMessage().find("rank 1 has declared 4096 batches for step 1: at most 4096"),
             std::string::npos) << LastMessage();
   EXPECT_FALSE(more->entered || more->handle);
@@ -167,11 +167,11 @@ TEST_F(DeclarationsTest, ARankHasSoManyBatchesOfAStep) {
   enter(1, 0, {});
   enter(2, 1, {});
   ASSERT_TRUE(all.take_out(only(mine[7])));
-  EXPECT_OK(all.enter(more, false, nullptr, &alone));
-  EXPECT_EQ(all.enter(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(all.add(more, false, nullptr, &alone));
+  EXPECT_EQ(all.add(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
   ASSERT_TRUE(all.take_out({1, 1}));
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(1, 1, {});
-  EXPECT_EQ(all.enter(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(all.add(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
 TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
@@ -181,11 +181,11 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(1, 1, {});
   enter(2, 0, {});
   all.joined(1, 2);
-  EXPECT_EQ(all.enter(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(all.add(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_TRUE(all.close(only(former[0])));  // it stays, for whoever names it
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
   auto full = [&] {
-    return all.enter(batch(2, 1, {}), false, nullptr, &alone) == FRUGAL_ERR_INVALID_ARGUMENT;
+    return all.add(batch(2, 1, {}), false, nullptr, &alone) == FRUGAL_ERR_INVALID_ARGUMENT;
   };
   EXPECT_TRUE(full());
   ASSERT_TRUE(all.take_out(only(former[0])));  // makes no room
@@ -324,7 +324,7 @@ struct DeclaredHoldersTest : DeclarationsTest {
     EXPECT_OK(b->parts[0]->take_keys(pool, of->rows, &key, 1, false, 0));
     b->index();
     bool alone;
-    EXPECT_OK(all.enter(b, false, nullptr, &alone));
+    EXPECT_OK(all.add(b, false, nullptr, &alone));
     return b;
   }
   void resolve() {
@@ -424,7 +424,7 @@ TEST_F(DeclarationsTest, NothingIsEnteredWithoutMemory) {
     {
       HeapFails fails(n);
       try {
-        failed = all.enter(b, false, nullptr, &alone) != FRUGAL_OK;
+        failed = all.add(b, false, nullptr, &alone) != FRUGAL_OK;
       } catch (const std::bad_alloc&) {
         failed = true;
       }
@@ -527,7 +527,7 @@ class Model : public DeclarationsTest {
         const BatchRef b = batch(step, rank, of, Part::kDownloading);
         bool alone;
         coming.push_back(std::allocate_shared<KeyDownload>(HeapAllocator<KeyDownload>()));
-        ASSERT_OK(all.enter(b, false, coming.back(), &alone));
+        ASSERT_OK(all.add(b, false, coming.back(), &alone));
         entered.push_back(b);
         break;
       }

@@ -41,7 +41,7 @@ struct ArrivingTest : testing::Test {
     EXPECT_OK(b->parts[0]->take_keys(pool, rows, keys.data(), keys.size(), false, 0));
     b->index();
     bool alone;
-    EXPECT_OK(all.enter(b, false, nullptr, &alone));
+    EXPECT_OK(all.add(b, false, nullptr, &alone));
     return b;
   }
   bool next(Declarations::Item* item) {

@@ -187,7 +187,7 @@ TEST_F(PacingTest, UpdatesArePendingUntilTheyAreWritten) {
   EXPECT_FALSE(pacing->over_budget());
   const UpdateRef c = add(1);
   EXPECT_TRUE(pacing->over_budget());
-  a->written();
+  a->release_bytes();
   EXPECT_EQ(pacing->pending(), 2 * kMiB + 1);
   b.reset();
   EXPECT_EQ(pacing->pending(), 1u);

@@ -54,7 +54,7 @@ struct StepGateTest : testing::Test {
     batch->tables.push_back(table);
     batch->index();
     bool alone;
-    EXPECT_OK(parts->declarations.enter(batch, false, nullptr, &alone));
+    EXPECT_OK(parts->declarations.add(batch, false, nullptr, &alone));
     return batch;
   }
 

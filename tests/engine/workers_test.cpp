@@ -255,7 +255,7 @@ TEST(WorkersSchedules, NoWakeUpIsLost) {
     for (uint32_t r : {0, 1}) {
       s.thread(r ? "settles on 2" : "settles on 1", [&, r] {
         UniqueLock lock(mu);
-        workers.settle(lock, [&] { return stage >= 1 + r; });
+        workers.wait_until(lock, [&] { return stage >= 1 + r; });
       });
       s.thread(r ? "waits for 2" : "waits for 1", [&, r] {
         const Status status = workers.wait(

@@ -162,7 +162,7 @@ TEST_F(RowsTest, DenseRows) {
   const uint32_t seven = 7;
   rows.create_reserved(&seven, 1, &list);
   rows.use(&seven, 1, 5, 5, &list, &list);
-  rows.settle(&seven, 1, 5);
+  rows.commit(&seven, 1, 5);
   rows.undo(&seven, 1);
   rows.collect_new(&seven, 1, &list, &list);
   rows.release_hold(&seven, 1);
@@ -353,9 +353,9 @@ TEST_F(RowsTest, MarkedRows) {
       EXPECT_EQ(Places::flag_mark(flags[slots[i]]), mark);
     }
     EXPECT_FALSE(Places::flag_exists(flags[slots[2]]));
-    rows.settle(slots.data(), 3, step + 1);
+    rows.commit(slots.data(), 3, step + 1);
     EXPECT_EQ(Places::flag_mark(flags[slots[0]]), mark) << "of another step";
-    rows.settle(slots.data(), 3, step);
+    rows.commit(slots.data(), 3, step);
     EXPECT_EQ(Places::flag_mark(flags[slots[0]]), 0u);
     EXPECT_TRUE(Places::flag_exists(flags[slots[0]]));
     EXPECT_FALSE(Places::flag_exists(flags[slots[2]])) << "a step that is committed creates no row";
@@ -407,7 +407,7 @@ TEST_F(RowsTest, YoungRows) {
     rows.collect_new(slots.data(), 3, &reserved, &uncommitted);
     EXPECT_TRUE(reserved.empty());
     EXPECT_EQ(uncommitted, (Vector<uint32_t>(slots.begin(), slots.end())));
-    rows.settle(slots.data() + 1, 2, base + 3);
+    rows.commit(slots.data() + 1, 2, base + 3);
     uncommitted.clear();
     rows.collect_new(slots.data(), 3, &reserved, &uncommitted);
     EXPECT_EQ(uncommitted, Vector<uint32_t>{slots[0]});
@@ -438,7 +438,7 @@ TEST_F(RowsTest, UsedWithoutMemory) {
     EXPECT_THROW(rows.use(slots.data(), 2, 6, 5, &created, &earlier), std::bad_alloc);
     EXPECT_TRUE(created.empty() && earlier.empty());
     EXPECT_FALSE(rows.exists(slots[1]));
-    rows.settle(slots.data(), 1, 6);
+    rows.commit(slots.data(), 1, 6);
     created.shrink_to_fit();
   }
   rows.use(slots.data(), 2, 6, 5, &created, &earlier);

@@ -103,7 +103,7 @@ class World {
     }
     // The commit: the update holds its rows, the declaration lets go, and somebody writes.
     rows_.hold(slots, n);
-    rows_.settle(created.data(), created.size(), step);
+    rows_.commit(created.data(), created.size(), step);
     rows_.release_hold(slots, n);
     look(turn, slots);
     for (size_t i = 0; i < n; ++i) {

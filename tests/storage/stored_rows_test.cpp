@@ -168,7 +168,7 @@ TEST_F(StoredRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
   rows_.use(slots.data(), 2, 10, 10, &created, &earlier);
   release_hold(slots);
   EXPECT_EQ(resolve({3}, &other), FRUGAL_ERR_BUSY);
-  rows_.settle(created.data(), 1, 10);
+  rows_.commit(created.data(), 1, 10);
   EXPECT_EQ(told_, 1);
   rows_.undo(created.data() + 1, 1);
   EXPECT_EQ(rows_.count(), 1);

@@ -184,12 +184,12 @@ TEST_F(StepUpdateTest, BytesCountUntilAllIsWritten) {
   u->account(&total, &peak);
   EXPECT_EQ(total.load(), 150u);
   EXPECT_EQ(peak.load(), 150u);
-  u->written();
+  u->release_bytes();
   EXPECT_TRUE(gone);
   // A cache may still have to apply it.
   for (int i = 0; i < 2 * 8; ++i) EXPECT_EQ(u->ranks[0].sums.as<float>()[i], 3.0f);
   EXPECT_EQ(total.load(), 100u);
-  u->written();
+  u->release_bytes();
   EXPECT_EQ(total.load(), 100u);
   u->bytes = 10;
   u->account(&total, &peak);

@@ -310,7 +310,7 @@ TEST_F(WindowTest, AnOlderUpdateIsWrittenMeanwhile) {
   open();
   commit(100, Slots{1, 2});
   const UpdateRef u = prepare(101, {resolved_part(pool, 101, 0, {1, 2})}, false);
-  EXPECT_EQ(u->late.size(), 2u);
+  EXPECT_EQ(u->blocked_at_prepare.size(), 2u);
   Claim c;
   EXPECT_EQ(claim(UINT64_MAX, 1, &c), Slots{1});
   window.finish(c);
