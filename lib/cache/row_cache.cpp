@@ -16,7 +16,7 @@ uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
 }
 
 void RowCache::open(uint64_t lines) {
-  lines_ = lines;
+  cache_slots_ = lines;
   line_.resize(lines, Line{kNone, 0, UINT64_MAX});
   free_.reserve(lines);
   pinned_.reserve(lines);
@@ -98,7 +98,7 @@ void RowCache::begin_refresh(uint64_t step) {
     }
   }
   List& never = lists_[kNever];
-  if (never.lines.size() < 2 * lines_ + 64) return;  // else most of it is out of date
+  if (never.lines.size() < 2 * cache_slots_ + 64) return;  // else most of it is out of date
   size_t kept = 0;
   for (size_t i = never.first; i < never.lines.size(); ++i) {
     const uint32_t line = never.lines[i];
@@ -163,7 +163,7 @@ size_t RowCache::drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcep
   return 0;
 }
 
-void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out) {
+void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, CachedRowUpdate* out) {
   hits_.clear();
   for (uint32_t r = 0; r < ranks.size() && size_; ++r) {
     const Part& part = *ranks[r];

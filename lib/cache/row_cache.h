@@ -1,5 +1,5 @@
 // The private cache of one trainer for one table (contract: cached rows; FRUGAL section 3.2): which
-// rows it has, in which lines (cache/lines.h), and who comes and who goes.
+// rows it has, in which lines (cache/cached_rows.h), and who comes and who goes.
 //
 // It has copies of rows, values and optimizer state, that its trainer may cache
 // (window/placement.h). A step's update is applied twice, to the host row by the flush threads and
@@ -15,7 +15,7 @@
 //
 // A refresh is worked out before it is carried out: plan_refresh() changes the index, find() and
 // touched() tell what that means for the lookups and the update of the steps around it (a
-// CachePlan), by which Lines move bytes. So all but the last can be done ahead.
+// CachePlan), by which CachedRows move bytes. So all but the last can be done ahead.
 //
 // Threads: one at a time; who that is the engine knows.
 #pragma once
@@ -32,7 +32,7 @@ namespace frugal {
 
 // The lines that a step's update touches, those first that the next step reads. Line i has the rank
 // sums terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank order.
-struct LineUpdate {
+struct CachedRowUpdate {
   struct Term {
     uint32_t rank, row;  // which of the update's hand-overs, and which row of it
   };
@@ -54,7 +54,7 @@ struct CachePlan {
   Vector<uint32_t> to;        // and their lines
   // The update of the step before, if what is pushed is what was declared (by rank, ascending).
   Vector<PartRef> pushed;
-  LineUpdate update;
+  CachedRowUpdate update;
   // Its arrays keep their memory: each step has such a plan.
   void clear() {
     parts.clear();
@@ -82,7 +82,7 @@ class RowCache : public HeapObject {
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
   void open(uint64_t lines);
-  uint64_t lines() const { return lines_; }
+  uint64_t lines() const { return cache_slots_; }
   uint64_t size() const { return size_; }
   // With lines in host memory. At most, beside the rounding of the two arrays; bytes_for counts
   // exactly.
@@ -111,7 +111,7 @@ class RowCache : public HeapObject {
   // What an update of the step before that refresh means for the lines: new ones have it already.
   // Of the parts, one a rank, all rows are updated. The owner's own part tells its lines
   // (Part::sources) where the refresh before this one was that of its step.
-  void touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out);
+  void touched(const Vector<PartRef>& ranks, uint32_t owner, CachedRowUpdate* out);
 
   void drop(uint32_t slot) noexcept;
   // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if
@@ -162,7 +162,7 @@ class RowCache : public HeapObject {
   void remove(uint32_t line);
   static uint64_t places_for(uint64_t lines);
 
-  uint64_t lines_ = 0, size_ = 0;
+  uint64_t cache_slots_ = 0, size_ = 0;
   Vector<Line> line_;
   Vector<Pinned> pinned_;
   Vector<uint32_t> free_, found_;
@@ -181,7 +181,7 @@ class RowCache : public HeapObject {
            step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
   struct Hit {
     uint32_t slot, line;
-    LineUpdate::Term term;
+    CachedRowUpdate::Term term;
     bool urgent;
   };
   Vector<Hit> hits_;             // touched()'s
@@ -192,7 +192,7 @@ template <class NextOf>
 void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next,
                             size_t n, NextOf next_of, Vector<uint32_t>* admitted,
                             Vector<uint32_t>* lines, Vector<uint32_t>* evicted) {
-  const size_t most = std::min<size_t>(n, lines_);
+  const size_t most = std::min<size_t>(n, cache_slots_);
   found_.reserve(n);
   for (Vector<uint32_t>* v : {admitted, lines, evicted}) v->reserve(v->size() + most);
   if (more)
@@ -215,7 +215,7 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
     line.mark = number_ << 1;
     pinned_.push_back({found_[i], next[i]});
   }
-  for (size_t i = 0; i < n && pinned_.size() < lines_; ++i) {
+  for (size_t i = 0; i < n && pinned_.size() < cache_slots_; ++i) {
     if (i + kAhead < n && found_[i + kAhead] == kNone)
       __builtin_prefetch(&index_[place(slots[i + kAhead])], 1);
     if (found_[i] != kNone) continue;
@@ -237,7 +237,7 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
     list_line(pinned_[i].line, pinned_[i].next_read);
   }
   if (!more) end_refresh(step);
-  FRUGAL_ASSERT(pinned_.size() <= lines_ && size_ + free_.size() == lines_);
+  FRUGAL_ASSERT(pinned_.size() <= cache_slots_ && size_ + free_.size() == cache_slots_);
 }
 
 // A free line, or that of a row whose next read is later than `next_read`: first rows that nobody

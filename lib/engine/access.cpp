@@ -160,7 +160,7 @@ Status Engine::await_loaded(Trainer& t, const Vector<Access>& accesses) {
 
 // The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
 // declared, rows are fresh in host memory.
-TableCache* Engine::lines_for(Trainer& t, const Access& a) {
+TableCache* Engine::cache_for(Trainer& t, const Access& a) {
   if (!a.whole || !a.part->sources || !t.has_cache.load()) return nullptr;
   TableCache* of = cache_in(t, own(*a.table));
   return of && of->there() ? of : nullptr;
@@ -269,7 +269,7 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
   engine_.host_rows(table, out);
   if (!t_.has_cache.load() && !stale()) return FRUGAL_OK;
   out->cached = cache_in(t_, table) != nullptr;
-  if (const TableCache* of = engine_.lines_for(t_, a)) out->lines = of->at();
+  if (const TableCache* of = engine_.cache_for(t_, a)) out->lines = of->at();
   out->stale_keys = engine_.stale_keys(table, a.part->slots.as<uint32_t>(), a.part->n);
   return FRUGAL_OK;
 }

@@ -125,7 +125,8 @@ class Engine final : public Session, private DataPath {
   Status flush(Deadline deadline) override;
   Status read(AnyTrainer* trainer, const frugal_op* ops, size_t n, Deadline deadline) override;
   static std::atomic<uint64_t>& cache_bytes(Trainer& t) {
-    return t.gpu || t.remote_lines.exist ? t.counts.hbm_cache_bytes : t.counts.host_cache_bytes;
+    return t.gpu || t.remote_cached_rows.exist ? t.counts.hbm_cache_bytes
+                                               : t.counts.host_cache_bytes;
   }
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
@@ -247,7 +248,8 @@ class Engine final : public Session, private DataPath {
   // --- refresh.cpp: refreshes of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
   TableCache& cache_of(Trainer& t, const TableRef& table);
-  Status open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out);
+  Status open_cached_rows(Trainer& t, const TableRef& table, uint64_t lines,
+                          std::unique_ptr<CachedRows>* out);
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
   bool to_plan(const Trainer& t) const REQUIRES(control);
@@ -280,8 +282,8 @@ class Engine final : public Session, private DataPath {
   void end_holding(Table& table);
   // tells: what has undone the step
   Status begin_call(Trainer& t, bool tells = true) REQUIRES(t.call_mu);
-  bool describe_lines(Trainer& t, RemotePart* part);
-  Status give_up_lines(Trainer& t);
+  bool describe_cached_rows(Trainer& t, RemotePart* part);
+  Status give_up_cached_rows(Trainer& t);
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
@@ -301,8 +303,8 @@ class Engine final : public Session, private DataPath {
   bool revoke_later(Table& table, uint64_t step);
   template <class Choose>
   bool give_up_cache(Choose choose);
-  bool give_up_lines_of(Table& table);
-  bool give_up_own_lines(const Trainer& t);
+  bool give_up_cached_rows_of(Table& table);
+  bool give_up_own_cached_rows(const Trainer& t);
   bool loading_until(uint64_t step) REQUIRES(control);
   Status await_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
@@ -327,7 +329,7 @@ class Engine final : public Session, private DataPath {
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.
   void host_rows(const Table& table, RowSource* from) const;
-  TableCache* lines_for(Trainer& t, const Access& access);
+  TableCache* cache_for(Trainer& t, const Access& access);
   Status wait_written_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;

@@ -23,7 +23,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (pacing_.over_budget())
     meters_.counters.back_pressure.fetch_add(1, std::memory_order_relaxed);
   Status s = wait_for_ranks(deadline, t, open, [&] {
-    return gate_.help(pass) || (t && give_up_own_lines(*t));
+    return gate_.help(pass) || (t && give_up_own_cached_rows(*t));
   });
   span.waited(pass.waited);
   if (pass.in_flight) meters_.counters.gate_in_flight.fetch_add(1, std::memory_order_relaxed);

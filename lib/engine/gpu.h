@@ -16,7 +16,7 @@
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/sync.h"
-#include "cache/lines.h"
+#include "cache/cached_rows.h"
 #include "device/ops/kernels.h"
 #include "device/ops/shapes.h"
 #include "device/runtime.h"
@@ -49,8 +49,8 @@ struct SourcesOnDevice : OnDevice {
   uint32_t staged = 0;
 };
 
-// What an update touches (LineUpdate), on the device.
-struct LinesOnDevice : OnDevice {
+// What an update touches (CachedRowUpdate), on the device.
+struct CachedUpdateOnDevice : OnDevice {
   device::Ptr<uint32_t> lines, start;
   device::Ptr<device::Term> terms;
   size_t count = 0;
@@ -60,7 +60,7 @@ struct LinesOnDevice : OnDevice {
 struct PlanOnDevice : OnDevice {
   device::Ptr<uint32_t> slots, to;  // of rows that come in
   size_t count = 0;
-  std::shared_ptr<LinesOnDevice> update;
+  std::shared_ptr<CachedUpdateOnDevice> update;
 };
 
 // A part's arrays on the device, uploaded once.
@@ -274,14 +274,14 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const uint32_t* slots,
                          size_t n, uint32_t dim, const GpuOp& op, const device::GradPtr& source);
 
-  // Lookups of the step come after what caches' refreshes have launched so far (DeviceLines).
+  // Lookups of the step come after what caches' refreshes have launched so far (DeviceCachedRows).
   Status end_refresh(DeviceWork& f);
 
   Status create_event(device::Event* out);
   void give_back(device::Event e);
 
  private:
-  friend class DeviceLines;
+  friend class DeviceCachedRows;
   device::Result take_event(device::Event* out);  // one that was given back, or a new one
   Status take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied);
   Status same_keys(DeviceWork& f, const PartRef& part, bool by_key, const uint64_t* keys,
@@ -338,12 +338,12 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
 // A cache's lines on the trainer's GPU, brought up to date in a stream of their own within the
 // device work of its step.
-class DeviceLines final : public Lines {
+class DeviceCachedRows final : public CachedRows {
  public:
   // `rows`: the table's, where kernels see them.
   static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
-                     std::unique_ptr<Lines>* out);
-  DeviceLines(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
+                     std::unique_ptr<CachedRows>* out);
+  DeviceCachedRows(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
   void send(const CachePlan& plan) override;
   void forget_plan() noexcept override;
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
@@ -351,10 +351,10 @@ class DeviceLines final : public Lines {
 
  private:
   Status send_plan(const CachePlan& plan);  // if it is not there
-  Status send_lists(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
+  Status send_lists(const CachedRowUpdate& update, std::shared_ptr<CachedUpdateOnDevice>* out);
   // Lines [from, to) of the lists get the update.
-  Status apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists, size_t from,
-               size_t to);
+  Status apply(const UpdateRef& update, const std::shared_ptr<CachedUpdateOnDevice>& lists,
+               size_t from, size_t to);
   Status fill();
   Gpu& gpu_;
   const device::RowsView rows_;
@@ -362,7 +362,7 @@ class DeviceLines final : public Lines {
   std::shared_ptr<PlanOnDevice> plan_;  // of the next refresh, once it is there
   struct Later {
     UpdateRef update;
-    std::shared_ptr<LinesOnDevice> lists;
+    std::shared_ptr<CachedUpdateOnDevice> lists;
     size_t from;
   };
   Vector<Later> later_;

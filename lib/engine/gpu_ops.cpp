@@ -469,9 +469,9 @@ Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const u
 
 // --- Lines ---------------------------------------------------------------------------------------
 
-Status DeviceLines::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
-                         std::unique_ptr<Lines>* out) {
-  auto made = std::make_unique<DeviceLines>(gpu, rows);
+Status DeviceCachedRows::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
+                              std::unique_ptr<CachedRows>* out) {
+  auto made = std::make_unique<DeviceCachedRows>(gpu, rows);
   FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.value_pitch, &made->values_));
   FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.state_pitch, &made->state_));
   made->at_.device = {made->values_.as<device::Element>(), elements(rows.value_pitch)};
@@ -479,21 +479,21 @@ Status DeviceLines::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
   return FRUGAL_OK;
 }
 
-void DeviceLines::send(const CachePlan& plan) {
+void DeviceCachedRows::send(const CachePlan& plan) {
   if (gpu_.sticky()) return;
   for (const PartRef& p : plan.parts) (void)gpu_.place(*p);
   (void)send_plan(plan);
 }
 
-void DeviceLines::forget_plan() noexcept {
+void DeviceCachedRows::forget_plan() noexcept {
   plan_.reset();
   later_.clear();
 }
 
-Status DeviceLines::refresh(const CachePlan& plan, const Vector<DueUpdate>& due) {
+Status DeviceCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate>& due) {
   FRUGAL_TRY(send_plan(plan));
   for (const DueUpdate& d : due) {
-    std::shared_ptr<LinesOnDevice> lists = plan_->update;
+    std::shared_ptr<CachedUpdateOnDevice> lists = plan_->update;
     if (!d.planned) FRUGAL_TRY(send_lists(d.other, &lists));
     FRUGAL_TRY(apply(d.update, lists, 0, d.now));
     later_.push_back({d.update, std::move(lists), d.now});
@@ -501,14 +501,15 @@ Status DeviceLines::refresh(const CachePlan& plan, const Vector<DueUpdate>& due)
   return fill();
 }
 
-Status DeviceLines::finish() {
+Status DeviceCachedRows::finish() {
   for (const Later& l : later_) FRUGAL_TRY(apply(l.update, l.lists, l.from, l.lists->count));
   return FRUGAL_OK;
 }
 
 // Lines that a committed step touches: rank sums in order, then the optimizer.
-Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists,
-                          size_t from, size_t to) {
+Status DeviceCachedRows::apply(const UpdateRef& update,
+                               const std::shared_ptr<CachedUpdateOnDevice>& lists, size_t from,
+                               size_t to) {
   const size_t n = to - from;
   if (n == 0) return FRUGAL_OK;
   DeviceWork& f = *gpu_.current_device_work();
@@ -562,7 +563,7 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.
-Status DeviceLines::fill() {
+Status DeviceCachedRows::fill() {
   const PlanOnDevice& plan = *plan_;
   if (plan.count == 0) return FRUGAL_OK;
   DeviceWork& f = *gpu_.current_device_work();

@@ -205,10 +205,11 @@ void Gpu::forget_places(Part& part) {
   if (d) gone = std::move(d->cached);
 }
 
-Status DeviceLines::send_lists(const LineUpdate& u, std::shared_ptr<LinesOnDevice>* out) {
-  static_assert(sizeof(LineUpdate::Term) == sizeof(device::Term));
-  auto made = std::allocate_shared<LinesOnDevice>(HeapAllocator<LinesOnDevice>());
-  LinesOnDevice& l = *made;
+Status DeviceCachedRows::send_lists(const CachedRowUpdate& u,
+                                    std::shared_ptr<CachedUpdateOnDevice>* out) {
+  static_assert(sizeof(CachedRowUpdate::Term) == sizeof(device::Term));
+  auto made = std::allocate_shared<CachedUpdateOnDevice>(HeapAllocator<CachedUpdateOnDevice>());
+  CachedUpdateOnDevice& l = *made;
   l.count = u.lines.size();
   if (l.count) {
     Pieces pieces;
@@ -229,7 +230,7 @@ Status DeviceLines::send_lists(const LineUpdate& u, std::shared_ptr<LinesOnDevic
   return FRUGAL_OK;
 }
 
-Status DeviceLines::send_plan(const CachePlan& plan) {
+Status DeviceCachedRows::send_plan(const CachePlan& plan) {
   if (plan_) return FRUGAL_OK;
   auto made = std::allocate_shared<PlanOnDevice>(HeapAllocator<PlanOnDevice>());
   PlanOnDevice& p = *made;

@@ -22,7 +22,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (TableCache* of = cache_in(t, *table)) return *of;
   // On a GPU the bytes are the device's, where the index is not.
   auto line_bytes = [&](const RowLayout& layout) {
-    return t.gpu || t.remote_lines.exist ? layout.bytes() : RowCache::line_bytes(layout);
+    return t.gpu || t.remote_cached_rows.exist ? layout.bytes() : RowCache::line_bytes(layout);
   };
   const uint64_t per_line = line_bytes(table->rows.layout());
   uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
@@ -40,22 +40,24 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
           .first->second;
   // No memory for a cache: the trainer works without one.
   try {
-    std::unique_ptr<Lines> made;
-    if (lines && open_lines(t, table, lines, &made) == FRUGAL_OK) of.open(lines, std::move(made), lines * per_line);
+    std::unique_ptr<CachedRows> made;
+    if (lines && open_cached_rows(t, table, lines, &made) == FRUGAL_OK)
+      of.open(lines, std::move(made), lines * per_line);
   } catch (const std::bad_alloc&) {
   }
   cache_bytes(t).fetch_add(of.bytes());
   return of;
 }
 
-Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out) {
-  if (t.remote_lines.exist) {
-    RemoteRefresh* const refresh = &t.remote_lines.refresh;
+Status Engine::open_cached_rows(Trainer& t, const TableRef& table, uint64_t lines,
+                                std::unique_ptr<CachedRows>* out) {
+  if (t.remote_cached_rows.exist) {
+    RemoteRefresh* const refresh = &t.remote_cached_rows.refresh;
     *out = std::make_unique<AttachedCachedRows>(table, lines, memory_.pool, *ledger(), refresh);
     return FRUGAL_OK;
   }
-  const Status s = t.gpu ? DeviceLines::open(*t.gpu, table->rows.ref(), lines, out)
-                         : HostLines::open(table->rows, lines, memory_.pool, out);
+  const Status s = t.gpu ? DeviceCachedRows::open(*t.gpu, table->rows.ref(), lines, out)
+                         : HostCachedRows::open(table->rows, lines, memory_.pool, out);
   if (s != FRUGAL_OK)
     log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache",
                 t.rank, t.gpu ? t.gpu->runtime().name() : "the host",
@@ -200,8 +202,9 @@ Status Engine::refresh_caches(Trainer& t, uint64_t step) {
     for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   DeviceWork* device_work = t.gpu ? &t.gpu->device_work(t.rank, step) : nullptr;
-  t.remote_lines.refresh = {};
-  if (t.remote_lines.exist) t.remote_lines.refresh.number = ++t.remote_lines.refreshes;
+  t.remote_cached_rows.refresh = {};
+  if (t.remote_cached_rows.exist)
+    t.remote_cached_rows.refresh.number = ++t.remote_cached_rows.refreshes;
   Vector<TableCache*> refreshed;
   Map<const Table*, Vector<UpdateRef>> committed;
   for (const Trainer::Late& late : backlog) committed[late.table.get()].push_back(late.update);
@@ -234,10 +237,10 @@ Status Engine::refresh_or_forget(Trainer& t, uint64_t step) {
   for (auto& [raw, of] : t.caches) of.forget();
   forget_places(t, step);
   if (t.gpu) t.gpu->take_device_work();  // waits until the device has done with what it has taken
-  t.remote_lines.refresh = {};
+  t.remote_cached_rows.refresh = {};
   ControlLock lock(mu_);
   t.backlog.clear();
-  if (!t.gpu && !t.remote_lines.exist) return FRUGAL_OK;
+  if (!t.gpu && !t.remote_cached_rows.exist) return FRUGAL_OK;
   ranks_.begin_again(t);
   return s;
 }

@@ -43,7 +43,7 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
     p.part = of.part;
     p.whole = of.whole;
     p.used = !p.table->any_key;
-    if (p.whole) p.up_to_date = describe_lines(t, &p);
+    if (p.whole) p.up_to_date = describe_cached_rows(t, &p);
     if (p.whole) p.stale = stale_keys(*p.table, p.part->slots.as<uint32_t>(), p.part->n);
     out->push_back(std::move(p));
   }
@@ -51,7 +51,7 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
 }
 
 // Where the trainer's cache has rows of a part. Returns whether the gate has seen to all others.
-bool Engine::describe_lines(Trainer& t, RemotePart* p) {
+bool Engine::describe_cached_rows(Trainer& t, RemotePart* p) {
   TableCache* of = t.has_cache.load() ? cache_in(t, *p->table) : nullptr;
   if (!of || !of->there()) return true;
   p->cached = true;
@@ -72,12 +72,12 @@ Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate
   };
   RemoteRefresh::OfTable& out = out_->tables.emplace_back();
   out.table = table_;
-  out.lines = lines_;
+  out.lines = cache_slots_;
   out.count = plan.admitted.size();
   FRUGAL_TRY(to_arena(plan.admitted.data(), out.count * sizeof(uint32_t), &out.admitted));
   FRUGAL_TRY(to_arena(plan.to.data(), out.count * sizeof(uint32_t), &out.to));
   for (const DueUpdate& d : due) {
-    const LineUpdate& touched = d.touched(plan);
+    const CachedRowUpdate& touched = d.touched(plan);
     if (touched.lines.empty()) continue;
     RemoteRefresh::Update& u = out.updates.emplace_back();
     u.update = d.update;
@@ -86,7 +86,8 @@ Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate
     u.now = d.now;
     FRUGAL_TRY(to_arena(touched.lines.data(), u.count * sizeof(uint32_t), &u.lines));
     FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
-    FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
+    FRUGAL_TRY(
+        to_arena(touched.terms.data(), u.term_count * sizeof(CachedRowUpdate::Term), &u.terms));
     for (const RankGradients& h : d.update->ranks) {
       RemoteRefresh::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
       if (s.bytes) s.place = ledger_.find(h.sums.data());
@@ -104,7 +105,7 @@ Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate
 
 Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   Lock call(t.call_mu);
-  RemoteLines& there = t.remote_lines;
+  RemoteCachedRows& there = t.remote_cached_rows;
   if (number > there.refreshes)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such refresh of a cache");
   there.done = number;
@@ -121,16 +122,16 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
 
 void Engine::take_refresh(Trainer& t, RemoteRefresh* out) {
   Lock call(t.call_mu);
-  *out = std::move(t.remote_lines.refresh);
-  t.remote_lines.refresh = {};
+  *out = std::move(t.remote_cached_rows.refresh);
+  t.remote_cached_rows.refresh = {};
 }
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
-Status Engine::give_up_lines(Trainer& t) {
+Status Engine::give_up_cached_rows(Trainer& t) {
   for (auto& [raw, of] : t.caches) of.forget();
   for (auto& [raw, of] : t.caches)
-    if (t.remote_lines.has_refused(of.table()->handle)) of.close();
-  t.remote_lines.done = t.remote_lines.refreshes;
+    if (t.remote_cached_rows.has_refused(of.table()->handle)) of.close();
+  t.remote_cached_rows.done = t.remote_cached_rows.refreshes;
   ControlLock lock(mu_);
   ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
@@ -165,7 +166,7 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& nu
     parts[i].whole = a.whole;
     parts[i].up_to_date = parts[i].used = true;
     parts[i].stale = stale_keys(*parts[i].table, a.part->slots.as<uint32_t>(), a.part->n);
-    if (a.whole) describe_lines(t, &parts[i]);
+    if (a.whole) describe_cached_rows(t, &parts[i]);
   }
   FRUGAL_TRY(step.end(false));
   out->swap(parts);

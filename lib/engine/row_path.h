@@ -16,7 +16,7 @@ namespace frugal {
 // Where an access's rows are read.
 struct RowSource {
   device::RowsView rows{};
-  LinesAt lines;                          // of the trainer's cache, where it has some of them
+  CachedRowsAt lines;                     // of the trainer's cache, where it has some of them
   const VersionWord* versions = nullptr;  // staleness > 0: rows are written meanwhile
   uint64_t id = 0;                        // by which a row's word is known
   bool cached = false;                    // the trainer caches rows of the table

@@ -75,14 +75,14 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
           phase_.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
         ranks_.begin(t, step);
-        if (t.remote_lines.done == t.remote_lines.refreshes) break;
+        if (t.remote_cached_rows.done == t.remote_cached_rows.refreshes) break;
         again = true;
       }
     }
     // Lines in another process are not what the index says: rows are read in host memory, where the
     // gate has not seen to those.
     if (again) {
-      FRUGAL_TRY(give_up_lines(t));
+      FRUGAL_TRY(give_up_cached_rows(t));
       continue;
     }
     // A gate that is open at once asks neither after the trainer nor after the engine: who closes

@@ -48,7 +48,7 @@ bool Engine::free_places(Table& table, uint64_t step) {
   if (table.rows.tier()->loading() && load_one()) return true;
   Window& window = table.window;
   if (window.opened() && window.any_pending() && flusher_.write(UINT64_MAX)) return true;
-  return revoke_later(table, step) || give_up_lines_of(table);
+  return revoke_later(table, step) || give_up_cached_rows_of(table);
 }
 
 bool Engine::revoke_later(Table& table, uint64_t step) {
@@ -92,7 +92,7 @@ bool Engine::give_up_cache(Choose choose) {
 }
 
 // That of a trainer which is not in the middle of a refresh.
-bool Engine::give_up_lines_of(Table& table) {
+bool Engine::give_up_cached_rows_of(Table& table) {
   if (!ranks_.caches_exist()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     for (const TrainerRef& r : ranks_) {
@@ -107,7 +107,7 @@ bool Engine::give_up_lines_of(Table& table) {
 }
 
 // Its own, of a trainer that waits at a gate.
-bool Engine::give_up_own_lines(const Trainer& own) {
+bool Engine::give_up_own_cached_rows(const Trainer& own) {
   if (tiered_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
     if (ranks_[own.rank].get() != &own) return nullptr;

@@ -7,12 +7,12 @@
 
 namespace frugal {
 
-void TableCache::open(uint64_t lines, std::unique_ptr<Lines> made, uint64_t bytes) {
+void TableCache::open(uint64_t lines, std::unique_ptr<CachedRows> made, uint64_t bytes) {
   FRUGAL_ASSERT(lines <= device::Source::kMost);
   RowCache index;
   index.open(lines);
   index_ = std::move(index);
-  lines_ = std::move(made);
+  cached_rows_ = std::move(made);
   bytes_ = bytes;
 }
 
@@ -36,7 +36,7 @@ bool TableCache::plan_ahead(uint64_t step, const Vector<PartRef>& declared) {
 void TableCache::expect(const Vector<PartRef>& pushed) {
   if (!pushed.empty()) index_.touched(pushed, owner_.rank, &plan_.update);
   plan_.pushed = pushed;
-  lines_->send(plan_);
+  cached_rows_->send(plan_);
 }
 
 // What the refresh of `step` does for these parts: those besides others, if it has been planned
@@ -46,7 +46,7 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   Window& window = table_->window;
   flag(urgency);
   if (!more) plan_.clear();
-  lines_->forget_plan();
+  cached_rows_->forget_plan();
   slots_.clear();
   evicted_.clear();
   slots_to_cache(parts, &slots_);
@@ -157,7 +157,7 @@ void TableCache::cancel_plan() {
 void TableCache::forget_plan() noexcept {
   planned_ = kNoStep;
   plan_.clear();
-  if (lines_) lines_->forget_plan();
+  if (cached_rows_) cached_rows_->forget_plan();
 }
 
 // --- The refresh --------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ Status TableCache::refresh(uint64_t step, const Vector<PartRef>& declared,
   FRUGAL_ASSERT(planned_ == step && not_planned(declared).empty());
   Vector<DueUpdate> dues;
   for (const UpdateRef& update : committed) dues.push_back(due(update, all_now));
-  FRUGAL_TRY(lines_->refresh(plan_, dues));
+  FRUGAL_TRY(cached_rows_->refresh(plan_, dues));
   counters_.cache_admitted.fetch_add(plan_.admitted.size(), std::memory_order_relaxed);
   unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
   return FRUGAL_OK;
@@ -195,13 +195,13 @@ DueUpdate TableCache::due(const UpdateRef& update, bool all_now) {
     for (const RankGradients& h : update->ranks) pushed.push_back(h.part);
     index_.touched(pushed, owner_.rank, &d.other);
   }
-  const LineUpdate& touched = d.touched(plan_);
+  const CachedRowUpdate& touched = d.touched(plan_);
   d.now = all_now ? touched.lines.size() : touched.urgent;
   return d;
 }
 
 Status TableCache::finish() {
-  FRUGAL_TRY(lines_->finish());
+  FRUGAL_TRY(cached_rows_->finish());
   forget_plan();
   return FRUGAL_OK;
 }
@@ -224,7 +224,7 @@ void TableCache::drop(const uint32_t* slots, size_t n, Vector<uint32_t>* dropped
 }
 
 void TableCache::forget() noexcept {
-  if (!lines_) return;
+  if (!cached_rows_) return;
   unflagged_.clear();
   forget_plan();
   uint32_t line = 0, slots[512];

@@ -1,5 +1,5 @@
-// A trainer's cache of a table: which rows it has (cache/row_cache.h), their lines (cache/lines.h),
-// and its next refresh.
+// A trainer's cache of a table: which rows it has (cache/row_cache.h), their lines
+// (cache/cached_rows.h), and its next refresh.
 //
 // A refresh is planned in the step before, or when it is due, and carried out when its step
 // begins. What the window is told: who goes out by a plan counts as a host row from that moment on;
@@ -8,7 +8,7 @@
 // Threads: one at a time: that which plans (CacheRefresh::planning), the trainer's step_begin, or
 // an operation outside steps.
 #pragma once
-#include "cache/lines.h"
+#include "cache/cached_rows.h"
 #include "engine/counters.h"
 #include "engine/session.h"
 #include "engine/table.h"
@@ -21,11 +21,11 @@ class TableCache {
              bool stale)
       : owner_(owner), table_(std::move(table)), pool_(pool), counters_(counters), stale_(stale) {}
   // Without: there is no cache, and the trainer works with none.
-  void open(uint64_t lines, std::unique_ptr<Lines> made, uint64_t bytes);
-  bool there() const { return lines_ != nullptr; }
-  bool any() const { return lines_ && index_.size() != 0; }  // rows
+  void open(uint64_t lines, std::unique_ptr<CachedRows> made, uint64_t bytes);
+  bool there() const { return cached_rows_ != nullptr; }
+  bool any() const { return cached_rows_ && index_.size() != 0; }  // rows
   const TableRef& table() const { return table_; }
-  const LinesAt& at() const { return lines_->at(); }
+  const CachedRowsAt& at() const { return cached_rows_->at(); }
   uint64_t bytes() const { return bytes_; }  // of the lines
 
   // Works out what the refresh of `step` does, for which its trainer has declared these parts:
@@ -51,7 +51,7 @@ class TableCache {
   // After a refresh that has not been carried out whole, no line is what the index says. Host rows
   // are, or will be: updates go there in any case.
   void forget() noexcept;
-  void close() noexcept { lines_.reset(); }  // forgotten before
+  void close() noexcept { cached_rows_.reset(); }  // forgotten before
 
  private:
   Vector<PartRef> not_planned(const Vector<PartRef>& declared) const;
@@ -68,7 +68,7 @@ class TableCache {
   Counters& counters_;
   const bool stale_;
   RowCache index_;
-  std::unique_ptr<Lines> lines_;
+  std::unique_ptr<CachedRows> cached_rows_;
   uint64_t bytes_ = 0;
   // The index is what it will be after the refresh of this step; the lines are not yet.
   uint64_t planned_ = kNoStep;

@@ -28,7 +28,7 @@ struct RemoteRefresh {
     UpdateRef update;      // the process reads its sums
     Vector<Sums> sums;     // of its ranks
     Vector<Buffer> copies; // of those that are where other processes do not see them
-    Buffer lines, start, terms;  // LineUpdate
+    Buffer lines, start, terms;  // CachedRowUpdate
     uint64_t count = 0, term_count = 0, now = 0;
   };
   struct OfTable {
@@ -43,16 +43,16 @@ struct RemoteRefresh {
 };
 
 // Lines there. `pool` is in the arena.
-class AttachedCachedRows final : public Lines {
+class AttachedCachedRows final : public CachedRows {
  public:
   AttachedCachedRows(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger,
                      RemoteRefresh* out)
-      : table_(std::move(table)), lines_(lines), pool_(pool), ledger_(ledger), out_(out) {}
+      : table_(std::move(table)), cache_slots_(lines), pool_(pool), ledger_(ledger), out_(out) {}
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
  private:
   const TableRef table_;
-  const uint64_t lines_;
+  const uint64_t cache_slots_;
   BufferPool& pool_;
   const Ledger& ledger_;
   RemoteRefresh* const out_;
@@ -92,7 +92,7 @@ struct CreatedRows {
 
 // Lines of a trainer's caches in device memory of another process, which says with a step that it
 // begins which refreshes it has carried out. With the trainer's call_mu held.
-struct RemoteLines {
+struct RemoteCachedRows {
   bool exist = false;
   uint64_t refreshes = 0, done = 0;   // numbers of the last
   Vector<uint64_t> refused;           // tables for whose lines that device has no memory
@@ -122,7 +122,7 @@ struct TrainerCounts {
 struct Trainer : AnyTrainer {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
-  RemoteLines remote_lines;
+  RemoteCachedRows remote_cached_rows;
   TrainerProcess process;
   TrainerCounts counts;
   LookupTimes lookups GUARDED_BY(call_mu);

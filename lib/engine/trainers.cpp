@@ -30,7 +30,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
-    if (attached) t->remote_lines.exist = true;
+    if (attached) t->remote_cached_rows.exist = true;
     else FRUGAL_TRY(join_gpu(config.device, *t));
     // With staleness rows are gathered by the host, under their locks: lines would not be read.
     if (stale()) {

@@ -119,12 +119,12 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status pin_tables();
   Status show_device(const Access& access, DeviceWork& device_work);
   class Told;
-  Status lines_of(RemoteTrainer& t, const LinesPlace& of, RemoteTrainer::Caches::OfTable** out,
-                  uint64_t* without);
+  Status lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
+                  RemoteTrainer::Caches::OfTable** out, uint64_t* without);
   Status take_due(Told& told, DeviceWork& device_work, DueUpdate* due);
   Status ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) REQUIRES(t.call_mu);
-  Status refresh_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
-                       uint64_t* without);
+  Status refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
+                             uint64_t* without);
   Status pin_shared(const SumsPlace& sums, DeviceWork& device_work, const char** out);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait) REQUIRES(t.call_mu);

@@ -80,7 +80,7 @@ class Client::Told {
   RegionRefs reads_;
 };
 
-Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of,
+Status Client::lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
                         RemoteTrainer::Caches::OfTable** out, uint64_t* without) {
   auto known = t.caches.lines.find(of.table);
   if (known != t.caches.lines.end() && known->second.kinds != known->second.table->kinds) {
@@ -96,7 +96,8 @@ Status Client::lines_of(RemoteTrainer& t, const LinesPlace& of,
     }
     if (!made.table)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
-    if (DeviceLines::open(*t.gpu, made.table->with_state(), of.lines, &made.lines) != FRUGAL_OK) {
+    if (DeviceCachedRows::open(*t.gpu, made.table->with_state(), of.lines, &made.lines) !=
+        FRUGAL_OK) {
       *without = of.table;
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows",
                   t.gpu->runtime().name());
@@ -135,19 +136,19 @@ Status Client::take_due(Told& told, DeviceWork& device_work, DueUpdate* due) {
 // A step's refresh, done to the lines: updates of what the step reads, new lines, and behind the
 // event for which lookups wait the other updates. `without`: a table for whose lines there is no
 // memory. A failure leaves the lines as they may be.
-Status Client::refresh_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
-                             uint64_t* without) {
+Status Client::refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
+                                   uint64_t* without) {
   Told told(controller_, bytes);
   Gpu& gpu = *t.gpu;
   DeviceWork& device_work = gpu.device_work(t.rank, t.step);
-  Vector<Lines*> refreshed;
+  Vector<CachedRows*> refreshed;
   for (uint64_t i = 0; i < tables; ++i) {
-    LinesPlace of;
+    CachedRowsAddress of;
     FRUGAL_TRY(told.take(&of));
     RemoteTrainer::Caches::OfTable* known;
     FRUGAL_TRY(lines_of(t, of, &known, without));
     RemoteTable& table = *known->table;
-    Lines& lines = *known->lines;
+    CachedRows& lines = *known->lines;
     CachePlan plan;
     Vector<DueUpdate> due;
     FRUGAL_TRY(told.list(of.admitted, of.count, &plan.admitted));
@@ -170,7 +171,7 @@ Status Client::refresh_lines(RemoteTrainer& t, const Vector<char>& bytes, uint64
            refreshed.end();
   });
   FRUGAL_TRY(gpu.end_refresh(device_work));
-  for (Lines* lines : refreshed) {
+  for (CachedRows* lines : refreshed) {
     FRUGAL_TRY(lines->finish());
     lines->forget_plan();
   }

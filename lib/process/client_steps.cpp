@@ -237,7 +237,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     without = 0;
     Status s;
     try {
-      s = refresh_lines(t, told, e.args[3], &without);
+      s = refresh_cached_rows(t, told, e.args[3], &without);
     } catch (const std::bad_alloc&) {
       without = 0;
       s = fail(FRUGAL_ERR_OUT_OF_MEMORY,

@@ -26,7 +26,7 @@ enum class Call : uint32_t {
   kStepBegin,  // args: step, time-out in ns, refreshes that were carried out, a table for whose
                // lines there is no
   // memory (or 0). Answer's args: is a trace recorded, parts, number of the refresh, its tables;
-  // PartPlace[parts], LinesPlace[tables], each followed by its updates
+  // PartPlace[parts], CachedRowsAddress[tables], each followed by its updates
   kAccess,   // args: ops, parts that the trainer has, ops of its call. OpHead[ops], keys.
              // Answer: PartPlace[], numbered behind those
   kStepEnd,  // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
@@ -97,7 +97,7 @@ constexpr uint32_t kPartUpToDate = 4;  // its rows are up to date
 constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
 
 // What a step's refresh does to the lines of a table, which are in memory of the trainer's device.
-struct LinesPlace {
+struct CachedRowsAddress {
   uint64_t table;
   uint64_t lines;           // that there are
   uint64_t admitted, to;    // places of uint32_t[count]: rows that come in, and their lines
@@ -109,7 +109,7 @@ struct LinesPlace {
 struct UpdatePlace {
   arith::StepScalars scalars;
   uint64_t lines, start,
-      terms;  // places of uint32_t[count], uint32_t[count + 1], LineUpdate::Term[term_count]
+      terms;  // places of uint32_t[count], uint32_t[count + 1], CachedRowUpdate::Term[term_count]
   uint64_t count, term_count, now;
   uint64_t stride, ranks;        // so many SumsPlace follow
 };

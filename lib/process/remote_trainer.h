@@ -10,7 +10,7 @@
 
 #include "base/sync.h"
 #include "base/trace.h"
-#include "cache/lines.h"
+#include "cache/cached_rows.h"
 #include "engine/engine.h"
 #include "engine/gpu.h"
 #include "engine/row_path.h"
@@ -116,7 +116,7 @@ struct RemoteTrainer : AnyTrainer {
   struct Caches {
     struct OfTable {
       RemoteTableRef table;
-      std::unique_ptr<Lines> lines;
+      std::unique_ptr<CachedRows> lines;
       uint64_t kinds = 0;  // of the table, when they were made
     };
     Map<uint64_t, OfTable> lines;

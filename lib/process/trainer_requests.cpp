@@ -90,7 +90,7 @@ Status TrainerRequestLoop::handle(const Header& request) {
     case Call::kAbort:
       return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
     case Call::kHere:
-      return trainer_->remote_lines.exist ? FRUGAL_OK
+      return trainer_->remote_cached_rows.exist ? FRUGAL_OK
                                        : broken("a rank on the cpu has no device to wait for");
     case Call::kInside:
       return engine_->inside_step(*trainer_);
@@ -233,15 +233,15 @@ Status TrainerRequestLoop::answer_refresh() {
   // The trainer has left the steps before, and its device reads nothing any more that they were
   // given.
   refresh_ = std::move(made);
-  lines_.clear();
+  cached_rows_.clear();
   auto put = [&](const auto& item) {
     const char* bytes = reinterpret_cast<const char*>(&item);
-    lines_.insert(lines_.end(), bytes, bytes + sizeof item);
+    cached_rows_.insert(cached_rows_.end(), bytes, bytes + sizeof item);
   };
   auto place = [&](const Buffer& b) { return engine_->place(b.data()); };
   for (const RemoteRefresh::OfTable& of : refresh_.tables) {
-    put(LinesPlace{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count,
-                   of.updates.size()});
+    put(CachedRowsAddress{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count,
+                          of.updates.size()});
     for (const RemoteRefresh::Update& u : of.updates) {
       put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count,
                       u.term_count, u.now, u.update->ranks[0].stride, u.sums.size()});
@@ -250,7 +250,7 @@ Status TrainerRequestLoop::answer_refresh() {
   }
   args_[2] = refresh_.number;
   args_[3] = refresh_.tables.size();
-  add(lines_.data(), lines_.size());
+  add(cached_rows_.data(), cached_rows_.size());
   return FRUGAL_OK;
 }
 

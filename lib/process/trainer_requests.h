@@ -63,7 +63,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
       kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   Vector<PartPlace> places_;
-  Vector<char> lines_;
+  Vector<char> cached_rows_;
 };
 
 }  // namespace frugal

@@ -1,7 +1,7 @@
 // A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that
 // lines have the bits of the host rows. Random refreshes beside a model that knows all declared
 // reads and looks for the best row to evict.
-#include "cache/lines.h"
+#include "cache/cached_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -22,7 +22,7 @@ constexpr uint64_t kNever = UINT64_MAX;
 constexpr uint32_t kNone = RowCache::kNone;
 constexpr uint32_t kRows = 90;
 
-const float* line_values(const Lines& lines, const Rows& host, uint32_t line) {
+const float* line_values(const CachedRows& lines, const Rows& host, uint32_t line) {
   return device::behind(lines.at().host, line * host.layout().value_pitch);
 }
 
@@ -31,7 +31,7 @@ struct RowCacheTest : testing::Test {
     ASSERT_OK(host.open(rows_config(kRows, 6, optimizer), nullptr));
     ASSERT_OK(host.initialize_range(0, kRows));
     cache.open(lines);
-    ASSERT_OK(HostLines::open(host, lines, pool, &of_cache));
+    ASSERT_OK(HostCachedRows::open(host, lines, pool, &of_cache));
   }
   // A refresh. Rows come with their next reads.
   void refresh(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
@@ -65,7 +65,7 @@ struct RowCacheTest : testing::Test {
   BufferPool pool;
   Rows host;
   RowCache cache;
-  std::unique_ptr<Lines> of_cache;
+  std::unique_ptr<CachedRows> of_cache;
   std::map<uint32_t, uint64_t> known;  // next reads, as a window would tell
   Vector<uint32_t> admitted, lines, evicted;
 };
@@ -209,13 +209,13 @@ TEST_F(RowCacheTest, WithoutMemoryForLines) {
   for (int64_t n = 1; n < 40; ++n) {
     BufferPool own;
     RowCache other;
-    std::unique_ptr<Lines> its;
+    std::unique_ptr<CachedRows> its;
     Status s;
     {
       HeapFails fails(n);
       try {
         other.open(50);
-        s = HostLines::open(host, 50, own, &its);
+        s = HostCachedRows::open(host, 50, own, &its);
       } catch (const std::bad_alloc&) {
         s = FRUGAL_ERR_OUT_OF_MEMORY;
       }
@@ -247,7 +247,7 @@ class Walk {
     EXPECT_EQ(host_.open(rows_config(kRows, 6, optimizer_), nullptr), FRUGAL_OK);
     EXPECT_EQ(host_.initialize_range(0, kRows), FRUGAL_OK);
     cache_.open(lines_);
-    EXPECT_EQ(HostLines::open(host_, lines_, pool_, &of_cache_), FRUGAL_OK);
+    EXPECT_EQ(HostCachedRows::open(host_, lines_, pool_, &of_cache_), FRUGAL_OK);
   }
 
   void run() {
@@ -322,7 +322,7 @@ class Walk {
     Vector<DueUpdate> due(1);
     due[0].update = update;
     due[0].planned = random_.one_in(2);
-    LineUpdate& touched = due[0].planned ? plan.update : due[0].other;
+    CachedRowUpdate& touched = due[0].planned ? plan.update : due[0].other;
     cache_.touched(parts, kOwner, &touched);
     check_touched(*update, touched);
     // The host rows, and the lines that were there.
@@ -455,7 +455,7 @@ class Walk {
 
   // Lines that were there and are updated: those first that the step reads, each with its terms by
   // rank.
-  void check_touched(const StepUpdate& update, const LineUpdate& touched) {
+  void check_touched(const StepUpdate& update, const CachedRowUpdate& touched) {
     std::vector<uint32_t> wanted;
     size_t urgent = 0;
     for (const bool reads : {true, false}) {
@@ -490,7 +490,7 @@ class Walk {
   BufferPool pool_;
   Rows host_;
   RowCache cache_;
-  std::unique_ptr<Lines> of_cache_;
+  std::unique_ptr<CachedRows> of_cache_;
   uint64_t lines_, step_ = 0, declared_ = 0;
   int32_t optimizer_;
   bool hot_, added_to_, memory_fails_;

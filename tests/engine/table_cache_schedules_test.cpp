@@ -29,13 +29,14 @@ struct Totals {
 
 // Lines that may fail at a refresh, and that tell which of them a step may not read: those to
 // which updates come later where a device brings them.
-class WornLines final : public Lines {
+class WornCachedRows final : public CachedRows {
  public:
   struct Last {
     bool fails = false;
     std::vector<uint32_t> later;
   };
-  WornLines(std::unique_ptr<Lines> lines, Last& last) : lines_(std::move(lines)), last_(last) {
+  WornCachedRows(std::unique_ptr<CachedRows> lines, Last& last)
+      : lines_(std::move(lines)), last_(last) {
     at_ = lines_->at();
   }
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override {
@@ -50,7 +51,7 @@ class WornLines final : public Lines {
   }
 
  private:
-  std::unique_ptr<Lines> lines_;
+  std::unique_ptr<CachedRows> lines_;
   Last& last_;
 };
 
@@ -71,9 +72,9 @@ class World {
                        kFirst) == FRUGAL_OK);
     for (uint32_t slot = 0; slot < rows_.size(); ++slot) keep(slot, 0);
     const uint64_t lines = 1 + r_.below(4);
-    std::unique_ptr<Lines> made;
-    check(HostLines::open(host_, lines, pool_, &made) == FRUGAL_OK);
-    cache_.open(lines, std::make_unique<WornLines>(std::move(made), last_), 0);
+    std::unique_ptr<CachedRows> made;
+    check(HostCachedRows::open(host_, lines, pool_, &made) == FRUGAL_OK);
+    cache_.open(lines, std::make_unique<WornCachedRows>(std::move(made), last_), 0);
     for (size_t i = 0; i < steps_.size(); ++i)
       for (uint32_t rank = 0; rank < ranks_; ++rank) {
         OfRank& of = steps_[i].of[rank];
@@ -486,7 +487,7 @@ class World {
   Window& window_ = table_->window;
   Counters counters_;
   AnyTrainer owner_;
-  WornLines::Last last_;
+  WornCachedRows::Last last_;
   TableCache cache_{owner_, table_, pool_, counters_, tau_ != 0};
   Mutex refresh_mu_;  // before the other: no commit beside a refresh
   Mutex control_;   // what follows, and Step

@@ -12,9 +12,9 @@ namespace frugal::table_cache_test {
 constexpr uint64_t kFirst = 10;
 
 // What a refresh tells lines, kept, and done.
-class ToldLines final : public Lines {
+class ToldCachedRows final : public CachedRows {
  public:
-  explicit ToldLines(std::unique_ptr<Lines> lines) : lines_(std::move(lines)) {
+  explicit ToldCachedRows(std::unique_ptr<CachedRows> lines) : lines_(std::move(lines)) {
     at_ = lines_->at();
   }
   void send(const CachePlan& plan) override { sent.push_back(plan.admitted.size()); }
@@ -36,10 +36,10 @@ class ToldLines final : public Lines {
   bool fails = false;
 
  private:
-  std::unique_ptr<Lines> lines_;
+  std::unique_ptr<CachedRows> lines_;
 };
 
-using Told = ToldLines::Told;
+using Told = ToldCachedRows::Told;
 
 // Rank 0 of two. The rows begin as zeros, and each push of one makes it 1 more.
 struct TableCacheTest : testing::Test {
@@ -52,9 +52,9 @@ struct TableCacheTest : testing::Test {
     owner = parts.join(0, true);
     cache.emplace(*owner, table, parts.pool, parts.counters, stale);
     EXPECT_FALSE(cache->there());
-    std::unique_ptr<Lines> made;
-    ASSERT_OK(HostLines::open(table->rows, lines, parts.pool, &made));
-    auto kept = std::make_unique<ToldLines>(std::move(made));
+    std::unique_ptr<CachedRows> made;
+    ASSERT_OK(HostCachedRows::open(table->rows, lines, parts.pool, &made));
+    auto kept = std::make_unique<ToldCachedRows>(std::move(made));
     told = kept.get();
     cache->open(lines, std::move(kept), 77);
     EXPECT_TRUE(cache->there());
@@ -123,7 +123,7 @@ struct TableCacheTest : testing::Test {
   TrainerRef owner;
   std::optional<TableCache> cache;
   PartRef a, b;  // of plan_the_next()
-  ToldLines* told = nullptr;
+  ToldCachedRows* told = nullptr;
 };
 
 TEST_F(TableCacheTest, ABoundaryIsDoneAsPlanned) {

@@ -18,7 +18,7 @@
 #include <set>
 #include <vector>
 
-#include "cache/lines.h"
+#include "cache/cached_rows.h"
 #include "support/parts.h"
 #include "support/rows.h"
 #include "support/schedule.h"
@@ -68,7 +68,8 @@ class World {
       for (uint32_t slot = 0; slot < rows_.size(); ++slot) keep_values(slot);
       const uint64_t lines = 1 + r_.below(3);
       cache_.open(lines);
-      if (HostLines::open(host_, lines, tables_.pool, &lines_) != FRUGAL_OK) throw std::bad_alloc();
+      if (HostCachedRows::open(host_, lines, tables_.pool, &lines_) != FRUGAL_OK)
+        throw std::bad_alloc();
     }
     for (size_t i = 0; i < steps_.size(); ++i) draw(i);
     if (window_.open({.rows = rows_.size(),
@@ -503,7 +504,7 @@ class World {
   std::vector<Step> steps_;
   Window window_;
   RowCache cache_;
-  std::unique_ptr<Lines> lines_;
+  std::unique_ptr<CachedRows> lines_;
   CachePlan plan_;
   size_t plan_of_ = kNone;
   Vector<uint32_t> unflagged_;

@@ -3,8 +3,8 @@
 //
 // At a refresh lines get what was committed since the last one, and the rows that come in, all as
 // a CachePlan says. Who does that differs with where they are: in host memory the caller's thread
-// (HostLines), on a GPU its kernels (DeviceLines, engine/gpu.h), on a GPU of another process that
-// process, which is told (AttachedCachedRows, engine/trainer.h).
+// (HostCachedRows), on a GPU its kernels (DeviceCachedRows, engine/gpu.h), on a GPU of another
+// process that process, which is told (AttachedCachedRows, engine/trainer.h).
 //
 // Threads: as the cache's index.
 #pragma once
@@ -14,7 +14,7 @@
 namespace frugal {
 
 // Where lines are read.
-struct LinesAt {
+struct CachedRowsAt {
   const device::Element* host = nullptr;  // line 0, in memory of this process
   device::RowsPtr device{};     // on the trainer's GPU
   explicit operator bool() const { return host || device.values; }
@@ -24,15 +24,17 @@ struct LinesAt {
 struct DueUpdate {
   UpdateRef update;
   bool planned = false;  // what it touches stands in the plan
-  LineUpdate other;      // else here
+  CachedRowUpdate other;  // else here
   size_t now = 0;        // so many lines before the step reads; others until the next refresh
-  const LineUpdate& touched(const CachePlan& plan) const { return planned ? plan.update : other; }
+  const CachedRowUpdate& touched(const CachePlan& plan) const {
+    return planned ? plan.update : other;
+  }
 };
 
-class Lines : public HeapObject {
+class CachedRows : public HeapObject {
  public:
-  virtual ~Lines() = default;
-  const LinesAt& at() const { return at_; }
+  virtual ~CachedRows() = default;
+  const CachedRowsAt& at() const { return at_; }
   // What can be done ahead of a planned refresh. forget_plan: it will not be as planned, or is
   // behind us.
   virtual void send(const CachePlan&) {}
@@ -43,21 +45,21 @@ class Lines : public HeapObject {
   virtual Status finish() { return FRUGAL_OK; }
 
  protected:
-  LinesAt at_;
+  CachedRowsAt at_;
 };
 
-class HostLines final : public Lines {
+class HostCachedRows final : public CachedRows {
  public:
   // Of a table's rows.
   static Status open(const Rows& rows, uint64_t lines, BufferPool& pool,
-                     std::unique_ptr<Lines>* out);
+                     std::unique_ptr<CachedRows>* out);
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
  private:
-  void apply(const LineUpdate& touched, const StepUpdate& update);
+  void apply(const CachedRowUpdate& touched, const StepUpdate& update);
   void fill(const Vector<uint32_t>& slots, const Vector<uint32_t>& lines);
   device::RowsView rows_{};
-  device::RowsRef lines_{};
+  device::RowsRef cached_rows_{};
   Buffer values_, state_;
 };
 
