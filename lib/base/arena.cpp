@@ -27,7 +27,7 @@ Status Arena::open(size_t bytes) try {
   FRUGAL_TRY(os_reserve(kHugePage, true, &first));
   os_release(&first);
   region_publisher_ = std::allocate_shared<RegionPublisher>(HeapAllocator<RegionPublisher>());
-  places_.resize(in_huge_pages(bytes) / kHugePage);
+  shm_addresses_.resize(in_huge_pages(bytes) / kHugePage);
   FRUGAL_TRY(os_reserve_range(bytes, &mapping_));
   own_ = true;
   return FRUGAL_OK;
@@ -87,15 +87,16 @@ Status Arena::add_segment(size_t bytes) {
                 "%zu bytes of shared memory cannot be had, as others could before; call again",
                 size);
   FRUGAL_TRY(made_so);
-  uint64_t place = 0;
+  uint64_t shm_address = 0;
   made_so = os_commit(made, 0, bytes);
-  if (made_so == FRUGAL_OK) made_so = region_publisher_->come(made, &place);
+  if (made_so == FRUGAL_OK) made_so = region_publisher_->come(made, &shm_address);
   if (made_so != FRUGAL_OK) {
     (void)os_empty(made.base, size);
     ForkedDescriptors::close(made.fd);
     return made_so;
   }
-  for (size_t i = 0; i < size; i += kHugePage) places_[(at + i) / kHugePage] = place + i;
+  for (size_t i = 0; i < size; i += kHugePage)
+    shm_addresses_[(at + i) / kHugePage] = shm_address + i;
   const Segment s{at, at + size, at + bytes, made.fd, large};
   auto behind = [&](const auto& other) { return other.first > at; };
   segments_.insert(std::find_if(segments_.begin(), segments_.end(), behind), s);
@@ -170,7 +171,7 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   Segment& of = segment_of(first);
   if (own_ && next->first == of.first && next->end == of.end &&
       os_empty(mapping_.base + of.first, of.end - of.first)) {
-    region_publisher_->go(places_[of.first / kHugePage]);
+    region_publisher_->go(shm_addresses_[of.first / kHugePage]);
     closed.fd = of.fd;
     held_.fetch_sub(of.committed - of.first);
     segments_.erase(segments_.begin() + (&of - segments_.data()));

@@ -1,4 +1,5 @@
-// Memory for buffers in one range of addresses: another process is told where they are by places.
+// Memory for buffers in one range of addresses: another process is told where they are by shared
+// addresses.
 //
 // Pieces are cut from segments: shared memory of its own each, which goes back to the system when
 // nobody has a piece of it. (No part of it can: it is sealed against all other writers, base/os.h.)
@@ -53,8 +54,8 @@ class Arena {
   // What who reads in another process is told, and knows a byte of a piece by. Of an arena's own
   // memory.
   const std::shared_ptr<RegionPublisher>& region_publisher() const { return region_publisher_; }
-  uint64_t place(const void* p) const {
-    return places_[offset(p) / kHugePage] + offset(p) % kHugePage;
+  uint64_t shm_address(const void* p) const {
+    return shm_addresses_[offset(p) / kHugePage] + offset(p) % kHugePage;
   }
 
  private:
@@ -78,12 +79,12 @@ class Arena {
   Vector<Segment> segments_ GUARDED_BY(mu_);  // ascending; of an own one none next to another
   Vector<Range> free_ GUARDED_BY(mu_);        // of segments, ascending, none next to another
   size_t taken_ GUARDED_BY(mu_) = 0;          // pieces: there can be as many ranges between them
-  size_t next_ GUARDED_BY(mu_) = 0;           // a segment's place: none is used again soon
+  size_t next_ GUARDED_BY(mu_) = 0;           // a segment's shared address: none is used again soon
   size_t counted_ GUARDED_BY(mu_) = 0;
   std::atomic<size_t> held_{0}, used_{0};     // bytes; changed with mu_
   MemoryBudget* budget_ GUARDED_BY(mu_) = nullptr;
   // Of each 2 MiB. Not guarded: who has a piece has its own, which stay.
-  Vector<uint64_t> places_;
+  Vector<uint64_t> shm_addresses_;
   std::shared_ptr<RegionPublisher> region_publisher_;
 };
 

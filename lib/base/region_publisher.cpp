@@ -52,17 +52,18 @@ bool RegionPublisher::tell(const RegionNews& news, int fd) noexcept {
   return told;
 }
 
-void RegionPublisher::unlist(uint64_t place) noexcept {
+void RegionPublisher::unlist(uint64_t shm_address) noexcept {
   const auto of = std::find_if(regions_.begin(), regions_.end(),
-                               [&](const Region& r) { return r.place == place; });
-  // Who cannot be told keeps it. No place in it is given out any more.
-  (void)tell({place, of->memory.bytes, 0}, -1);
+                               [&](const Region& r) { return r.shm_address == shm_address; });
+  // Who cannot be told keeps it. No shared address in it is given out any more.
+  (void)tell({shm_address, of->memory.bytes, 0}, -1);
   regions_.erase(of);
 }
 
-Status RegionPublisher::come(const Mapping& memory, uint64_t* place, bool can_do_without) try {
+Status RegionPublisher::come(const Mapping& memory, uint64_t* shm_address,
+                             bool can_do_without) try {
   Lock lock(mu_);
-  *place = kNoPlace;
+  *shm_address = kNoShmAddress;
   if (can_do_without && regions_.size() >= kMostBeside) return FRUGAL_OK;
   const ToRead to_read(memory.fd);
   if (to_read.fd < 0) return none_left();
@@ -73,25 +74,25 @@ Status RegionPublisher::come(const Mapping& memory, uint64_t* place, bool can_do
     unlist(first);
     return cannot_tell();
   }
-  *place = first;
+  *shm_address = first;
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY,
               "no memory to list shared memory; free some and call again");
 }
 
-void RegionPublisher::go(uint64_t place) noexcept {
+void RegionPublisher::go(uint64_t shm_address) noexcept {
   Lock lock(mu_);
-  unlist(place);
+  unlist(shm_address);
 }
 
-uint64_t RegionPublisher::place_of(const void* p) const {
+uint64_t RegionPublisher::shm_address_of(const void* p) const {
   const char* at = static_cast<const char*>(p);
   Lock lock(mu_);
   for (const Region& r : regions_)
     if (at >= r.memory.base && at < r.memory.base + r.memory.bytes)
-      return r.place + static_cast<uint64_t>(at - r.memory.base);
-  return kNoPlace;
+      return r.shm_address + static_cast<uint64_t>(at - r.memory.base);
+  return kNoShmAddress;
 }
 
 Status RegionPublisher::add(int socket, int connection, uint64_t* id) try {
@@ -100,7 +101,7 @@ Status RegionPublisher::add(int socket, int connection, uint64_t* id) try {
   for (const Region& r : regions_) {
     const ToRead to_read(r.memory.fd);
     if (to_read.fd < 0) return none_left();
-    const RegionNews news{r.place, r.memory.bytes, 1};
+    const RegionNews news{r.shm_address, r.memory.bytes, 1};
     if (os_send(socket, &news, sizeof news, to_read.fd) != 0) return cannot_tell();
   }
   *id = ++readers_so_far_;

@@ -1,10 +1,10 @@
 // Memory that other processes read, and who is told of it.
 //
-// It is told in regions, each with a descriptor to map it by. A region has places, as many as
-// bytes, and no place is ever another region's. So who has not heard yet of what came or went may
-// find a place nowhere, but never in memory that is meant otherwise. Who reads has a socket of its
-// own, on which it is told of each region before anybody can know a place in it, and when it is
-// gone (process/regions.h). Thread-safe.
+// It is told in regions, each with a descriptor to map it by. A region has shared addresses, as
+// many as bytes, and no shared address is ever another region's. So who has not heard yet of what
+// came or went may find a shared address nowhere, but never in memory that is meant otherwise. Who
+// reads has a socket of its own, on which it is told of each region before anybody can know a
+// shared address in it, and when it is gone (process/regions.h). Thread-safe.
 #pragma once
 #include "base/heap.h"
 #include "base/os.h"
@@ -15,11 +15,11 @@ namespace frugal {
 
 // A message on such a socket.
 struct RegionNews {
-  uint64_t place, bytes;
+  uint64_t shm_address, bytes;
   uint64_t there;  // 1: it has come, and its descriptor with it; 0: it is gone
 };
 
-constexpr uint64_t kNoPlace = UINT64_MAX;
+constexpr uint64_t kNoShmAddress = UINT64_MAX;
 
 class RegionPublisher {
  public:
@@ -30,11 +30,11 @@ class RegionPublisher {
   RegionPublisher(const RegionPublisher&) = delete;
   // A region, as this process has it mapped. All have been told when this returns. Its descriptor
   // stays the caller's, and is open until it goes. Where the caller can do without, and there are
-  // kMostBeside regions, nobody is told: *place is kNoPlace.
-  Status come(const Mapping& memory, uint64_t* place, bool can_do_without = false);
-  void go(uint64_t place) noexcept;
-  // kNoPlace: it is in no region.
-  uint64_t place_of(const void* p) const;
+  // kMostBeside regions, nobody is told: *shm_address is kNoShmAddress.
+  Status come(const Mapping& memory, uint64_t* shm_address, bool can_do_without = false);
+  void go(uint64_t shm_address) noexcept;
+  // kNoShmAddress: it is in no region.
+  uint64_t shm_address_of(const void* p) const;
   // Whoever has the other end of the socket is told from now on, and of all that there is. Where it
   // leaves too many messages, its connection is shut down, and it is told nothing more: it will not
   // take what it does not know for what it knows. Both descriptors (ForkedDescriptors) are the
@@ -44,7 +44,7 @@ class RegionPublisher {
 
  private:
   struct Region {
-    uint64_t place;
+    uint64_t shm_address;
     Mapping memory;
   };
   struct Reader {
@@ -53,12 +53,12 @@ class RegionPublisher {
     void close() const noexcept;
   };
   bool tell(const RegionNews& news, int fd) noexcept REQUIRES(mu_);
-  void unlist(uint64_t place) noexcept REQUIRES(mu_);
+  void unlist(uint64_t shm_address) noexcept REQUIRES(mu_);
 
   mutable Mutex mu_;
   Vector<Region> regions_ GUARDED_BY(mu_);
   Vector<Reader> readers_ GUARDED_BY(mu_);
-  uint64_t next_ GUARDED_BY(mu_) = 0;  // place
+  uint64_t next_ GUARDED_BY(mu_) = 0;  // shared address
   uint64_t readers_so_far_ GUARDED_BY(mu_) = 0;
 };
 

@@ -184,10 +184,10 @@ class Engine final : public Session, private DataPath {
   Status keep_ledger();
   const std::shared_ptr<Ledger>& ledger() const { return tables_.ledger; }
   bool closed() const { return phase_.closed(); }
-  // Where something is in the memory that other processes see; kNoPlace if it is not there.
-  uint64_t place(const void* p) const { return memory_.place(p); }
+  // Where something is in the memory that other processes see; kNoShmAddress if it is not there.
+  uint64_t shm_address(const void* p) const { return memory_.shm_address(p); }
   Arena& arena() { return memory_.arena; }
-  uint64_t versions_place() const { return place(memory_.versions()); }
+  uint64_t versions_address() const { return shm_address(memory_.versions()); }
 
   Status told(AnyTrainer& t, Status status) override {
     if (status == FRUGAL_ERR_DEVICE && t.gpu) {

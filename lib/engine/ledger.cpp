@@ -59,8 +59,8 @@ Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed,
 }
 
 uint64_t Ledger::find(const void* p) const {
-  const uint64_t place = place_of(p);
-  return place == kNoPlace ? arena_.region_publisher()->place_of(p) : place;
+  const uint64_t shm_address = shm_address_of(p);
+  return shm_address == kNoShmAddress ? arena_.region_publisher()->shm_address_of(p) : shm_address;
 }
 
 Status Ledger::add_table(uint64_t handle, const RowLayout& layout, const arith::InitSpec& init,
@@ -79,13 +79,13 @@ Status Ledger::add_table(uint64_t handle, const RowLayout& layout, const arith::
   t->table_ = new (t->memory_.data()) LedgerTable{};
   t->table_->handle.store(handle);
   t->table_->lost.store(kNoStep);
-  t->table_->first.store(kNoPlace);
-  t->table_->before_images = place_of(t->before_images_.data());
+  t->table_->first.store(kNoShmAddress);
+  t->table_->before_images = shm_address_of(t->before_images_.data());
   t->table_->before_image_bytes = bytes;
   t->table_->before_image_count = t->count_;
   t->table_->before_image_rows = t->rows_;
   t->table_->init = init;
-  for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) BeforeImage{{kNoPlace}, 0};
+  for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) BeforeImage{{kNoShmAddress}, 0};
   *out = std::move(t);
   return FRUGAL_OK;
 }
@@ -102,7 +102,7 @@ void TableLedger::forget() noexcept {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-uint64_t TableLedger::place() const { return ledger_->place_of(table_); }
+uint64_t TableLedger::shm_address() const { return ledger_->shm_address_of(table_); }
 
 BeforeImage& TableLedger::at(uint32_t i) const {
   return *reinterpret_cast<BeforeImage*>(before_images_.data() + i * table_->before_image_bytes);
@@ -146,7 +146,7 @@ void TableLedger::begin_update(const RowWrite& write, const Record& record, uint
   }
   before_image.rows = 1;
   *undo->slot = BeforeImage::kNoRow;
-  before_image.update.store(ledger_->place_of(record.update), std::memory_order_release);
+  before_image.update.store(ledger_->shm_address_of(record.update), std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   ledger_point();
 }
@@ -185,7 +185,7 @@ void TableLedger::after(const RowWrite& write, uint32_t i) noexcept {
     ledger_point();
   }
   ledger_point();
-  at(i).update.store(kNoPlace, std::memory_order_release);
+  at(i).update.store(kNoShmAddress, std::memory_order_release);
   taken_[i].busy.store(false, std::memory_order_release);
 }
 
@@ -232,18 +232,18 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
   }
   r->update = new (r->memory.data()) LedgerUpdate{};
   LedgerUpdate& to = *r->update;
-  to.next.store(kNoPlace, std::memory_order_relaxed);
+  to.next.store(kNoShmAddress, std::memory_order_relaxed);
   to.step = u.step;
   to.scalars = u.scalars;
   to.chunks = chunks;
-  to.bounds = to.progress = to.marks = kNoPlace;
+  to.bounds = to.progress = to.marks = kNoShmAddress;
   to.rows = u.n;
   to.ranks = u.ranks.size();
   auto* term = reinterpret_cast<LedgerTerms*>(r->memory.data() + terms);
   for (const RankGradients& h : u.ranks) {
     *term = {};
     term->rank = h.rank;
-    term->slots = ledger_->place_of(h.slots());
+    term->slots = ledger_->shm_address_of(h.slots());
     term->rows = h.rows();
     term->stride = h.stride;
     term->sums = ledger_->find(h.lent ? nullptr : h.sums.data());
@@ -255,12 +255,12 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
     r->bounds = reinterpret_cast<const uint64_t*>(behind);
     r->progress = reinterpret_cast<uint64_t*>(behind + (chunks + 1) * sizeof(uint64_t));
     for (size_t c = 0; c < chunks; ++c) r->progress[LedgerUpdate::kApart * c] = (*bounds)[c];
-    to.bounds = ledger_->place_of(behind);
-    to.progress = ledger_->place_of(r->progress);
+    to.bounds = ledger_->shm_address_of(behind);
+    to.progress = ledger_->shm_address_of(r->progress);
   } else {
     r->marks = reinterpret_cast<uint8_t*>(behind);
     std::memset(behind, 0, u.n);
-    to.marks = ledger_->place_of(behind);
+    to.marks = ledger_->shm_address_of(behind);
   }
   r->of = shared_from_this();
   Record* added = r.release();
@@ -272,10 +272,10 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
       },
       HeapAllocator<Record>());
   Lock lock(mu_);
-  const uint64_t place = ledger_->place_of(added->update);
+  const uint64_t shm_address = ledger_->shm_address_of(added->update);
   ledger_point();
   (records_.empty() ? table_->first : records_.back()->update->next)
-      .store(place, std::memory_order_release);
+      .store(shm_address, std::memory_order_release);
   ledger_point();
   records_.push_back(added);
   *record = std::move(owner);

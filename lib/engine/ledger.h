@@ -1,13 +1,13 @@
 // The ledger: what a process that has mapped the tables needs to read them out, as of the last
 // committed step, when the process that writes them has been killed between any two instructions.
 //
-// It lies in the arena, in places of it (base/region_publisher.h). The root tells the last
-// committed step; the record of a table has the list of its committed updates that are not wholly
-// written: hyper-parameters, lists of rows, places of sums, and which rows are written. Who writes
-// a row copies it first into an image of the table, and names it there: a row in the middle of its
-// write is found whole in an image. An update's rows have one image after the other in the same
-// memory, which stays in the nearest cache, and the copy is made where the row is read anyway, by
-// the kernels (device::Undo). So rows + images + unwritten updates are the tables
+// It lies in the arena, in shared addresses of it (base/region_publisher.h). The root tells the
+// last committed step; the record of a table has the list of its committed updates that are not
+// wholly written: hyper-parameters, lists of rows, shared addresses of sums, and which rows are
+// written. Who writes a row copies it first into an image of the table, and names it there: a row
+// in the middle of its write is found whole in an image. An update's rows have one image after the
+// other in the same memory, which stays in the nearest cache, and the copy is made where the row is
+// read anyway, by the kernels (device::Undo). So rows + images + unwritten updates are the tables
 // (process/readout.h).
 //
 // A killed thread has done what its program says up to some instruction, and nothing behind it: the
@@ -44,31 +44,34 @@ struct LedgerRoot {
 
 struct LedgerTerms {  // of one rank in an update
   uint64_t rank;
-  uint64_t slots;       // place of uint32_t[rows], ascending
+  uint64_t slots;       // shared address of uint32_t[rows], ascending
   uint64_t rows;
-  uint64_t sums;        // place, one every `stride` floats; or kNoPlace: nobody else can see them
+  // shared address, one every `stride` floats; or kNoShmAddress: nobody else can see them
+  uint64_t sums;
   uint64_t stride;
 };
 
 struct LedgerUpdate {
   static constexpr uint64_t kApart =
       8;  // progress of chunk c is [kApart * c]: threads write them at each row
-  std::atomic<uint64_t> next;  // place of the table's next update, of a later step; or kNoPlace
+  // shared address of the table's next update, of a later step; or kNoShmAddress
+  std::atomic<uint64_t> next;
   uint64_t step;
   arith::StepScalars scalars;
   // Which rows are written. In chunks of slots: those of chunk c, which has [bounds[c], bounds[c +
   // 1]), that are below its progress. Or, without chunks, those that are marked; i is the row of
   // the merged list.
   uint64_t chunks;
-  uint64_t bounds, progress;  // places of uint64_t[chunks + 1], uint64_t[kApart * chunks]
-  uint64_t marks, rows;       // place of uint8_t[rows]
+  uint64_t bounds, progress;  // shared addresses of uint64_t[chunks + 1], uint64_t[kApart * chunks]
+  uint64_t marks, rows;       // shared address of uint8_t[rows]
   uint64_t ranks;             // so many LedgerTerms follow, ranks ascending
 };
 
 struct BeforeImage {
   static constexpr uint64_t kOutside = UINT64_MAX - 1;  // rows are written outside of steps
   std::atomic<uint64_t>
-      update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
+      // shared address of the one that is being written; kOutside; kNoShmAddress: the image is free
+      update;
   uint64_t rows;                 // 1 of an update
   // uint32_t slots[before_image_rows]; from values_at() values, one every value_pitch, and then
   // state, one every state_pitch
@@ -87,7 +90,7 @@ struct LedgerTable {
       lost;  // the first step of which a committed update was given up unwritten; kNoStep: none
   std::atomic<uint64_t> first;  // update that is not wholly written
   std::atomic<uint64_t> slots;  // handed out so far, of a hashed table
-  uint64_t before_images;       // place of the first
+  uint64_t before_images;       // shared address of the first
   uint64_t before_image_bytes, before_image_count, before_image_rows;
   arith::InitSpec init;         // of rows that nobody has touched
 };
@@ -111,7 +114,7 @@ class TableLedger final : public HeapObject,
                           public RowWatcher,
                           public std::enable_shared_from_this<TableLedger> {
  public:
-  uint64_t place() const;
+  uint64_t shm_address() const;
   // From now on it hears of each write of the rows; `former`, of the same rows, hears of none.
   void watch(Rows& rows, TableLedger* former = nullptr);
   // The table is about to be dropped, or is another's to watch, when all is written.
@@ -171,7 +174,7 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   // All memory is `pool`'s, which lives longer and is cut from `arena`.
   static Status open(BufferPool& pool, const Arena& arena, uint64_t committed,
                      std::shared_ptr<Ledger>* out);
-  uint64_t place() const { return arena_.place(root_); }
+  uint64_t shm_address() const { return arena_.shm_address(root_); }
   void commit(uint64_t step) {
     ledger_point();
     root_->committed.store(step, std::memory_order_release);
@@ -186,13 +189,15 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   // A table's record, of rows with this layout.
   Status add_table(uint64_t handle, const RowLayout& layout, const arith::InitSpec& init,
                    std::shared_ptr<TableLedger>* out);
-  // Where others see it, in the arena or in staging memory; or kNoPlace.
+  // Where others see it, in the arena or in staging memory; or kNoShmAddress.
   uint64_t find(const void* p) const;
 
  private:
   friend class TableLedger;
   Ledger(BufferPool& pool, const Arena& arena) : pool_(pool), arena_(arena) {}
-  uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.place(p) : kNoPlace; }
+  uint64_t shm_address_of(const void* p) const {
+    return arena_.holds(p) ? arena_.shm_address(p) : kNoShmAddress;
+  }
 
   BufferPool& pool_;
   const Arena& arena_;

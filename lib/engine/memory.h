@@ -40,8 +40,10 @@ struct EngineMemory {
   BufferPool& sums() { return pinner->any() ? pinned : pool; }
   // Staleness > 0: rows are read while others are written, also by other processes. Or null.
   VersionWord* versions() const { return words.as<VersionWord>(); }
-  // Where something is in the memory that other processes see; kNoPlace if it is not there.
-  uint64_t place(const void* p) const { return p && arena.holds(p) ? arena.place(p) : kNoPlace; }
+  // Where something is in the memory that other processes see; kNoShmAddress if it is not there.
+  uint64_t shm_address(const void* p) const {
+    return p && arena.holds(p) ? arena.shm_address(p) : kNoShmAddress;
+  }
   // What goes back may be much: not with locks that calls want.
   void end_step() {
     for (BufferPool* of : {&pool, &own, &pinned}) of->end_step();

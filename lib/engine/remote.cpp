@@ -89,12 +89,12 @@ Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate
     FRUGAL_TRY(
         to_arena(touched.terms.data(), u.term_count * sizeof(CachedRowUpdate::Term), &u.terms));
     for (const RankGradients& h : d.update->ranks) {
-      RemoteRefresh::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
-      if (s.bytes) s.place = ledger_.find(h.sums.data());
-      if (s.bytes && s.place == kNoPlace) {  // which no other process sees
+      RemoteRefresh::Sums s{kNoShmAddress, h.rows() * h.stride * sizeof(float)};
+      if (s.bytes) s.shm_address = ledger_.find(h.sums.data());
+      if (s.bytes && s.shm_address == kNoShmAddress) {  // which no other process sees
         Buffer copy;
         FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
-        s.place = ledger_.find(copy.data());
+        s.shm_address = ledger_.find(copy.data());
         u.copies.push_back(std::move(copy));
       }
       u.sums.push_back(s);

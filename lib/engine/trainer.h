@@ -22,7 +22,7 @@ namespace frugal {
 // is to be done there (process/client_gpu.cpp does it). Lists are in the arena.
 struct RemoteRefresh {
   struct Sums {
-    uint64_t place, bytes;
+    uint64_t shm_address, bytes;
   };
   struct Update {
     UpdateRef update;      // the process reads its sums

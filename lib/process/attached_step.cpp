@@ -153,7 +153,7 @@ Status Client::AttachedStep::ask_for(const frugal_op* ops) {
       if (const RemoteBatchRef b = client_.batch_of(op.batch))
         batch = b->failed == FRUGAL_OK ? b->id : 0;
     heads.push_back({own(*a->table).id, batch, op.keys ? op.count : 0, op.padding_key, op.part,
-                     op.flags, op.keys != nullptr, static_cast<uint32_t>(number), kNoPlace});
+                     op.flags, op.keys != nullptr, static_cast<uint32_t>(number), kNoShmAddress});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
   // After a failure there are as many as before, and the next request tells how many that is.

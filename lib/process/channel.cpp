@@ -73,7 +73,7 @@ Status StagingMemory::make(size_t bytes, std::shared_ptr<RegionPublisher> region
 }
 
 StagingMemory::~StagingMemory() {
-  if (place_ != kNoPlace) region_publisher_->go(place_);
+  if (shm_address_ != kNoShmAddress) region_publisher_->go(shm_address_);
   ForkedDescriptors::close(std::exchange(mapping_.fd, -1));
   os_release(&mapping_);
 }
@@ -81,8 +81,9 @@ StagingMemory::~StagingMemory() {
 Status StagingMemory::show() {
   if (!sealed_) FRUGAL_TRY(os_seal(mapping_));
   sealed_ = true;
-  return place_ == kNoPlace && region_publisher_ ? region_publisher_->come(mapping_, &place_, true)
-                                                 : FRUGAL_OK;
+  return shm_address_ == kNoShmAddress && region_publisher_
+             ? region_publisher_->come(mapping_, &shm_address_, true)
+             : FRUGAL_OK;
 }
 
 Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging,

@@ -56,7 +56,7 @@ class StagingMemory : public HeapObject {
   Mapping mapping_;
   std::shared_ptr<RegionPublisher> region_publisher_;
   bool sealed_ = false;
-  uint64_t place_ = kNoPlace;
+  uint64_t shm_address_ = kNoShmAddress;
 };
 
 // The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one

@@ -108,8 +108,8 @@ class Client final : public Session, private DataPath, private Controller::Owner
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
   class AttachedStep;
-  // Where the controller finds the keys of a declaration: at head->place if `stages`, or in `e`,
-  // for either in `memory`.
+  // Where the controller finds the keys of a declaration: at head->shm_address if `stages`, or in
+  // `e`, for either in `memory`.
   Status declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages,
                        OpHead* head, Buffer* memory, Exchange* e);
   Status read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
@@ -125,7 +125,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) REQUIRES(t.call_mu);
   Status refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
                              uint64_t* without);
-  Status pin_shared(const SumsPlace& sums, DeviceWork& device_work, const char** out);
+  Status pin_shared(const SumsAddress& sums, DeviceWork& device_work, const char** out);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait) REQUIRES(t.call_mu);
   Status end_device_work(RemoteTrainer& t, DeviceWork::Found* found) REQUIRES(t.call_mu);

@@ -42,11 +42,12 @@ Status Client::show_device(const Access& a, DeviceWork& f) {
 // --- Caches --------------------------------------------------------------------------------------
 
 // Shared memory that the kernels of the device work read from now on: staging memory, or the arena.
-Status Client::pin_shared(const SumsPlace& s, DeviceWork& device_work, const char** out) {
+Status Client::pin_shared(const SumsAddress& s, DeviceWork& device_work, const char** out) {
   RegionRefs reads;
-  FRUGAL_TRY(controller_.regions().find(s.place, s.bytes, &reads, out));
-  if (s.place % 64) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
-  FRUGAL_TRY(reads[0]->pin(s.place, s.bytes));
+  FRUGAL_TRY(controller_.regions().find(s.shm_address, s.bytes, &reads, out));
+  if (s.shm_address % 64)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
+  FRUGAL_TRY(reads[0]->pin(s.shm_address, s.bytes));
   device_work.kept.push_back(reads[0]);  // it stays mapped until the device work has completed
   return FRUGAL_OK;
 }
@@ -64,11 +65,11 @@ class Client::Told {
     at_ += sizeof *item;
     return FRUGAL_OK;
   }
-  // What lies at `place` of the arena.
+  // What lies at `shm_address` of the arena.
   template <class T>
-  Status list(uint64_t place, uint64_t n, Vector<T>* out) {
+  Status list(uint64_t shm_address, uint64_t n, Vector<T>* out) {
     const T* from = nullptr;
-    if (n) FRUGAL_TRY(controller_.in_arena(place, &reads_, &from, n));
+    if (n) FRUGAL_TRY(controller_.in_arena(shm_address, &reads_, &from, n));
     out->assign(from, from + n);
     return FRUGAL_OK;
   }
@@ -110,25 +111,25 @@ Status Client::lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
 }
 
 Status Client::take_due(Told& told, DeviceWork& device_work, DueUpdate* due) {
-  UpdatePlace place;
-  FRUGAL_TRY(told.take(&place));
-  FRUGAL_TRY(told.list(place.lines, place.count, &due->other.lines));
-  FRUGAL_TRY(told.list(place.start, place.count + 1, &due->other.start));
-  FRUGAL_TRY(told.list(place.terms, place.term_count, &due->other.terms));
-  due->now = place.now;
+  UpdateAddress shm_address;
+  FRUGAL_TRY(told.take(&shm_address));
+  FRUGAL_TRY(told.list(shm_address.lines, shm_address.count, &due->other.lines));
+  FRUGAL_TRY(told.list(shm_address.start, shm_address.count + 1, &due->other.start));
+  FRUGAL_TRY(told.list(shm_address.terms, shm_address.term_count, &due->other.terms));
+  due->now = shm_address.now;
   due->update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
-  due->update->scalars = place.scalars;
-  for (uint64_t r = 0; r < place.ranks; ++r) {
-    SumsPlace from;
+  due->update->scalars = shm_address.scalars;
+  for (uint64_t r = 0; r < shm_address.ranks; ++r) {
+    SumsAddress from;
     FRUGAL_TRY(told.take(&from));
     RankGradients h;
-    h.stride = place.stride;
+    h.stride = shm_address.stride;
     const char* sums = nullptr;
     if (from.bytes) FRUGAL_TRY(pin_shared(from, device_work, &sums));
     h.sums = Buffer::view(sums, from.bytes);
     due->update->ranks.push_back(std::move(h));
   }
-  if (place.now > place.count || place.ranks == 0)
+  if (shm_address.now > shm_address.count || shm_address.ranks == 0)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent a refresh of a cache that cannot be");
   return FRUGAL_OK;
 }

@@ -81,7 +81,7 @@ Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const f
   const bool hashed = table.info.key_space == FRUGAL_HASHED;
   const size_t bytes = op.count * (hashed ? sizeof(uint64_t) : sizeof(uint32_t));
   const bool staged = stages && bytes >= kStagedBytes && t.sums.get(bytes, memory) == FRUGAL_OK;
-  if (staged) head->place = t.place(*memory);
+  if (staged) head->shm_address = t.shm_address(*memory);
   if (!staged && !hashed) FRUGAL_TRY(pool_.get(bytes, memory));
   if (!hashed)
     FRUGAL_TRY(dense_slots(op.keys, op.count,
@@ -128,7 +128,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
     RemoteTableRef table;
     FRUGAL_TRY(in_op(op_table(ops[i], &table), i, n, table));
     heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1,
-                static_cast<uint32_t>(i), kNoPlace};
+                static_cast<uint32_t>(i), kNoShmAddress};
     FRUGAL_TRY(
         in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
     batch->tables.push_back(std::move(table));
@@ -141,14 +141,14 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
       if (!t) return;
       const KeepError why;
       t->take_releases();  // of keys that the controller has had for a while
-      for (const OpHead& head : heads) t->handed.erase(head.place);
+      for (const OpHead& head : heads) t->handed.erase(head.shm_address);
       t->batches.erase(batch.id);
       if (batch.handle) handle_remove(HandleKind::kBatch, batch.handle);
     }
   } undo{&t, heads, *batch};
   // So that nothing fails when the controller has them.
   for (const OpHead& head : heads)
-    if (head.place != kNoPlace) t.handed[head.place] = Buffer();
+    if (head.shm_address != kNoShmAddress) t.handed[head.shm_address] = Buffer();
   if (want_handle) {
     batch->handle = handle_of<AnyBatch>(batch);
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
@@ -156,13 +156,13 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
   t.batches[batch->id] = batch;
   // Inside of a step nothing is left to be wrong with it but the controller's memory, or that it is
   // one too many.
-  const bool staged =
-      n > 0 && std::all_of(heads.begin(), heads.end(), [](auto& h) { return h.place != kNoPlace; });
+  const bool staged = n > 0 && std::all_of(heads.begin(), heads.end(),
+                                           [](auto& h) { return h.shm_address != kNoShmAddress; });
   const bool late = staged && t.in_step && step > t.step && step - t.step <= config_.lookahead;
   FRUGAL_TRY(late ? t.declare_late(e, heads, batch) : t.ask(e));
   undo.t = nullptr;
   for (size_t i = 0; i < n; ++i)
-    if (heads[i].place != kNoPlace) t.handed[heads[i].place] = std::move(keys[i]);
+    if (heads[i].shm_address != kNoShmAddress) t.handed[heads[i].shm_address] = std::move(keys[i]);
   ++t.last_batch;
   if (want_handle) *batch_out = batch->handle;
   t.counts.prefetch_ns += now_ns() - began;
@@ -198,9 +198,9 @@ Status Client::ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) {
   t.next_part = 0;
   FRUGAL_TRY(t.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
     t.call_mu.assert_held();
-    if (e.args[1] > bytes / sizeof(PartPlace))
+    if (e.args[1] > bytes / sizeof(PartAddress))
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
-    const uint64_t parts = e.args[1] * sizeof(PartPlace);
+    const uint64_t parts = e.args[1] * sizeof(PartAddress);
     FRUGAL_TRY(t.take_parts(c, parts, until, nullptr));
     told->resize(bytes - parts);
     return c.read(told->data(), told->size(), until);
@@ -285,19 +285,19 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       FRUGAL_TRY(t.abort());
       return found_in_step(found, step);
     }
-    FRUGAL_TRY(t.place_sums());
+    FRUGAL_TRY(t.share_sums());
   }
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
-  Exchange e{Call::kStepEnd, {step, flags, t.end.places.size(), t.traced.events.size()}, {}};
+  Exchange e{Call::kStepEnd, {step, flags, t.end.shm_addresses.size(), t.traced.events.size()}, {}};
   e.add(&t.counts, sizeof t.counts);
-  e.add(t.end.places.data(), t.end.places.size() * sizeof(PushPlace));
+  e.add(t.end.shm_addresses.data(), t.end.shm_addresses.size() * sizeof(PushAddress));
   e.add(t.traced.events.data(), t.traced.events.size() * sizeof(TraceEvent));
   // So that nothing can fail when they are the controller's, which tells when it has read them. An
   // attempt that failed may have had some for a while: what it told of that is taken by now, and
   // they are still here.
   for (const RankGradients& h : t.end.sums)
-    if (h.sums) t.handed[t.place(h.sums)] = Buffer();
+    if (h.sums) t.handed[t.shm_address(h.sums)] = Buffer();
   Status s = t.ask(e);
   t.cpu_ns = cpu;
   t.counts = {};
@@ -306,7 +306,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   if (s != FRUGAL_OK) return s;
   for (RankGradients& h : t.end.sums) {
     if (!h.sums) continue;
-    const uint64_t at = t.place(h.sums);
+    const uint64_t at = t.shm_address(h.sums);
     t.handed[at] = std::move(h.sums);
   }
   t.leave_step();
@@ -404,7 +404,7 @@ Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadl
     FRUGAL_TRY(in_op(check_op(op, tables[i]->info.dim, op.count, Use::kRead), i, n, tables[i]));
     FRUGAL_TRY(in_op(check_keys(*tables[i], op), i, n, tables[i]));
     const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-    heads[i].op = {tables[i]->id, 0, op.count, op.padding_key, 0, op.flags, 1, 0, kNoPlace};
+    heads[i].op = {tables[i]->id, 0, op.count, op.padding_key, 0, op.flags, 1, 0, kNoShmAddress};
     heads[i].bags = pooled ? op.bags : 0;
     heads[i].pooling = op.pooling;
     heads[i].has = (pooled && op.weights ? kHasWeights : 0) | (op.found_out ? kHasFound : 0);

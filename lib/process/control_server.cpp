@@ -92,7 +92,7 @@ struct ControlServer::Impl final : HeapObject {
   ControlHandler* handler = nullptr;
   ControlLimits limits;
   const uint32_t generation = process_generation();
-  ControlPlace place;
+  ControlAddress address;
   int spare = -1;  // given up for a moment when there are no descriptors to accept with
   int bell = -1;   // rung when a connection has ended
   int end = -1;    // rung for good by stop()
@@ -399,7 +399,7 @@ void ControlServer::Impl::run() noexcept {
   for (;;) {
     pollfd all[] = {{serves ? end : -1, POLLIN, 0},
                     {bell, POLLIN, 0},
-                    {serves && !full ? place.listener() : -1, POLLIN, 0}};
+                    {serves && !full ? address.listener() : -1, POLLIN, 0}};
     if (poll(all, 3, full ? 100 : -1) < 0) sleep_ns(10'000'000);  // no memory for a moment
     eventfd_t rings;
     if (all[1].revents) eventfd_read(bell, &rings);
@@ -435,7 +435,7 @@ bool ControlServer::Impl::accept_some() {
 
 int ControlServer::Impl::accept_one() {
   return ForkedDescriptors::open(
-      [&] { return accept4(place.listener(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+      [&] { return accept4(address.listener(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
 }
 
 // Without memory, or a thread, the connection is ended.
@@ -548,7 +548,7 @@ Status ControlServer::start(const char* address, ControlHandler* handler,
     impl->end = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (impl->bell < 0 || impl->end < 0)
       return os_no_descriptor(errno, "the controller's events");
-    if (address) FRUGAL_TRY(impl->place.take(address));
+    if (address) FRUGAL_TRY(impl->address.take(address));
     impl->spare = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     impl->thread = quiet_thread([its = impl.get()] { its->run(); });
     server->impl_ = impl.release();
@@ -571,7 +571,7 @@ void ControlServer::stop() {
   }
   eventfd_write(impl_->end, 1);
   impl_->thread.join();
-  impl_->place.leave();
+  impl_->address.leave();
 }
 
 ControlServer::~ControlServer() {

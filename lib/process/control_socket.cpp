@@ -107,7 +107,7 @@ int above_standard(int fd) {
   return moved;
 }
 
-Status ControlPlace::take(const char* address) {
+Status ControlAddress::take(const char* address) {
   FRUGAL_ASSERT(folder_ < 0 && lock_ < 0 && listener_ < 0);
   sockaddr_un checked;
   FRUGAL_TRY(socket_address(address, &checked));
@@ -124,14 +124,14 @@ Status ControlPlace::take(const char* address) {
   return s;
 }
 
-Status ControlPlace::no_lock(int code) const {
+Status ControlAddress::no_lock(int code) const {
   if (code == EMFILE || code == ENFILE) return os_no_descriptor(code, "the controller's lock");
   return fail_errno(path_status(code), code, "the controller's lock %s cannot be made%s",
                     lock_path_.c_str(),
                     code == ENOENT ? ": is its folder there?" : ": choose another address");
 }
 
-Status ControlPlace::lock() {
+Status ControlAddress::lock() {
   for (;;) {
     lock_ = ForkedDescriptors::open([&] {
       return open(lock_path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
@@ -162,7 +162,7 @@ Status ControlPlace::lock() {
   }
 }
 
-Status ControlPlace::bind() {
+Status ControlAddress::bind() {
   sockaddr_un name;
   FRUGAL_TRY(socket_address(address_.c_str(), &name));
   struct stat there;
@@ -216,7 +216,7 @@ Status ControlPlace::bind() {
 }
 
 // Somebody may have removed the files, and then they are another controller's by now.
-void ControlPlace::leave() {
+void ControlAddress::leave() {
   auto remove = [&](const String& path, uint64_t device, uint64_t inode) {
     const char* name = path.c_str() + (path.rfind('/') + 1);  // npos + 1 is 0
     struct stat there;

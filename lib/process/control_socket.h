@@ -21,9 +21,9 @@ int above_standard(int fd);
 
 // The controller's place: the lock that a living controller holds, and the socket that listens. The
 // socket is never open to other users, whatever the process's umask is.
-class ControlPlace : public HeapObject {
+class ControlAddress : public HeapObject {
  public:
-  ~ControlPlace() { leave(); }
+  ~ControlAddress() { leave(); }
   Status take(const char* address);
   void leave();  // removes both files
   int listener() const { return listener_; }

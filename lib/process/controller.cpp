@@ -54,7 +54,7 @@ Status Controller::take(const OpenReply& reply, Descriptors& d) {
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   if (d.all.empty()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
   regions_.open(ForkedDescriptors::open([&] { return d.take(0); }));
-  if (const uint64_t versions = reply.numbers[1]; versions != kNoPlace)
+  if (const uint64_t versions = reply.numbers[1]; versions != kNoShmAddress)
     FRUGAL_TRY(in_arena(versions, &kept_, &versions_, kVersionWords));
   FRUGAL_TRY(in_arena(reply.numbers[2], &kept_, &controller_memory_.root));
   controller_memory_.regions = &regions_;

@@ -86,10 +86,10 @@ class Controller {
   Regions& regions() { return regions_; }
   // What lies at a place that it has told. It stays as long as `reads` has its region.
   template <class T>
-  Status in_arena(uint64_t place, RegionRefs* reads, const T** out, uint64_t count = 1) {
+  Status in_arena(uint64_t shm_address, RegionRefs* reads, const T** out, uint64_t count = 1) {
     const char* at;
     const bool many = count > UINT64_MAX / sizeof(T);
-    FRUGAL_TRY(regions_.find(place, many ? UINT64_MAX : count * sizeof(T), reads, &at));
+    FRUGAL_TRY(regions_.find(shm_address, many ? UINT64_MAX : count * sizeof(T), reads, &at));
     *out = reinterpret_cast<const T*>(at);
     return FRUGAL_OK;
   }

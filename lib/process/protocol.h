@@ -2,9 +2,9 @@
 //
 // Each request is answered by one message with its type and sequence, whose status is that of the
 // call. An answer that is no success has a Failure and its text as payload. Numbers of tables,
-// batches and parts, counts and places are checked by the controller: they come from another
-// process. Structs lie in the payload as they are: both sides are the same version of the library
-// on the same machine.
+// batches and parts, counts and shared addresses are checked by the controller: they come from
+// another process. Structs lie in the payload as they are: both sides are the same version of the
+// library on the same machine.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,15 +21,15 @@ enum class Call : uint32_t {
                   // answer, so that what has
   // undone its step is for another. OpHead[ops], keys, of a dense table their slots (uint32_t):
   // they
-  // follow, or lie in staging memory until their place is released
+  // follow, or lie in staging memory until their shared address is released
   kCancel,     // args: number of the batch
   kStepBegin,  // args: step, time-out in ns, refreshes that were carried out, a table for whose
                // lines there is no
   // memory (or 0). Answer's args: is a trace recorded, parts, number of the refresh, its tables;
-  // PartPlace[parts], CachedRowsAddress[tables], each followed by its updates
+  // PartAddress[parts], CachedRowsAddress[tables], each followed by its updates
   kAccess,   // args: ops, parts that the trainer has, ops of its call. OpHead[ops], keys.
-             // Answer: PartPlace[], numbered behind those
-  kStepEnd,  // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
+             // Answer: PartAddress[], numbered behind those
+  kStepEnd,  // args: step, flags, pushes, events. Counts, PushAddress[pushes], TraceEvent[events]
   kAbort,    // args: 1: its device has failed
   kHere,     // nothing: its process lives, and waits for its device. Only of a rank that has one
   kInside,   // whether the trainer is inside a step, or what has undone it
@@ -63,9 +63,10 @@ struct OpHead {
   uint64_t padding_key;
   uint32_t part;
   uint32_t flags;        // FRUGAL_OP_*
-  uint32_t given;        // keys follow, or are at `place`; else those of the batch's part are meant
+  // keys follow, or are at `shm_address`; else those of the batch's part are meant
+  uint32_t given;
   uint32_t number;       // of the op in its call, which may ask for some of them only
-  uint64_t place;        // of declared keys in staging memory; or kNoPlace
+  uint64_t shm_address;  // of declared keys in staging memory; or kNoShmAddress
 };
 
 struct ReadHead {
@@ -76,9 +77,9 @@ struct ReadHead {
 };
 constexpr uint32_t kHasWeights = 1, kHasFound = 2;
 
-// A part's arrays in the arena: places (base/region_publisher.h), kNoPlace for those that are not
-// there.
-struct PartPlace {
+// A part's arrays in the arena: shared addresses (base/region_publisher.h), kNoShmAddress for those
+// that are not there.
+struct PartAddress {
   uint64_t batch;        // the number of the declaration it is of, or 0
   uint64_t table;
   uint64_t n, distinct, occurrences;
@@ -100,23 +101,25 @@ constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
 struct CachedRowsAddress {
   uint64_t table;
   uint64_t lines;           // that there are
-  uint64_t admitted, to;    // places of uint32_t[count]: rows that come in, and their lines
-  uint64_t count, updates;  // so many UpdatePlace follow
+  // shared addresses of uint32_t[count]: rows that come in, and their lines
+  uint64_t admitted, to;
+  uint64_t count, updates;  // so many UpdateAddress follow
 };
 
 // An update of lines: before rows come in those that are `now`, the others while the step is
 // computed.
-struct UpdatePlace {
+struct UpdateAddress {
   arith::StepScalars scalars;
   uint64_t lines, start,
-      terms;  // places of uint32_t[count], uint32_t[count + 1], CachedRowUpdate::Term[term_count]
+      // shared addresses of uint32_t[count], uint32_t[count + 1], CachedRowUpdate::Term[term_count]
+      terms;
   uint64_t count, term_count, now;
-  uint64_t stride, ranks;        // so many SumsPlace follow
+  uint64_t stride, ranks;        // so many SumsAddress follow
 };
 
 // Where a rank's sums are: in staging memory or the arena.
-struct SumsPlace {
-  uint64_t place, bytes;
+struct SumsAddress {
+  uint64_t shm_address, bytes;
 };
 
 constexpr uint64_t kMostPath = 4096;      // bytes of the path of a file
@@ -128,7 +131,7 @@ constexpr size_t kMarkedParts = 8192;
 constexpr uint32_t kJoined = UINT32_MAX;  // no part of the step: rows of several pushes
 
 // Sums in the channel's staging memory, one a row.
-struct PushPlace {
+struct PushAddress {
   uint64_t table;
   uint64_t sums;
   uint64_t rows;         // kJoined: the list of rows, ascending slots

@@ -23,7 +23,7 @@ Status damaged(const char* what) {
 struct TableReadout::Unwritten {
   StepUpdate update;
   Vector<uint32_t> rows;  // of its list, that are not written
-  uint64_t place = 0;
+  uint64_t shm_address = 0;
 };
 
 Status ControllerMemory::committed(uint64_t* step) const {
@@ -32,17 +32,17 @@ Status ControllerMemory::committed(uint64_t* step) const {
   return FRUGAL_OK;
 }
 
-// What lies at places of the arena. It stays mapped meanwhile.
+// What lies at shared addresses of the arena. It stays mapped meanwhile.
 class TableReadout::Reach {
  public:
   explicit Reach(const ControllerMemory& controller_memory)
       : regions_(*controller_memory.regions) {}
   // `count` of T; null: they are not there, and missing() tells why.
   template <class T>
-  const T* at(uint64_t place, uint64_t count = 1) {
+  const T* at(uint64_t shm_address, uint64_t count = 1) {
     const char* found = nullptr;
-    if (place % alignof(T) || count > UINT64_MAX / sizeof(T)) return nullptr;
-    const Status s = regions_.find(place, count * sizeof(T), &reads_, &found);
+    if (shm_address % alignof(T) || count > UINT64_MAX / sizeof(T)) return nullptr;
+    const Status s = regions_.find(shm_address, count * sizeof(T), &reads_, &found);
     if (s != FRUGAL_OK && s != FRUGAL_ERR_INTERNAL) failed_ = s;
     return reinterpret_cast<const T*>(found);
   }
@@ -138,9 +138,9 @@ device::RowsRef TableReadout::copies() const {
 }
 
 // Who pushed what in a committed update. `seen`: the sums lie in memory that is mapped here.
-Status TableReadout::take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from,
+Status TableReadout::take_terms(Reach& reach, uint64_t shm_address, const LedgerUpdate& from,
                                 Unwritten* u, bool* seen) const {
-  const LedgerTerms* terms = reach.at<LedgerTerms>(place + sizeof(LedgerUpdate), from.ranks);
+  const LedgerTerms* terms = reach.at<LedgerTerms>(shm_address + sizeof(LedgerUpdate), from.ranks);
   if (!terms) return reach.missing("a table's updates");
   if (from.scalars.kind != optimizer_ || from.scalars.dim != layout_.dim)
     return damaged("a table's updates");
@@ -163,7 +163,7 @@ Status TableReadout::take_terms(Reach& reach, uint64_t place, const LedgerUpdate
         return damaged("a table's updates");
     h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
     const uint64_t floats = t.rows * t.stride;
-    if (t.sums == kNoPlace) {
+    if (t.sums == kNoShmAddress) {
       *seen = false;
     } else {
       const char* sums = reach.at<char>(t.sums, floats * sizeof(float));
@@ -206,15 +206,16 @@ Status TableReadout::take_rows(Reach& reach, const LedgerUpdate& from, Unwritten
 
 // What is committed and not wholly written.
 Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updates* updates) {
-  for (uint64_t place = record.first.load(), steps = 0; place != kNoPlace; ++steps) {
-    const LedgerUpdate* from = reach.at<LedgerUpdate>(place);
+  for (uint64_t shm_address = record.first.load(), steps = 0; shm_address != kNoShmAddress;
+       ++steps) {
+    const LedgerUpdate* from = reach.at<LedgerUpdate>(shm_address);
     if (!from) return reach.missing("a table's updates");
     if (steps > kMostUpdates) return damaged("a table's updates");
     if (committed_ == kNoStep || from->step > committed_) break;
     auto u = std::make_unique<Unwritten>();
-    u->place = place;
+    u->shm_address = shm_address;
     bool seen;
-    FRUGAL_TRY(take_terms(reach, place, *from, u.get(), &seen));
+    FRUGAL_TRY(take_terms(reach, shm_address, *from, u.get(), &seen));
     FRUGAL_TRY(take_rows(reach, *from, u.get()));
     if (!seen && !u->rows.empty())
       return fail(FRUGAL_ERR_PEER_LOST,
@@ -223,7 +224,7 @@ Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updat
                   "process has not mapped",
                   static_cast<unsigned long long>(from->step));
     for (uint32_t i : u->rows) changed_.push_back(u->update.slots[i]);
-    place = from->next.load();
+    shm_address = from->next.load();
     updates->push_back(std::move(u));
   }
   return FRUGAL_OK;
@@ -237,19 +238,19 @@ Status TableReadout::take_before_images(Reach& reach, const LedgerTable& record,
       record.before_image_bytes % 64)
     return damaged("a table's images");
   for (uint64_t i = 0; i < record.before_image_count; ++i) {
-    const uint64_t place = record.before_images + i * record.before_image_bytes;
-    const BeforeImage* before_image = reach.at<BeforeImage>(place);
-    if (!before_image || !reach.at<char>(place, record.before_image_bytes))
+    const uint64_t shm_address = record.before_images + i * record.before_image_bytes;
+    const BeforeImage* before_image = reach.at<BeforeImage>(shm_address);
+    if (!before_image || !reach.at<char>(shm_address, record.before_image_bytes))
       return reach.missing("a table's images");
     const uint64_t update = before_image->update.load();
-    if (update == kNoPlace) continue;
+    if (update == kNoShmAddress) continue;
     const size_t header = BeforeImage::values_at(record.before_image_rows);
     if (before_image->rows > record.before_image_rows ||
         header + record.before_image_rows * layout_.bytes() > record.before_image_bytes)
       return damaged("a table's images");
     const Unwritten* of = nullptr;
     for (auto& u : updates)
-      if (u->place == update) of = u.get();
+      if (u->shm_address == update) of = u.get();
     if (!of && update != BeforeImage::kOutside) continue;  // it is wholly written
     const uint32_t* slots = reinterpret_cast<const uint32_t*>(before_image + 1);
     const char* values = reinterpret_cast<const char*>(before_image) + header;

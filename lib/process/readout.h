@@ -31,7 +31,7 @@ struct ControllerMemory {
 class TableReadout : public HeapObject {
  public:
   struct Source {
-    uint64_t record = kNoPlace, handle = 0;  // in the ledger
+    uint64_t record = kNoShmAddress, handle = 0;  // in the ledger
     const char* name = "";
     RowLayout layout;
     int32_t optimizer = FRUGAL_SGD;  // which the layout is of
@@ -68,7 +68,7 @@ class TableReadout : public HeapObject {
   using Updates = Vector<std::unique_ptr<Unwritten>>;
   Status work_out(Reach& reach, const LedgerTable& record, BufferPool& pool);
   Status take_updates(Reach& reach, const LedgerTable& record, Updates* updates);
-  Status take_terms(Reach& reach, uint64_t place, const LedgerUpdate& from, Unwritten* u,
+  Status take_terms(Reach& reach, uint64_t shm_address, const LedgerUpdate& from, Unwritten* u,
                     bool* seen) const;
   Status take_rows(Reach& reach, const LedgerUpdate& from, Unwritten* u) const;
   Status take_before_images(Reach& reach, const LedgerTable& record, const Updates& updates,

@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kNoPlaceFrom = uint64_t{1} << 62;  // no controller tells as much
+constexpr uint64_t kNoShmAddressFrom = uint64_t{1} << 62;  // no controller tells as much
 
 Status cannot_be() {
   return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory that cannot be");
@@ -43,8 +43,9 @@ Status Regions::take_in(RegionRefs* gone) {
           "call again");
     if (got != sizeof news) return cannot_be();
     if (!news.there) {
-      const auto of = std::find_if(there_.begin(), there_.end(),
-                                   [&](const RegionRef& r) { return r->place() == news.place; });
+      const auto of = std::find_if(there_.begin(), there_.end(), [&](const RegionRef& r) {
+        return r->shm_address() == news.shm_address;
+      });
       if (of == there_.end()) continue;
       gone->push_back(std::move(*of));
       there_.erase(of);
@@ -61,11 +62,11 @@ Status Regions::take_in(RegionRefs* gone) {
         if (memory) os_release(memory);
       }
     } unmap{&memory};
-    if (memory.bytes != news.bytes || news.place < told_) return cannot_be();
+    if (memory.bytes != news.bytes || news.shm_address < told_) return cannot_be();
     there_.push_back(
-        std::allocate_shared<Region>(HeapAllocator<Region>(), news.place, memory, pins_));
+        std::allocate_shared<Region>(HeapAllocator<Region>(), news.shm_address, memory, pins_));
     unmap.memory = nullptr;
-    told_ = news.place + news.bytes;
+    told_ = news.shm_address + news.bytes;
   }
 }
 
@@ -78,27 +79,28 @@ Status Regions::look() try {
               "no memory to list the memory of the controller; call again");
 }
 
-RegionRef Regions::of(uint64_t place, uint64_t bytes) const {
+RegionRef Regions::of(uint64_t shm_address, uint64_t bytes) const {
   for (const RegionRef& r : there_)
-    if (r->has(place, bytes)) return r;
+    if (r->has(shm_address, bytes)) return r;
   return nullptr;
 }
 
-Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const char** out) try {
+Status Regions::find(uint64_t shm_address, uint64_t bytes, RegionRefs* reads,
+                     const char** out) try {
   // Mostly it is where the last one was.
   for (auto r = reads->rbegin(); r != reads->rend(); ++r)
-    if ((*r)->has(place, bytes)) {
-      *out = (*r)->at(place);
+    if ((*r)->has(shm_address, bytes)) {
+      *out = (*r)->at(shm_address);
       return FRUGAL_OK;
     }
   RegionRefs gone;
   Lock lock(mu_);
-  RegionRef found = of(place, bytes);
+  RegionRef found = of(shm_address, bytes);
   if (!found) {
     FRUGAL_TRY(take_in(&gone));
-    found = of(place, bytes);
+    found = of(shm_address, bytes);
   }
-  if (!found && ended_ && place >= told_ && place < kNoPlaceFrom)
+  if (!found && ended_ && shm_address >= told_ && shm_address < kNoShmAddressFrom)
     return fail(
         FRUGAL_ERR_PEER_LOST,
         "the controller has memory that this process has not mapped, which it could not tell "
@@ -106,7 +108,7 @@ Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const ch
   if (!found)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
   reads->push_back(found);
-  *out = found->at(place);
+  *out = found->at(shm_address);
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY,

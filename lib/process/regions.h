@@ -17,8 +17,8 @@ namespace frugal {
 
 class Region : public HeapObject {
  public:
-  Region(uint64_t place, const Mapping& memory, std::shared_ptr<Pins> pins)
-      : place_(place), memory_(memory), pinned_(std::move(pins)) {
+  Region(uint64_t shm_address, const Mapping& memory, std::shared_ptr<Pins> pins)
+      : shm_address_(shm_address), memory_(memory), pinned_(std::move(pins)) {
     pinned_.over_buffers(memory_);
   }
   ~Region() {
@@ -26,19 +26,19 @@ class Region : public HeapObject {
     os_release(&memory_);
   }
   Region(const Region&) = delete;
-  bool has(uint64_t place, uint64_t bytes) const {
-    const uint64_t at = place - place_;
-    return place >= place_ && at < memory_.bytes && bytes <= memory_.bytes - at;
+  bool has(uint64_t shm_address, uint64_t bytes) const {
+    const uint64_t at = shm_address - shm_address_;
+    return shm_address >= shm_address_ && at < memory_.bytes && bytes <= memory_.bytes - at;
   }
-  const char* at(uint64_t place) const { return memory_.base + (place - place_); }
-  uint64_t place() const { return place_; }
+  const char* at(uint64_t shm_address) const { return memory_.base + (shm_address - shm_address_); }
+  uint64_t shm_address() const { return shm_address_; }
   // From now on kernels may read there, which have the region.
-  Status pin(uint64_t place, uint64_t bytes) {
-    return pinned_.pin_bytes(place - place_, bytes);
+  Status pin(uint64_t shm_address, uint64_t bytes) {
+    return pinned_.pin_bytes(shm_address - shm_address_, bytes);
   }
 
  private:
-  const uint64_t place_;
+  const uint64_t shm_address_;
   Mapping memory_;
   PinnedSlabs pinned_;
 };
@@ -57,21 +57,22 @@ class Regions {
   int socket() const { return socket_; }
   // Takes in what has been told. It goes on from where it was when it could not. CLOSED: as find().
   Status look();
-  // Where a place is, and the region for who reads there. INTERNAL: it cannot be. PEER_LOST: it may
-  // be, but this process is told nothing any more. CLOSED: close() has come before.
-  Status find(uint64_t place, uint64_t bytes, RegionRefs* reads, const char** out);
+  // Where a shared address is, and the region for who reads there. INTERNAL: it cannot be.
+  // PEER_LOST: it may be, but this process is told nothing any more. CLOSED: close() has come
+  // before.
+  Status find(uint64_t shm_address, uint64_t bytes, RegionRefs* reads, const char** out);
   // Calls of other threads find nothing any more.
   void close() noexcept;
 
  private:
   Status take_in(RegionRefs* gone) REQUIRES(mu_);
-  RegionRef of(uint64_t place, uint64_t bytes) const REQUIRES(mu_);
+  RegionRef of(uint64_t shm_address, uint64_t bytes) const REQUIRES(mu_);
 
   const std::shared_ptr<Pins> pins_;
   Mutex mu_;
   int socket_ = -1;
   RegionRefs there_ GUARDED_BY(mu_);
-  uint64_t told_ GUARDED_BY(mu_) = 0;  // places below this are known, or gone
+  uint64_t told_ GUARDED_BY(mu_) = 0;  // shared addresses below this are known, or gone
   bool ended_ GUARDED_BY(mu_) = false, closed_ GUARDED_BY(mu_) = false;
 };
 

@@ -31,7 +31,7 @@ struct RemoteTable : AnyTable {
   Mapping arrays[Rows::kArrays];
   PinnedSlabs pinned;                       // values, as far as devices see them
   std::unique_ptr<PinnedSlabs> pinned_state;  // or null: no state
-  uint64_t ledger = kNoPlace;  // its record in the controller's ledger
+  uint64_t ledger = kNoShmAddress;  // its record in the controller's ledger
   uint64_t kinds = 0;          // how often it got another kind of optimizer
   bool lazy = false;
   Mutex kind_mu;

@@ -80,7 +80,7 @@ Status RemoteTrainer::take_late_reply() {
   }
   // The keys are not the controller's, but for those that it has had for a while.
   take_releases();
-  for (uint64_t keys : late.places) handed.erase(keys);
+  for (uint64_t keys : late.shm_addresses) handed.erase(keys);
   return FRUGAL_OK;
 }
 
@@ -100,7 +100,7 @@ void RemoteTrainer::take_late_reply_within(uint64_t until) {
 void RemoteTrainer::take_releases() {
   for (uint64_t read; channel().next_release(&read);) {
     handed.erase(read);
-    std::erase(late.places, read);
+    std::erase(late.shm_addresses, read);
   }
 }
 
@@ -111,7 +111,7 @@ Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
   e.args[3] = 1;
   add_used(&e);
   Vector<uint64_t> keys;
-  for (const OpHead& head : heads) keys.push_back(head.place);
+  for (const OpHead& head : heads) keys.push_back(head.shm_address);
   UniqueLock one(late.mu);
   if (Status s = rpc.request(e)) {
     one.unlock();
@@ -120,7 +120,7 @@ Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
   late.open = true;
   late.batch = batch;
   late.used = used.size();
-  late.places.swap(keys);
+  late.shm_addresses.swap(keys);
   return FRUGAL_OK;
 }
 
@@ -151,19 +151,19 @@ void RemoteTrainer::leave_step() {
   used.clear();
   pushes.clear();
   reads.clear();
-  end.places.clear();
+  end.shm_addresses.clear();
   end.sums.clear();
   lent.clear();
 }
 
 Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
                                  const Vector<Access*>* asked) {
-  if (bytes % sizeof(PartPlace))
+  if (bytes % sizeof(PartAddress))
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
-  Vector<PartPlace> answered(bytes / sizeof(PartPlace));
+  Vector<PartAddress> answered(bytes / sizeof(PartAddress));
   FRUGAL_TRY(from.read(answered.data(), bytes, until));
   for (size_t i = 0; i < answered.size(); ++i) {
-    const PartPlace& p = answered[i];
+    const PartAddress& p = answered[i];
     StepPart s;
     s.batch = p.batch;
     s.index = p.index;
@@ -176,10 +176,10 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
     s.up_to_date = p.flags & kPartUpToDate;
     s.cached = p.flags & kPartCached;
     s.stale_keys = p.stale;
-    auto see = [&](uint64_t at_place, uint64_t count, size_t element, Buffer* out) -> Status {
-      if (at_place == kNoPlace || count > UINT64_MAX / element) return FRUGAL_OK;
+    auto see = [&](uint64_t at_address, uint64_t count, size_t element, Buffer* out) -> Status {
+      if (at_address == kNoShmAddress || count > UINT64_MAX / element) return FRUGAL_OK;
       const char* at;
-      FRUGAL_TRY(controller_.regions().find(at_place, count * element, &reads, &at));
+      FRUGAL_TRY(controller_.regions().find(at_address, count * element, &reads, &at));
       *out = Buffer::view(at, count * element);
       return FRUGAL_OK;
     };
@@ -249,8 +249,8 @@ void RemoteTrainer::trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept
   }
 }
 
-Status RemoteTrainer::place_sums() {
-  Vector<PushPlace> placed;
+Status RemoteTrainer::share_sums() {
+  Vector<PushAddress> placed;
   Vector<RankGradients> taken;
   Vector<RankGradients*> alone;
   placed.reserve(pushes.size());
@@ -258,7 +258,7 @@ Status RemoteTrainer::place_sums() {
   alone.reserve(pushes.size());
   for (auto& [raw, push] : pushes) {
     if (push.table->dropped.load()) continue;
-    PushPlace p{};
+    PushAddress p{};
     p.table = static_cast<const RemoteTable&>(*push.table).id;
     RankGradients* h = &push.first;
     if (push.tail.empty()) {
@@ -271,14 +271,14 @@ Status RemoteTrainer::place_sums() {
       FRUGAL_TRY(join_pushes(push, push.table->dim, rank, sums, sums, h));
       p.part = kJoined;
       p.distinct = h->part->distinct;
-      if (p.distinct) p.rows = place(h->part->rows);
+      if (p.distinct) p.rows = shm_address(h->part->rows);
     }
-    if (h->part->distinct) p.sums = place(h->sums);
+    if (h->part->distinct) p.sums = shm_address(h->sums);
     placed.push_back(p);
   }
   // Nothing fails from here on.
   for (RankGradients* h : alone) taken.push_back(std::move(*h));
-  end.places.swap(placed);
+  end.shm_addresses.swap(placed);
   end.sums.swap(taken);
   end.begun = true;
   return FRUGAL_OK;

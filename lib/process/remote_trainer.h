@@ -30,7 +30,7 @@ struct RemoteTrainer : AnyTrainer {
     gpu.reset();
   }
   // Of memory from `sums`, as the controller is told.
-  uint64_t place(const Buffer& b) const {
+  uint64_t shm_address(const Buffer& b) const {
     return static_cast<uint64_t>(b.data() - channel().staging());
   }
   Channel& channel() const { return rpc.channel(); }
@@ -77,7 +77,7 @@ struct RemoteTrainer : AnyTrainer {
   void forget_used() REQUIRES(call_mu);
   // The sums of the step, for its end: the same however often that is tried, since the controller
   // may have them.
-  Status place_sums() REQUIRES(call_mu);
+  Status share_sums() REQUIRES(call_mu);
   // A call that this process has made by itself.
   void trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   // The lines of a table; none if there are none.
@@ -102,7 +102,7 @@ struct RemoteTrainer : AnyTrainer {
   // called again.
   struct End {
     bool begun = false;
-    Vector<PushPlace> places;
+    Vector<PushAddress> shm_addresses;
     Vector<RankGradients> sums;  // whose memory the places name
   } end;
   struct Device {
@@ -140,7 +140,7 @@ struct RemoteTrainer : AnyTrainer {
     bool open GUARDED_BY(mu) = false;  // the next message is its answer
     RemoteBatchRef batch;      // null: nothing follows
     size_t used = 0;           // told with it, of `used`
-    Vector<uint64_t> places;   // of its keys, that were not given back
+    Vector<uint64_t> shm_addresses;  // of its keys, that were not given back
   } late;
 
  private:

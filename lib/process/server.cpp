@@ -190,8 +190,8 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     reply->numbers.push_back(process->calls->joined());
     ends->keep = std::move(reply->keep);
     reply->keep = std::move(ends);
-    reply->numbers.push_back(engine_->versions_place());
-    reply->numbers.push_back(engine_->ledger()->place());
+    reply->numbers.push_back(engine_->versions_address());
+    reply->numbers.push_back(engine_->ledger()->shm_address());
     reply->config = engine_->config();
     struct Descriptor {
       int fd = -1;
@@ -242,7 +242,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     reply->read_only = reply->descriptors;
     reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
     reply->numbers.push_back(arrays);
-    reply->numbers.push_back(t->ledger->place());
+    reply->numbers.push_back(t->ledger->shm_address());
     reply->numbers.push_back(t->rows.lazy());
     reply->numbers.push_back(t->kinds);
     reply->keep = std::move(described);
@@ -316,7 +316,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     request_loop.reset(new TrainerRequestLoop(engine_, trainer, std::move(shared), this, peer.id));
     FRUGAL_TRY(request_loop->start());
     reply->numbers.push_back(request_loop->joined());
-    reply->numbers.push_back(request_loop->notices_place());
+    reply->numbers.push_back(request_loop->notices_address());
     Lock lock(mu_);
     if (joins.ends()) return not_awaited();
     request_loop->request = request;

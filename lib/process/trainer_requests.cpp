@@ -167,8 +167,9 @@ Status TrainerRequestLoop::take_ops(uint64_t count, uint64_t of, bool declared, 
     if (declared) FRUGAL_TRY(in_op(engine_->table_of(head.table, &table), head.number, of, table));
     const size_t element =
         table && table->rows.keys_are_slots() ? sizeof(uint32_t) : sizeof(uint64_t);
-    if (declared && head.place != kNoPlace) {
-      if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
+    if (declared && head.shm_address != kNoShmAddress) {
+      if (head.keys <= UINT32_MAX)
+        out->keys[i] = staging_->lend(head.shm_address, head.keys * element);
       if (!out->keys[i]) return broken("keys lie outside of its memory");
     } else {
       FRUGAL_TRY(take_buffer(engine_->pool(), head.keys, element, &out->keys[i]));
@@ -238,14 +239,15 @@ Status TrainerRequestLoop::answer_refresh() {
     const char* bytes = reinterpret_cast<const char*>(&item);
     cached_rows_.insert(cached_rows_.end(), bytes, bytes + sizeof item);
   };
-  auto place = [&](const Buffer& b) { return engine_->place(b.data()); };
+  auto shm_address = [&](const Buffer& b) { return engine_->shm_address(b.data()); };
   for (const RemoteRefresh::OfTable& of : refresh_.tables) {
-    put(CachedRowsAddress{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count,
-                          of.updates.size()});
+    put(CachedRowsAddress{of.table->handle, of.lines, shm_address(of.admitted), shm_address(of.to),
+                          of.count, of.updates.size()});
     for (const RemoteRefresh::Update& u : of.updates) {
-      put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count,
-                      u.term_count, u.now, u.update->ranks[0].stride, u.sums.size()});
-      for (const RemoteRefresh::Sums& s : u.sums) put(SumsPlace{s.place, s.bytes});
+      put(UpdateAddress{u.update->scalars, shm_address(u.lines), shm_address(u.start),
+                        shm_address(u.terms), u.count, u.term_count, u.now,
+                        u.update->ranks[0].stride, u.sums.size()});
+      for (const RemoteRefresh::Sums& s : u.sums) put(SumsAddress{s.shm_address, s.bytes});
     }
   }
   args_[2] = refresh_.number;
@@ -282,35 +284,36 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
     // where it is used.
     if (!p.resolved() && p.take_lent(engine_->pool(), r.table->rows) == FRUGAL_ERR_OUT_OF_MEMORY)
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for declared keys; call again");
-    PartPlace place{};
-    place.batch = r.batch;
-    place.index = r.index;
-    place.table = r.table->handle;
-    place.n = p.n;
-    place.padding = p.padding;
-    place.stale = r.stale;
-    place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) |
-                  (r.up_to_date ? kPartUpToDate : 0) | (r.cached ? kPartCached : 0);
-    place.slots = place.pairs = place.rows = place.start = place.keys = place.sources =
-        place.line_values = kNoPlace;
+    PartAddress shm_address{};
+    shm_address.batch = r.batch;
+    shm_address.index = r.index;
+    shm_address.table = r.table->handle;
+    shm_address.n = p.n;
+    shm_address.padding = p.padding;
+    shm_address.stale = r.stale;
+    shm_address.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) |
+                        (r.up_to_date ? kPartUpToDate : 0) | (r.cached ? kPartCached : 0);
+    shm_address.slots = shm_address.pairs = shm_address.rows = shm_address.start =
+        shm_address.keys = shm_address.sources = shm_address.line_values = kNoShmAddress;
     // Where they are slots they are let go of when they are resolved, whenever that is.
-    if (p.resolved() || !r.table->rows.keys_are_slots()) place.keys = engine_->place(p.keys.data());
+    if (p.resolved() || !r.table->rows.keys_are_slots())
+      shm_address.keys = engine_->shm_address(p.keys.data());
     if (p.resolved()) {
-      place.distinct = p.distinct;
-      place.occurrences = p.occurrences;
-      place.slots = engine_->place(p.slots.data());
-      place.pairs = engine_->place(p.pairs.data());
-      place.rows = engine_->place(p.rows.data());
-      place.start = engine_->place(p.start.data());
+      shm_address.distinct = p.distinct;
+      shm_address.occurrences = p.occurrences;
+      shm_address.slots = engine_->shm_address(p.slots.data());
+      shm_address.pairs = engine_->shm_address(p.pairs.data());
+      shm_address.rows = engine_->shm_address(p.rows.data());
+      shm_address.start = engine_->shm_address(p.start.data());
       if (r.in_lines) {
-        place.sources = engine_->place(p.sources.data());
-        place.line_values = engine_->place(r.line_values);
-        place.cached = p.cached;
+        shm_address.sources = engine_->shm_address(p.sources.data());
+        shm_address.line_values = engine_->shm_address(r.line_values);
+        shm_address.cached = p.cached;
       }
     }
-    places_.push_back(place);
+    places_.push_back(shm_address);
   }
-  add(places_.data(), places_.size() * sizeof(PartPlace));
+  add(places_.data(), places_.size() * sizeof(PartAddress));
   return FRUGAL_OK;
 }
 
@@ -321,7 +324,8 @@ bool TrainerRequestLoop::may_push(const RemotePart& p, const TableRef& table) {
 
 // A list of rows that the trainer has made of several pushes: each of them is in a part of its
 // step.
-Status TrainerRequestLoop::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
+Status TrainerRequestLoop::joined_part(const PushAddress& push, const TableRef& table,
+                                       PartRef* out) {
   uint64_t most = 0;  // before memory is taken: what it says is no proof
   for (const RemotePart& p : parts_)
     if (may_push(p, table)) most += p.part->distinct;
@@ -351,8 +355,8 @@ Status TrainerRequestLoop::step_end(const Header& request) {
   const uint64_t step = request.args[0], pushes = request.args[2];
   RemoteCounts counts;
   FRUGAL_TRY(take(&counts, sizeof counts));
-  Vector<PushPlace> places;
-  FRUGAL_TRY(take_list(pushes, &places));
+  Vector<PushAddress> shm_addresses;
+  FRUGAL_TRY(take_list(pushes, &shm_addresses));
   // The engine has counted the time inside its own calls; the way to it and back is what is left.
   for (auto of :
        {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
@@ -378,23 +382,23 @@ Status TrainerRequestLoop::step_end(const Header& request) {
   if (submitted_ != step) {
     Vector<RemotePush> sums;
     sums.reserve(pushes);
-    for (const PushPlace& place : places) {
+    for (const PushAddress& shm_address : shm_addresses) {
       RemotePush p;
-      FRUGAL_TRY(engine_->table_of(place.table, &p.table));
+      FRUGAL_TRY(engine_->table_of(shm_address.table, &p.table));
       for (const RemotePush& other : sums)
         if (other.table == p.table) return broken("two sums for a table");
-      if (place.part == kJoined) {
-        FRUGAL_TRY(joined_part(place, p.table, &p.part));
+      if (shm_address.part == kJoined) {
+        FRUGAL_TRY(joined_part(shm_address, p.table, &p.part));
       } else {
-        if (place.part >= parts_.size() || !may_push(parts_[place.part], p.table))
+        if (shm_address.part >= parts_.size() || !may_push(parts_[shm_address.part], p.table))
           return no_part("there is no such part of the table, or the step has not used it");
-        p.part = parts_[place.part].part;
-        p.whole = place.whole && parts_[place.part].whole;
+        p.part = parts_[shm_address.part].part;
+        p.whole = shm_address.whole && parts_[shm_address.part].whole;
       }
       const uint64_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
       if (bytes) {
         if (!shown_) return broken("sums in memory that nobody else sees");
-        p.sums = staging_->lend(place.sums, bytes);
+        p.sums = staging_->lend(shm_address.sums, bytes);
         if (!p.sums) return broken("sums lie outside of its memory");
       }
       sums.push_back(std::move(p));

@@ -24,7 +24,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   const TrainerRef& trainer() const { return trainer_; }
   uint64_t request = 0;  // that has asked for it
   // Where its trainer's aborts are counted.
-  uint64_t notices_place() const { return engine_->place(notices_.data()); }
+  uint64_t notices_address() const { return engine_->shm_address(notices_.data()); }
 
  private:
   Status handle(const Header& request) override;
@@ -46,7 +46,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   Status access(const Header& request);
   Status step_end(const Header& request);
   static bool may_push(const RemotePart& p, const TableRef& table);
-  Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
+  Status joined_part(const PushAddress& push, const TableRef& table, PartRef* out);
   Status answer_parts(size_t from);
   Status answer_refresh();
 
@@ -62,7 +62,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   uint64_t submitted_ =
       kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
-  Vector<PartPlace> places_;
+  Vector<PartAddress> places_;
   Vector<char> cached_rows_;
 };
 

@@ -28,12 +28,12 @@ struct LedgerTest : TableWithLedger {
   }
   // As another process sees it.
   const LedgerTable& seen() const {
-    return *reinterpret_cast<const LedgerTable*>(arena.mapping().base + table->place());
+    return *reinterpret_cast<const LedgerTable*>(arena.mapping().base + table->shm_address());
   }
   const LedgerUpdate* first() const {
-    const uint64_t place = seen().first.load();
-    if (place == kNoPlace) return nullptr;
-    return reinterpret_cast<const LedgerUpdate*>(arena.mapping().base + place);
+    const uint64_t shm_address = seen().first.load();
+    if (shm_address == kNoShmAddress) return nullptr;
+    return reinterpret_cast<const LedgerUpdate*>(arena.mapping().base + shm_address);
   }
   uint64_t progress(size_t chunk) const {
     const char* at = arena.mapping().base + first()->progress;
@@ -48,7 +48,7 @@ struct LedgerTest : TableWithLedger {
     for (uint64_t i = 0; i < seen().before_image_count; ++i) {
       const char* at = arena.mapping().base + seen().before_images + i * seen().before_image_bytes;
       const auto* before_image = reinterpret_cast<const BeforeImage*>(at);
-      if (before_image->update.load() != kNoPlace) all.push_back(before_image);
+      if (before_image->update.load() != kNoShmAddress) all.push_back(before_image);
     }
     return all;
   }
@@ -167,12 +167,12 @@ TEST_F(LedgerTest, AnUpdateRowByRow) {
 // The row that is being written is found as it was.
 TEST_F(LedgerTest, TheImageOfARow) {
   add(true);
-  const uint64_t place = seen().first.load();
+  const uint64_t shm_address = seen().first.load();
   const uint32_t any = 0;
   {
     const RowWrite write(rows, &any, 1, of_chunk(0));
     ASSERT_EQ(before_images().size(), 1u);
-    EXPECT_EQ(before_images()[0]->update.load(), place);
+    EXPECT_EQ(before_images()[0]->update.load(), shm_address);
     EXPECT_EQ(slots_of(*before_images()[0]), Slots{BeforeImage::kNoRow});
     // Of rows that do not exist the ledger keeps nothing.
     const RowWrite fresh(rows, &any, 1, {RowWrite::What::kNew});
@@ -221,9 +221,10 @@ TEST_F(LedgerTest, UpdatesInTheOrderOfTheirSteps) {
   UpdateRef next = make_update(pool, kStep + 1, parts, kDim);
   next->scalars = update->scalars;
   ASSERT_OK(table->add(*next, &bounds, &next->record));
-  const uint64_t place = first()->next.load();
-  ASSERT_NE(place, kNoPlace);
-  EXPECT_EQ(reinterpret_cast<const LedgerUpdate*>(arena.mapping().base + place)->step, kStep + 1);
+  const uint64_t shm_address = first()->next.load();
+  ASSERT_NE(shm_address, kNoShmAddress);
+  EXPECT_EQ(reinterpret_cast<const LedgerUpdate*>(arena.mapping().base + shm_address)->step,
+            kStep + 1);
   for (size_t c = 0; c + 1 < bounds.size(); ++c) write_chunk(c);
   update->record.reset();
   ASSERT_NE(first(), nullptr);
@@ -237,16 +238,16 @@ TEST_F(LedgerTest, UpdatesInTheOrderOfTheirSteps) {
 TEST_F(LedgerTest, WhereSumsLie) {
   Mapping staging;
   ASSERT_OK(os_reserve_to_read(size_t{2} << 20, &staging));
-  EXPECT_EQ(ledger->find(staging.base + 40), kNoPlace);
-  uint64_t place;
-  ASSERT_OK(arena.region_publisher()->come(staging, &place));
-  EXPECT_EQ(ledger->find(staging.base + 40), place + 40);
-  EXPECT_EQ(ledger->find(staging.base + staging.bytes), kNoPlace);
-  EXPECT_EQ(ledger->find(nullptr), kNoPlace);
+  EXPECT_EQ(ledger->find(staging.base + 40), kNoShmAddress);
+  uint64_t shm_address;
+  ASSERT_OK(arena.region_publisher()->come(staging, &shm_address));
+  EXPECT_EQ(ledger->find(staging.base + 40), shm_address + 40);
+  EXPECT_EQ(ledger->find(staging.base + staging.bytes), kNoShmAddress);
+  EXPECT_EQ(ledger->find(nullptr), kNoShmAddress);
   const char* sums = update->ranks[0].sums.data();
   EXPECT_EQ(arena.mapping().base + ledger->find(sums), sums);
-  arena.region_publisher()->go(place);
-  EXPECT_EQ(ledger->find(staging.base), kNoPlace);
+  arena.region_publisher()->go(shm_address);
+  EXPECT_EQ(ledger->find(staging.base), kNoShmAddress);
   os_release(&staging);
 }
 

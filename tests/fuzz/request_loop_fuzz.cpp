@@ -170,7 +170,7 @@ class Enemy {
         h.args[2] = Count(n);
         Add(RemoteCounts{});
         for (uint64_t i = 0; i < n; ++i) {
-          PushPlace p{};
+          PushAddress p{};
           p.table = Table();
           p.sums = Place();
           p.rows = Place();
@@ -268,7 +268,7 @@ class Enemy {
     op.part = static_cast<uint32_t>(Near(in_.Number(1) % 2));
     op.flags = static_cast<uint32_t>(in_.Number(1) % 3);
     op.given = in_.Number(1) % 4 != 0;
-    op.place = in_.Number(1) % 4 == 0 ? Place() : kNoPlace;
+    op.shm_address = in_.Number(1) % 4 == 0 ? Place() : kNoShmAddress;
     return op;
   }
   void Ops(uint64_t n, bool declares) {
@@ -280,8 +280,8 @@ class Enemy {
     for (const OpHead& op : heads) {
       if (!op.given) continue;
       const bool slots = declares && op.table == world_.tables[0]->handle;
-      char* staged = declares && op.place < channel_.staging_bytes() / 2
-                         ? channel_.staging() + op.place
+      char* staged = declares && op.shm_address < channel_.staging_bytes() / 2
+                         ? channel_.staging() + op.shm_address
                          : nullptr;
       for (uint64_t k = 0; k < op.keys && k < 6; ++k) {
         const uint64_t key = in_.Number(1) % 64 == 0 ? Value() : in_.Number(1);

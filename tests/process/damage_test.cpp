@@ -28,7 +28,7 @@ struct DamageTest : TableWithLedger {
     ledger->commit(kStep);
   }
   LedgerTable& record() const {
-    return *reinterpret_cast<LedgerTable*>(arena.mapping().base + table->place());
+    return *reinterpret_cast<LedgerTable*>(arena.mapping().base + table->shm_address());
   }
   LedgerUpdate& first() const {
     return *reinterpret_cast<LedgerUpdate*>(arena.mapping().base + record().first.load());
@@ -41,9 +41,9 @@ struct DamageTest : TableWithLedger {
     ControllerMemory controller_memory;
     controller_memory.regions = &regions;
     controller_memory.root =
-        reinterpret_cast<const LedgerRoot*>(arena.mapping().base + ledger->place());
+        reinterpret_cast<const LedgerRoot*>(arena.mapping().base + ledger->shm_address());
     TableReadout::Source s;
-    s.record = table->place();
+    s.record = table->shm_address();
     s.handle = 1;
     s.layout = rows.layout();
     s.optimizer = FRUGAL_ADAGRAD;

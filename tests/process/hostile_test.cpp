@@ -513,7 +513,7 @@ void BeginStep(Enemy& e) {
   }
   OK(s);
 }
-void EndStep(Enemy& e, const frugal::PushPlace& push, bool used = false) {
+void EndStep(Enemy& e, const frugal::PushAddress& push, bool used = false) {
   std::vector<char> payload;
   auto add = [&](const std::vector<char>& more) {
     payload.insert(payload.end(), more.begin(), more.end());
@@ -532,16 +532,16 @@ void PushSums(Enemy& e, bool joined, bool used = false) {
   op.table = hashed.id;
   op.keys = 1;
   op.given = 1;
-  op.place = frugal::kNoPlace;
+  op.shm_address = frugal::kNoShmAddress;
   const uint64_t key = (uint64_t{1} << 40) + e.step;
   std::vector<char> payload = Bytes(op), more = Bytes(key);
   payload.insert(payload.end(), more.begin(), more.end());
   OK(e.Ask(*e.trainer, Call::kPrefetch, {e.step, 1, 1}, payload));
   BeginStep(e);
-  frugal::PartPlace part;
+  frugal::PartAddress part;
   OK(e.trainer->read(&part, sizeof part, now_ns() + uint64_t{kBoundMs} * 1000000));
   if (part.distinct != 1 || !(part.flags & frugal::kPartWhole)) Die("the key was not declared");
-  frugal::PushPlace push{};
+  frugal::PushAddress push{};
   push.table = hashed.id;
   push.whole = 1;
   if (joined) {
@@ -646,13 +646,13 @@ const std::vector<Mode>& Modes() {
          op.table = e.table;
          op.keys = 1000;
          op.given = 1;
-         op.place = uint64_t{1} << 50;
+         op.shm_address = uint64_t{1} << 50;
          (void)e.Send(*e.trainer, Call::kPrefetch, {e.step, 1, 1}, Bytes(op));
        }},
       {"sums", How::kAtOnce, "the end of a step with sums outside of its memory",
        [](Enemy& e) {
          BeginStep(e);
-         frugal::PushPlace push{};
+         frugal::PushAddress push{};
          push.table = e.table;
          push.part = frugal::kJoined;
          push.distinct = 1000;
@@ -662,7 +662,7 @@ const std::vector<Mode>& Modes() {
       {"sums-many", How::kAtOnce, "the end of a step with 2^28 rows that are none of its parts'",
        [](Enemy& e) {
          BeginStep(e);
-         frugal::PushPlace push{};
+         frugal::PushAddress push{};
          push.table = e.table;
          push.part = frugal::kJoined;
          push.distinct = uint64_t{1} << 28;
@@ -722,7 +722,7 @@ const std::vector<Mode>& Modes() {
          op.table = e.table;
          op.keys = kIds;
          op.given = 1;
-         op.place = frugal::kNoPlace;
+         op.shm_address = frugal::kNoShmAddress;
          std::vector<char> payload = Bytes(op);
          payload.resize(sizeof op + kIds * sizeof(uint64_t));
          auto* ids = payload.data() + sizeof op;

@@ -48,9 +48,9 @@ struct Told {
     ForkedDescriptors::close(connection);
     ForkedDescriptors::close(owner);
   }
-  Status find(uint64_t place, uint64_t bytes, const char** out) {
+  Status find(uint64_t shm_address, uint64_t bytes, const char** out) {
     RegionRefs reads;
-    return regions.find(place, bytes, &reads, out);
+    return regions.find(shm_address, bytes, &reads, out);
   }
   bool cut_off() const {
     char byte;
@@ -71,27 +71,27 @@ TEST(Regions, SeeWhatThereIs) {
   Told first(arena), second(arena);
   ASSERT_OK(arena.take(64 * kMiB, &b));
   std::strcpy(b + 64 * kMiB - 10, "after");
-  const uint64_t place = arena.place(b);
+  const uint64_t shm_address = arena.shm_address(b);
   RegionRefs reads;
   const char* at = nullptr;
   for (Told* t : {&first, &second}) {
-    ASSERT_OK(t->find(arena.place(a), 10, &at));
+    ASSERT_OK(t->find(arena.shm_address(a), 10, &at));
     EXPECT_STREQ(at, "before");
     reads.clear();
-    ASSERT_OK(t->regions.find(place, 64 * kMiB, &reads, &at));
+    ASSERT_OK(t->regions.find(shm_address, 64 * kMiB, &reads, &at));
     EXPECT_STREQ(at + 64 * kMiB - 10, "after");
     for (size_t page = 0; page < 64 * kMiB; page += 4096) ASSERT_EQ(at[page], 0);
-    ASSERT_OK(t->regions.find(place + 64 * kMiB - 10, 10, &reads, &at));
+    ASSERT_OK(t->regions.find(shm_address + 64 * kMiB - 10, 10, &reads, &at));
     EXPECT_STREQ(at, "after");
     EXPECT_EQ(reads.size(), 1u);
     // No more than there is, and nowhere else.
-    EXPECT_EQ(t->find(place + 1, 64 * kMiB, &at), FRUGAL_ERR_INTERNAL);
-    for (uint64_t nowhere : {place + 64 * kMiB, uint64_t{kRange}, UINT64_MAX - 4})
+    EXPECT_EQ(t->find(shm_address + 1, 64 * kMiB, &at), FRUGAL_ERR_INTERNAL);
+    for (uint64_t nowhere : {shm_address + 64 * kMiB, uint64_t{kRange}, UINT64_MAX - 4})
       EXPECT_EQ(t->find(nowhere, 4, &at), FRUGAL_ERR_INTERNAL) << nowhere;
-    EXPECT_EQ(t->find(arena.place(a), UINT64_MAX, &at), FRUGAL_ERR_INTERNAL);
+    EXPECT_EQ(t->find(arena.shm_address(a), UINT64_MAX, &at), FRUGAL_ERR_INTERNAL);
   }
   reads.clear();
-  ASSERT_OK(first.regions.find(place, 64 * kMiB, &reads, &at));
+  ASSERT_OK(first.regions.find(shm_address, 64 * kMiB, &reads, &at));
   // Nobody writes it through that.
   EXPECT_NE(0, mprotect(const_cast<char*>(at), 4096, PROT_READ | PROT_WRITE));
   arena.put_back(b, 64 * kMiB);
@@ -99,14 +99,14 @@ TEST(Regions, SeeWhatThereIs) {
   ASSERT_OK(first.regions.look());
   EXPECT_GE(shared_kib(), before + (64 << 10)) << "somebody reads it";
   EXPECT_STREQ(at + 64 * kMiB - 10, "after");
-  EXPECT_EQ(first.find(place, 1, &at), FRUGAL_ERR_INTERNAL) << "nobody else finds it";
+  EXPECT_EQ(first.find(shm_address, 1, &at), FRUGAL_ERR_INTERNAL) << "nobody else finds it";
   reads.clear();
   EXPECT_LE(shared_kib(), before + (16 << 10));
   // Who is forgotten is told nothing more.
   arena.region_publisher()->forget(second.id);
   ASSERT_OK(arena.take(16 * kMiB, &b));
-  EXPECT_EQ(first.find(arena.place(b), 1, &at), FRUGAL_OK);
-  EXPECT_EQ(second.find(arena.place(b), 1, &at), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(first.find(arena.shm_address(b), 1, &at), FRUGAL_OK);
+  EXPECT_EQ(second.find(arena.shm_address(b), 1, &at), FRUGAL_ERR_PEER_LOST);
 }
 
 // Who has not looked, or is told nothing any more, takes nothing for what it is not.
@@ -115,25 +115,25 @@ TEST(Regions, PlacesAreNeverAnothers) {
   ASSERT_OK(arena.open(40 * kMiB));  // one after the other has the same addresses
   char* data = nullptr;
   Told looks(arena), late(arena);
-  std::vector<uint64_t> places;
+  std::vector<uint64_t> shm_addresses;
   RegionRefs reads;
   const char* at = nullptr;
   for (char i = 1; i <= 20; ++i) {
     ASSERT_OK(arena.take(24 * kMiB, &data));
     std::memset(data, i, 24 * kMiB);
-    for (uint64_t before : places) EXPECT_GE(arena.place(data), before + 24 * kMiB);
-    places.push_back(arena.place(data));
-    ASSERT_OK(looks.regions.find(places.back(), 24 * kMiB, &reads, &at));
+    for (uint64_t before : shm_addresses) EXPECT_GE(arena.shm_address(data), before + 24 * kMiB);
+    shm_addresses.push_back(arena.shm_address(data));
+    ASSERT_OK(looks.regions.find(shm_addresses.back(), 24 * kMiB, &reads, &at));
     EXPECT_EQ(at[24 * kMiB - 1], i);
     if (i == 10) arena.region_publisher()->forget(late.id);
     if (i < 20) arena.put_back(data, 24 * kMiB);
   }
   ASSERT_OK(looks.regions.look());
   for (char i = 1; i <= 20; ++i) {
-    const uint64_t place = places[static_cast<size_t>(i - 1)];
-    ASSERT_OK(looks.regions.find(place, 24 * kMiB, &reads, &at));
+    const uint64_t shm_address = shm_addresses[static_cast<size_t>(i - 1)];
+    ASSERT_OK(looks.regions.find(shm_address, 24 * kMiB, &reads, &at));
     EXPECT_EQ(at[0], i) << "it is read";
-    const Status s = late.find(place, 1, &at);
+    const Status s = late.find(shm_address, 1, &at);
     EXPECT_EQ(s, i < 10 ? FRUGAL_ERR_INTERNAL : i == 10 ? FRUGAL_OK : FRUGAL_ERR_PEER_LOST) << +i;
     if (i == 10) {
       EXPECT_EQ(at[0], i);
@@ -170,17 +170,17 @@ TEST(Regions, SeeWhatADeadProcessHasLeft) {
   auto own = [&] {
     close(ends[1]);
     Arena arena;
-    uint64_t id, places[20];
+    uint64_t id, shm_addresses[20];
     char* data = nullptr;
     if (arena.open(kRange) != FRUGAL_OK) return 1;
     if (arena.region_publisher()->add(ends[0], -1, &id) != FRUGAL_OK) return 2;
     for (size_t i = 0; i < 20; ++i) {
       if (arena.take(8 * kMiB + i * kMiB, &data) != FRUGAL_OK) return 3;
       std::memset(data, static_cast<int>(i + 1), 8 * kMiB);
-      places[i] = arena.place(data);
+      shm_addresses[i] = arena.shm_address(data);
       if (i % 3 == 0) arena.put_back(data, 8 * kMiB + i * kMiB);
     }
-    if (write(pipe_ends[1], places, sizeof places) != sizeof places) return 4;
+    if (write(pipe_ends[1], shm_addresses, sizeof shm_addresses) != sizeof shm_addresses) return 4;
     kill(getpid(), SIGKILL);
     return 5;
   };
@@ -190,15 +190,16 @@ TEST(Regions, SeeWhatADeadProcessHasLeft) {
   int ended = 0;
   ASSERT_EQ(waitpid(owner, &ended, 0), owner);
   ASSERT_TRUE(WIFSIGNALED(ended)) << WEXITSTATUS(ended);
-  uint64_t places[20];
-  ASSERT_EQ(read(pipe_ends[0], places, sizeof places), static_cast<ssize_t>(sizeof places));
+  uint64_t shm_addresses[20];
+  ASSERT_EQ(read(pipe_ends[0], shm_addresses, sizeof shm_addresses),
+            static_cast<ssize_t>(sizeof shm_addresses));
   Regions regions;
   regions.open(ends[1]);
   for (size_t i = 0; i < 20; ++i) {
     if (i % 3 == 0) continue;  // what was put back may be there as yet
     RegionRefs reads;
     const char* at = nullptr;
-    ASSERT_OK(regions.find(places[i], 8 * kMiB, &reads, &at)) << i;
+    ASSERT_OK(regions.find(shm_addresses[i], 8 * kMiB, &reads, &at)) << i;
     EXPECT_EQ(at[8 * kMiB - 1], static_cast<char>(i + 1));
   }
   close(pipe_ends[0]);
@@ -216,7 +217,7 @@ TEST(Regions, ClosedIsSaid) {
   told.regions.close();
   EXPECT_EQ(told.regions.look(), FRUGAL_ERR_CLOSED);
   const char* at = nullptr;
-  EXPECT_EQ(told.find(arena.place(data), 1, &at), FRUGAL_ERR_CLOSED);
+  EXPECT_EQ(told.find(arena.shm_address(data), 1, &at), FRUGAL_ERR_CLOSED);
 }
 
 // A process that is stopped holds up nobody. From a while on it is told nothing more, and has no
@@ -241,11 +242,11 @@ TEST(Regions, WhoDoesNotLookIsCutOff) {
   EXPECT_TRUE(stopped.cut_off());
   EXPECT_FALSE(other.cut_off());
   const char* at = nullptr;
-  EXPECT_EQ(stopped.find(arena.place(data), 1, &at), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(stopped.find(arena.shm_address(data), 1, &at), FRUGAL_ERR_PEER_LOST);
   EXPECT_NE(LastMessage().find("close the engine"), std::string::npos) << LastMessage();
-  ASSERT_OK(stopped.find(arena.place(first), 6, &at));
+  ASSERT_OK(stopped.find(arena.shm_address(first), 6, &at));
   EXPECT_STREQ(at, "first");
-  ASSERT_OK(other.find(arena.place(data), 8 * kMiB, &at));
+  ASSERT_OK(other.find(arena.shm_address(data), 8 * kMiB, &at));
 }
 
 // Where the system is short of something the arena has no such memory, and nobody is cut off.
@@ -263,7 +264,7 @@ TEST(Regions, WhatCannotBeToldIsNoReadersFault) {
     ASSERT_OK(arena.take(8 * kMiB, &data));
     for (Told* t : {&a, &b}) {
       const char* at = nullptr;
-      ASSERT_OK(t->find(arena.place(data), 8 * kMiB, &at));
+      ASSERT_OK(t->find(arena.shm_address(data), 8 * kMiB, &at));
       EXPECT_FALSE(t->cut_off());
     }
     arena.put_back(data, 8 * kMiB);
@@ -276,14 +277,14 @@ TEST(Regions, SoManyAreTold) {
   ASSERT_OK(arena.open(kRange));
   Mapping memory;
   ASSERT_OK(os_reserve(2 * kMiB, true, &memory));
-  uint64_t place = 0;
+  uint64_t shm_address = 0;
   for (size_t i = 0; i < RegionPublisher::kMostBeside; ++i) {
-    ASSERT_OK(arena.region_publisher()->come(memory, &place, true));
-    ASSERT_NE(place, kNoPlace);
+    ASSERT_OK(arena.region_publisher()->come(memory, &shm_address, true));
+    ASSERT_NE(shm_address, kNoShmAddress);
   }
   uint64_t none = 0;
   ASSERT_OK(arena.region_publisher()->come(memory, &none, true));
-  EXPECT_EQ(none, kNoPlace);
+  EXPECT_EQ(none, kNoShmAddress);
   std::vector<char*> segments;
   for (int i = 0; i < 16; ++i) {
     segments.push_back(nullptr);
@@ -291,12 +292,12 @@ TEST(Regions, SoManyAreTold) {
   }
   Told late(arena);
   const char* at = nullptr;
-  EXPECT_OK(late.find(place, 1, &at));
-  EXPECT_OK(late.find(arena.place(segments.back()), 1, &at));
+  EXPECT_OK(late.find(shm_address, 1, &at));
+  EXPECT_OK(late.find(arena.shm_address(segments.back()), 1, &at));
   for (char* segment : segments) arena.put_back(segment, 8 * kMiB);
-  arena.region_publisher()->go(place);
-  EXPECT_OK(arena.region_publisher()->come(memory, &place, true));
-  EXPECT_NE(place, kNoPlace);
+  arena.region_publisher()->go(shm_address);
+  EXPECT_OK(arena.region_publisher()->come(memory, &shm_address, true));
+  EXPECT_NE(shm_address, kNoShmAddress);
   os_release(&memory);
 }
 
@@ -336,18 +337,18 @@ TEST(Regions, LookAgainWhereTheyCouldNot) {
   const rlimit none{0, limit.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
   const char* at = nullptr;
-  EXPECT_EQ(t.find(arena.place(b), 16 * kMiB, &at), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_EQ(t.find(arena.shm_address(b), 16 * kMiB, &at), FRUGAL_ERR_OUT_OF_MEMORY);
   EXPECT_NE(LastMessage().find("descriptor"), std::string::npos) << LastMessage();
   char* more = nullptr;
   EXPECT_EQ(arena.take(32 * kMiB, &more), FRUGAL_ERR_OUT_OF_MEMORY);
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
   os_test_fail_after(1);
-  EXPECT_EQ(t.find(arena.place(b), 16 * kMiB, &at), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_EQ(t.find(arena.shm_address(b), 16 * kMiB, &at), FRUGAL_ERR_OUT_OF_MEMORY);
   os_test_fail_after(0);
-  ASSERT_OK(t.find(arena.place(b), 16 * kMiB, &at));
+  ASSERT_OK(t.find(arena.shm_address(b), 16 * kMiB, &at));
   EXPECT_STREQ(at, "there");
   ASSERT_OK(arena.take(32 * kMiB, &more));
-  ASSERT_OK(t.find(arena.place(more), 32 * kMiB, &at));
+  ASSERT_OK(t.find(arena.shm_address(more), 32 * kMiB, &at));
 }
 
 // Pieces of all sizes come and go; they do not overlap, and each is seen as it is.
@@ -384,7 +385,7 @@ TEST(Regions, PiecesNeitherOverlapNorGetLost) {
       const Piece gone = pieces.back();
       pieces.pop_back();
       const char* at = nullptr;
-      ASSERT_OK(t.find(arena.place(gone.data), gone.pages * kHugePage, &at));
+      ASSERT_OK(t.find(arena.shm_address(gone.data), gone.pages * kHugePage, &at));
       for (size_t p = 0; p < gone.pages; ++p) {
         EXPECT_EQ(std::memcmp(at + p * kHugePage, &gone.mark, sizeof gone.mark), 0);
         used[arena.offset(gone.data) / kHugePage + p] = false;
@@ -417,7 +418,7 @@ TEST(Regions, WithoutMemory) {
       }
     EXPECT_GT(without.rounds(), 2);
     WithoutMemory looking;
-    while (looking.next()) looking([&] { return t.find(arena.place(data), bytes, &at); });
+    while (looking.next()) looking([&] { return t.find(arena.shm_address(data), bytes, &at); });
     EXPECT_GT(looking.rounds(), 1);
     arena.put_back(data, bytes);
     ASSERT_OK(t.regions.look());

@@ -24,8 +24,8 @@ class StagingTest : public testing::Test {
     if (staging) staging->drop_reference();
   }
   uint64_t released() {
-    uint64_t place = UINT64_MAX;
-    return trainer->next_release(&place) ? place : UINT64_MAX;
+    uint64_t shm_address = UINT64_MAX;
+    return trainer->next_release(&shm_address) ? shm_address : UINT64_MAX;
   }
   std::shared_ptr<Channel> controller;
   std::unique_ptr<Channel> trainer;
