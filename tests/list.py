@@ -1,7 +1,7 @@
 """Lists what each test file shows: its path in tests/ and the first sentence of its banner.
 
-    tests/list.py [WORD]...     all test files, or those whose path or banner has one of the words
-    tests/list.py --check       checks the banners and the heads of the mutants' patches
+    python3 tests/list.py [WORD]...     all test files, or those whose path or banner has one of the words
+    python3 tests/list.py --check       checks the banners and the heads of the mutants' patches
 
 A test file is tests/**/*_test.cpp. Its banner is the comment at its beginning, and the banner's first paragraph says
 in at most 25 words what the test shows. A patch of tests/mutants begins with a line of at most 25 words that says what
