@@ -48,7 +48,7 @@
  *              A struct_size that this library does not know is an error, and so is an unknown
  *              flag.
  * Threads      Any number of threads may use a `const` handle at once.
- *              A trainer that is not const is for one thread at a time.
+ *              A call with a trainer that is not const: one thread at a time for that trainer.
  *              Different trainers are independent.
  *              "any" in a comment: any number of threads may make the call at once.
  * Memory       The library reads and writes the caller's buffers during the call only, and keeps
@@ -264,7 +264,7 @@ typedef enum frugal_flush_mode {
   /* The baseline FRUGAL-SYNC: all updates of a step are written before the next step begins.
    * Today it works as AT_ONCE does. */
   FRUGAL_FLUSH_WRITE_THROUGH = 3,
-  /* A baseline: deferred, and the queue is a heap with a lock for each of its nodes. */
+  /* A baseline: deferred, and the queue is a heap with a lock for each heap node. */
   FRUGAL_FLUSH_TREE_HEAP = 4
 } frugal_flush_mode;
 
@@ -493,7 +493,8 @@ typedef enum frugal_optimizer_kind {
 
 /* Hyper-parameters of a table. Its first update fixes the kind and initial_accumulator. All other
  * fields may change for any step that is not committed yet. Every value is finite. A bound holds
- * for the kinds that use the field; a value outside it is INVALID_ARGUMENT. */
+ * for the kinds that use the field; a value outside it is INVALID_ARGUMENT. eps and
+ * initial_accumulator are 0 or more for every kind. */
 typedef struct frugal_optimizer {
   size_t struct_size;
   /* frugal_optimizer_kind; default FRUGAL_SGD. */
@@ -768,7 +769,7 @@ FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 
 /* Reads `count` rows.
  * Row i is at byte i * row_stride of rows_out; stride 0 means packed.
- * For a missing row of a hashed table the place in rows_out is left untouched.
+ * For a missing row of a hashed table its part of rows_out is left untouched.
  * found_out[i] is 1 if the row exists, else 0; found_out may be NULL.
  * It creates nothing.
  *
@@ -1066,7 +1067,7 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
  *        and pushes follow. frugal_step_end submits the rank's gradients; the step commits when the
  *        last rank ends it. frugal_step_abort undoes it on all ranks, and each begins it again.
  *
- * A program that goes on after frugal_trainer_create begins with frugal_committed_step + 1.
+ * A trainer that joins an engine with committed steps begins with frugal_committed_step + 1.
  *
  * Example: two ranks, one step, and an abort of it. As a rule each rank is a thread of its own.
  *
@@ -1098,7 +1099,7 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
  * Where a trainer process is lost, the call waits until a trainer joins as its rank.
  *
  * Returns:  FRUGAL_OK
- *           STEP_ORDER: it is the turn of another step; the message names it
+ *           STEP_ORDER: another step must come now; the message names it
  *           INVALID_ARGUMENT: the step is above 2^64 - 66
  *           TIMEOUT
  *           STEP_ABORTED: the last step was undone; the message names the step to begin
@@ -1122,7 +1123,8 @@ FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int
  *           STEP_ABORTED
  *           STRUCT_SIZE
  *           INVALID_ARGUMENT
- * Waits:    for pending updates of keys that were not declared, up to the engine's timeout_ms
+ * Waits:    for pending updates of keys that were not declared, up to the engine's timeout_ms; with
+ *           staleness also for rows that another thread is writing
  * Threads:  one at a time for a trainer
  */
 FRUGAL_API int32_t frugal_lookup(frugal_trainer *trainer, const frugal_op *ops, size_t op_count);
@@ -1185,7 +1187,7 @@ FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *op
  *           NAN: found in memory of the GPU
  *           INVALID_ARGUMENT: offsets in memory of the GPU are wrong
  *           DEVICE: the GPU failed
- *           TIMEOUT: of the wait for the stream; call again
+ *           TIMEOUT: the stream took longer than the engine's timeout_ms; call again
  * Waits:    never for another rank; on a GPU it may wait for the stream (section 9)
  * Threads:  one at a time for a trainer
  */
@@ -1246,9 +1248,9 @@ FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trai
  * - log is never called.
  * - flush_threads bounds this process's threads that help with large calls.
  * - All other fields have the values of the engine. Those of a frugal-controller's engine come from
- *   the process that attached first.
- * - A rank is lost when other ranks have waited for it and its process was unresponsive. That takes
- *   the timeout_ms of the process that attached first.
+ *   the process that attached first, and so does that engine's own timeout_ms.
+ * - A rank is lost when other ranks have waited for it for the engine's timeout_ms, and its process
+ *   was unresponsive in that time.
  * - When a rank is lost every uncommitted step is undone. The other ranks' calls return PEER_LOST,
  *   and frugal_step_begin waits until a trainer joins as that rank.
  * - Every call may return PEER_LOST. If the controller does not reply, a call may return TIMEOUT or
