@@ -261,8 +261,8 @@ typedef enum frugal_flush_mode {
   FRUGAL_FLUSH_AT_ONCE = 1,
   /* Updates wait in a two-level queue by priority. */
   FRUGAL_FLUSH_DEFERRED = 2,
-  /* The baseline FRUGAL-SYNC: all updates of a step are written before the next step begins.
-   * Today it works as AT_ONCE does. */
+  /* The baseline FRUGAL-SYNC: flush threads write all updates at the step's end, and trainers wait
+   * for them. Without flush threads the waiting trainers write. */
   FRUGAL_FLUSH_WRITE_THROUGH = 3,
   /* A baseline: deferred, and the queue is a heap with a lock for each heap node. */
   FRUGAL_FLUSH_TREE_HEAP = 4
