@@ -264,7 +264,7 @@ typedef enum frugal_flush_mode {
   /* The baseline FRUGAL-SYNC: flush threads write all updates at the step's end, and trainers wait
    * for them. Without flush threads the waiting trainers write. */
   FRUGAL_FLUSH_WRITE_THROUGH = 3,
-  /* A baseline: deferred, and the queue is a heap with a lock for each heap node. */
+  /* A baseline: deferred, and the queue is a heap with a lock for each item. */
   FRUGAL_FLUSH_TREE_HEAP = 4
 } frugal_flush_mode;
 

@@ -119,7 +119,7 @@ def check_sentences(tree):
         for line, block in blocks(piece.text, piece.line, False) if piece.kind == 'comment' else [piece[1:3]]:
           text = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', block) if piece.kind in ('comment', 'block') else ''
           text = re.sub(r'`[^`]*`', 'X', text).replace('**', '').replace('e.g.', 'eg').replace('i.e.', 'ie')
-          for sentence in re.split(r'(?<=[.!?])(?=["\')]*\s+[A-Z`"(*])', text):
+          for sentence in re.split(r'(?<=[.!?])(?=["\')]*\s+(?:[A-Z`"(*]|frugal_))', text):
             count = sum(bool(re.search('[A-Za-z]', w)) for w in re.findall(r"\w[\w'./:-]*", sentence))
             if count > SENTENCE_WORDS:
               start = line + re.match(r'\s*', sentence).group().count('\n')
@@ -181,12 +181,14 @@ QUOTED = re.compile(DOCUMENT + r'"(?P<heading>[^"]+)"(?P<of>)')
 
 def check_sections(tree):
   """References to headings, and links to files, that do not exist. A number alone may be of any document."""
-  headings = [(s.path, re.sub('[`*]', '', h)) for s in tree.documents for h in re.findall(r'(?m)^#+ +(.*?) *$', s.text)]
+  headings = [(s.path, re.sub('[`*]', '', h)) for s in tree.sources.values() if s.ending in ('.md', '.h')
+              for h in re.findall(r'(?m)^(?:#+ +| \* (?=\d+\. ))(.*?) *$', s.text)]
   for source in tree.sources.values():
     for piece in source.pieces:
       for pattern in (NUMBER, QUOTED) if piece.kind in ('comment', 'block') else ():
         for match in pattern.finditer(piece.text):
-          document = match['document'] or match['of'] or (source.path if source.ending == '.md' else '.md')
+          own = source.ending == '.md' or source.path.startswith('include/')
+          document = match['document'] or match['of'] or (source.path if own else '.md')
           wanted = ' '.join(match['heading'].split())
           there = [heading for path, heading in headings if path.endswith(document.lstrip('./'))]
           if not (wanted in there or pattern == NUMBER and any(re.match(wanted + r'\b', heading) for heading in there)):

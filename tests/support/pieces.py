@@ -16,7 +16,8 @@ JULIA = re.compile(HASHED + ')|' + CHARACTER + '|' + NAME, re.S)
 SHELL_LIKE = re.compile(HASHED + r"|'(?:\\.|[^'\\\n])*')|" + NAME, re.S)
 C_ENDINGS = ('.h', '.hpp', '.cpp', '.c', '.inc', '.cu', '.rs')
 LEADER = re.compile(r'(?m)^[ \t]*(?://[/!]?<?|/?\*+/?|#+)|\*+/|"""|\'\'\'')
-ITEM = re.compile(r'(?:[-*+]|\d+\.|[A-Z][A-Z_0-9]+:)\s+|Returns:')
+ITEM = re.compile(r'(?:[-*+]|\d+\.|[A-Z][A-Z_0-9]+:)\s+|[A-Z][A-Z_]{3,}$|[A-Z][a-z]+: ')
+COLUMN = re.compile(r'\S.*?\S {2,}(?=\S)')  # a comment's tables have columns between spaces
 
 
 def blocks(text, line=1, markdown=True):
@@ -25,13 +26,15 @@ def blocks(text, line=1, markdown=True):
   for n, raw in enumerate(text.split('\n') + [''], line):
     row = raw.strip()
     fence = markdown and row.startswith('```')
-    item, cells, heading = ITEM.match(row), row.startswith('|'), markdown and row.startswith('#')
-    code = fence or fenced or markdown and raw.startswith('    ') and not block and not listed
+    item = ITEM.match(row) or not markdown and COLUMN.match(row)
+    cells, heading = row.startswith('|'), markdown and row.startswith('#')
+    code = fence or fenced or raw.startswith('    ') and not block and not listed and not item
     if block and (code or not row or item or cells or heading or not row.strip('-= ')):
       yield at, '\n'.join(block)
       block = []
     fenced ^= fence
     if code or not row.strip('-=|: '):
+      listed = listed and markdown
       continue
     listed = bool(item) or listed and raw.startswith(' ')
     if cells or heading:
