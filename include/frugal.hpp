@@ -1,10 +1,13 @@
 // frugal.hpp - the C ABI of frugal.h for C++17 and later: RAII, exceptions, spans. Header only.
 //
-// Invariants: a class holds one handle of frugal.h and nothing else that matters; every call maps
-// to the C function of the same name, which documents threads, ownership and statuses. A status
-// other than FRUGAL_OK becomes a frugal::Error. Classes are move-only; a moved-from object holds
-// NULL. Destructors never throw and may run in any order: a handle that is already closed is no
-// error to close.
+// - A class holds one handle of frugal.h, and nothing else that matters.
+// - Each method maps to the C function of the same name. The comment of that function says which
+//   threads may call it, what each side owns, and which statuses it has.
+// - A status other than FRUGAL_OK becomes a frugal::Error.
+// - Classes are move-only. A moved-from object holds NULL.
+// - Destructors never throw, and may run in any order. A handle that is closed already is no error.
+//
+// Example: a table, a trainer, and a hundred steps.
 //
 //     frugal::Engine engine;
 //     auto config = frugal::TableConfig("users", /*rows=*/1000, /*dim=*/16);
@@ -34,7 +37,7 @@
 
 namespace frugal {
 
-// A failed call: its status, and the codes of the system or device call behind it.
+// A failed call: its status, and the code of the system or device call that caused it.
 class Error : public std::runtime_error {
  public:
   Error(int32_t status, const std::string& message, int32_t system_code = 0,
@@ -60,7 +63,7 @@ inline void Check(int32_t status) {
   throw Error(status, error.message, error.system_code, error.device_code);
 }
 
-// A view of contiguous elements, as std::span of C++20. Made from anything with data() and
+// A view of contiguous elements, as std::span of C++20. It is made from an object with data() and
 // size(), from a pointer and a size, or from an array.
 template <typename T>
 class Span {
@@ -87,14 +90,16 @@ class Span {
   size_t size_ = 0;
 };
 
-// Configurations with every default set. A `service` must live until the engine is open.
+// An engine's configuration with every default set. The string that config.service points to must
+// live until the engine is open.
 inline frugal_config Config() {
   frugal_config config;
   frugal_config_init(&config);
   return config;
 }
 
-// `name` must live until the table is created.
+// A table's configuration; all other fields have their defaults. The string `name` must live until
+// the table is created.
 inline frugal_table_config TableConfig(const char* name, uint64_t rows, uint32_t dim) {
   frugal_table_config config;
   frugal_table_config_init(&config);
@@ -104,6 +109,7 @@ inline frugal_table_config TableConfig(const char* name, uint64_t rows, uint32_t
   return config;
 }
 
+// A trainer's configuration; all other fields have their defaults.
 inline frugal_trainer_config TrainerConfig(uint32_t rank = 0) {
   frugal_trainer_config config;
   frugal_trainer_config_init(&config);
@@ -111,6 +117,7 @@ inline frugal_trainer_config TrainerConfig(uint32_t rank = 0) {
   return config;
 }
 
+// Hyper-parameters of that kind; all other fields have their defaults.
 inline frugal_optimizer Optimizer(int32_t kind = FRUGAL_SGD) {
   frugal_optimizer optimizer;
   frugal_optimizer_init(&optimizer);
@@ -118,6 +125,7 @@ inline frugal_optimizer Optimizer(int32_t kind = FRUGAL_SGD) {
   return optimizer;
 }
 
+// An op with every default set.
 inline frugal_op Op() {
   frugal_op op;
   frugal_op_init(&op);
@@ -126,7 +134,7 @@ inline frugal_op Op() {
 
 namespace internal {
 
-// A value that leaves its place when it is moved: what stays behind is T().
+// A value that a move takes along: the moved-from object holds T().
 template <typename T>
 class Moved {
  public:
@@ -144,7 +152,7 @@ class Moved {
   T value_ = T();
 };
 
-// A handle that is closed by its owner's end, or when another takes its place.
+// A handle that is closed when its owner is destroyed, or when another handle is assigned.
 template <typename T, int32_t (*kClose)(T*)>
 class Owned {
  public:
@@ -174,7 +182,7 @@ inline void CheckSize(size_t have, size_t need, const char* what) {
 
 }  // namespace internal
 
-// A table. The engine owns it: the destructor leaves it as it is, Drop() removes it.
+// A table. The engine owns it: the destructor does not drop it, Drop() does.
 class Table {
  public:
   Table() noexcept = default;
@@ -184,7 +192,7 @@ class Table {
 
   frugal_table* get() const noexcept { return handle_; }
   uint32_t dim() const noexcept { return dim_; }
-  // Floats of a row: dim(), or with FRUGAL_WITH_STATE those of its optimizer state, too.
+  // Floats of a row: dim(); with FRUGAL_WITH_STATE also those of its optimizer state.
   size_t RowFloats(uint32_t flags = 0) const {
     return dim() + (flags & FRUGAL_WITH_STATE ? static_cast<size_t>(Describe().state_floats) : 0);
   }
@@ -202,7 +210,7 @@ class Table {
     return count;
   }
 
-  // All keys, in the rows' internal order.
+  // Returns all keys, in the rows' internal order.
   std::vector<uint64_t> Keys() const {
     std::vector<uint64_t> keys(Count());
     uint64_t cursor = 0;
@@ -214,8 +222,8 @@ class Table {
     return keys;
   }
 
-  // `rows` has RowFloats(flags) floats for each key: its values and, with FRUGAL_WITH_STATE, its
-  // optimizer state. With `found`, as many bytes as keys.
+  // Reads rows. `rows` has RowFloats(flags) floats for each key: its values and, with
+  // FRUGAL_WITH_STATE, its optimizer state. `found` is empty, or has a byte for each key.
   void Get(Span<const uint64_t> keys, Span<float> rows, Span<uint8_t> found = {},
            uint32_t flags = 0) const {
     internal::CheckSize(rows.size(), keys.size() * RowFloats(flags), "rows");
@@ -223,13 +231,14 @@ class Table {
     Check(frugal_get(get(), keys.data(), keys.size(), flags, rows.data(), 0, found.data()));
   }
 
-  // As Get; without FRUGAL_WITH_STATE the rows' optimizer state begins anew.
+  // Writes rows, laid out as for Get. Without FRUGAL_WITH_STATE they get the optimizer state of new
+  // rows.
   void Put(Span<const uint64_t> keys, Span<const float> rows, uint32_t flags = 0) {
     internal::CheckSize(rows.size(), keys.size() * RowFloats(flags), "rows");
     Check(frugal_put(get(), keys.data(), keys.size(), flags, rows.data(), 0));
   }
 
-  // Returns the number of rows that were there.
+  // Returns the number of rows that existed.
   uint64_t Delete(Span<const uint64_t> keys) {
     uint64_t deleted = 0;
     Check(frugal_delete(get(), keys.data(), keys.size(), &deleted));
@@ -240,7 +249,7 @@ class Table {
     Check(frugal_table_set_optimizer(get(), first_step, &optimizer));
   }
 
-  // After an error, as FRUGAL_ERR_BUSY, the table is there as before, and this object still its.
+  // After an error, as FRUGAL_ERR_BUSY, the table exists as before, and this object still names it.
   void Drop() {
     Check(frugal_table_drop(get()));
     handle_.Release();
@@ -251,13 +260,13 @@ class Table {
   internal::Moved<uint32_t> dim_;
 };
 
-// Keys declared for one step; the library forgets them when the step ends.
+// Keys declared for one step. The batch ends with its step.
 class Batch {
  public:
   Batch() noexcept = default;
 
   frugal_batch* get() const noexcept { return handle_; }
-  // Of a batch of one table: number of keys and of the floats in their rows.
+  // For a batch of one table: its number of keys, and of the floats in their rows.
   size_t size() const noexcept { return size_; }
   size_t floats() const noexcept { return size_ * dim_; }
 
@@ -275,7 +284,7 @@ class Batch {
     return op;
   }
 
-  // To the C functions no batch and no keys would be a call without keys.
+  // The C functions take an op with neither batch nor keys for one without keys. So this throws.
   void CheckDeclared() const {
     if (get() == nullptr)
       throw Error(FRUGAL_ERR_BAD_HANDLE, "the batch was moved, cancelled or never declared");
@@ -287,11 +296,12 @@ class Batch {
   internal::Moved<uint32_t> dim_;
 };
 
-// Ops for calls on several tables, or with bags. Outputs, gradients and bags are set afterwards;
-// what is given must live until the call.
+// Ops for calls on several tables, or with bags. The caller then sets outputs, gradients and bags.
+// Everything that an op points to must live until the call.
 
+// An op with any keys.
 inline frugal_op Op(const Table& table, Span<const uint64_t> keys) {
-  static constexpr uint64_t kNone = 0;  // NULL would not say "no keys" in an op with a batch
+  static constexpr uint64_t kNone = 0;  // in an op with a batch NULL means the declared keys
   frugal_op op = Op();
   op.table = table.get();
   op.keys = keys.data() == nullptr ? &kNone : keys.data();
@@ -299,7 +309,7 @@ inline frugal_op Op(const Table& table, Span<const uint64_t> keys) {
   return op;
 }
 
-// Exactly the keys of a part of a declared batch.
+// An op with exactly the keys of a part of a declared batch.
 inline frugal_op Op(const Table& table, const Batch& batch, uint32_t part = 0) {
   batch.CheckDeclared();
   frugal_op op = Op();
@@ -309,7 +319,8 @@ inline frugal_op Op(const Table& table, const Batch& batch, uint32_t part = 0) {
   return op;
 }
 
-// Bag b has the keys offsets[b] .. offsets[b + 1] - 1. Weights, for sums only: one for each key.
+// Pools an op's keys in bags. Bag b has the keys offsets[b] .. offsets[b + 1] - 1. Weights are for
+// sums only, one for each key.
 inline void SetBags(frugal_op* op, int32_t pooling, Span<const uint64_t> offsets,
                     Span<const float> weights = {}) {
   internal::CheckSize(offsets.size(), 1, "offsets");
@@ -327,7 +338,7 @@ inline void SetPadding(frugal_op* op, uint64_t key) {
   op->flags |= FRUGAL_OP_PADDING;
 }
 
-// A rank of synchronous training; leaves when it is destroyed. One thread at a time.
+// A rank of synchronous training. Its destructor leaves the rank. One thread at a time calls it.
 class Trainer {
  public:
   Trainer() noexcept = default;
@@ -335,11 +346,13 @@ class Trainer {
 
   frugal_trainer* get() const noexcept { return handle_.get(); }
   void Close() { Check(frugal_trainer_close(handle_.Release())); }
-  // As if this process had ended: with a service others wait until somebody joins as this rank.
+  // As if this process had ended: with a service the other ranks wait until a trainer joins as this
+  // rank.
   void Abandon() { Check(frugal_trainer_abandon(handle_.Release())); }
-  // A cudaStream_t for what this trainer's calls do from now on.
+  // Names the stream, a cudaStream_t, of this trainer's calls from now on.
   void SetStream(void* stream) { Check(frugal_set_stream(get(), stream)); }
 
+  // Declares keys of one table for a step.
   Batch Prefetch(uint64_t step, const Table& table, Span<const uint64_t> keys) {
     frugal_op op = Op();
     op.table = table.get();
@@ -350,7 +363,7 @@ class Trainer {
     return Batch(batch, table.get(), keys.size(), table.dim());
   }
 
-  // Of many tables: give the batch and its parts to the ops of Lookup and PushGrad.
+  // Declares keys of many tables. The ops of Lookup and PushGrad name the batch and its parts.
   Batch Prefetch(uint64_t step, Span<const frugal_op> ops) {
     frugal_batch* batch = nullptr;
     Check(frugal_prefetch(get(), step, ops.data(), ops.size(), &batch));
@@ -367,7 +380,7 @@ class Trainer {
     Check(frugal_step_begin(get(), step, timeout_ms));
   }
 
-  // Rows of a declared batch of one table.
+  // Reads the rows of a declared batch of one table.
   void Lookup(const Batch& batch, Span<float> rows) {
     internal::CheckSize(rows.size(), batch.floats(), "rows");
     frugal_op op = batch.ToOp();
@@ -375,7 +388,7 @@ class Trainer {
     Check(frugal_lookup(get(), &op, 1));
   }
 
-  // Rows of any keys, declared or not.
+  // Reads the rows of any keys, declared or not.
   void Lookup(const Table& table, Span<const uint64_t> keys, Span<float> rows) {
     internal::CheckSize(rows.size(), keys.size() * table.dim(), "rows");
     frugal_op op = Op();
@@ -409,7 +422,7 @@ class Trainer {
     Check(frugal_push_grad(get(), ops.data(), ops.size()));
   }
 
-  // Memory for `floats` gradients that the engine lends for this step.
+  // Memory for `floats` gradients, which the engine lends for this step.
   Span<float> Borrow(size_t floats) {
     if (floats > SIZE_MAX / sizeof(float))
       throw Error(FRUGAL_ERR_OUT_OF_MEMORY, "there is not as much memory in the world");
@@ -425,7 +438,7 @@ class Trainer {
   internal::Owned<frugal_trainer, frugal_trainer_close> handle_;
 };
 
-// An engine; closed when it is destroyed, its tables with it.
+// An engine. Its destructor closes it, which frees its tables.
 class Engine {
  public:
   explicit Engine(const frugal_config& config = Config()) {
@@ -449,7 +462,7 @@ class Engine {
     return Table(table);
   }
 
-  // Of all tables, in the order of their creation.
+  // Returns the names of all tables, in the order of their creation.
   std::vector<std::string> TableNames() const {
     std::vector<std::string> names;
     char name[256];
@@ -468,14 +481,15 @@ class Engine {
     return Trainer(trainer);
   }
 
-  // FRUGAL_OK, or the status of the first background failure; of a closed engine BAD_HANDLE.
+  // Returns FRUGAL_OK, or the status of the first background failure. Of a closed engine it is
+  // FRUGAL_ERR_BAD_HANDLE.
   int32_t Health() const noexcept { return frugal_health(get()); }
 
   void Flush(int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
     Check(frugal_flush(get(), timeout_ms));
   }
 
-  // The last step that all ranks have ended, if any.
+  // Returns the last step that all ranks have ended, if any.
   std::optional<uint64_t> CommittedStep() const {
     uint64_t step = FRUGAL_NO_STEP;
     Check(frugal_committed_step(get(), &step));
@@ -483,7 +497,7 @@ class Engine {
     return step;
   }
 
-  // Evaluation: creates and declares nothing. `trainer` may be NULL.
+  // Reads rows for evaluation. It creates and declares nothing. `trainer` may be NULL.
   void Read(Trainer* trainer, Span<const frugal_op> ops,
             int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
     if (trainer != nullptr && trainer->get() == nullptr)
@@ -499,9 +513,9 @@ class Engine {
     return stats;
   }
 
-  // The text that Prometheus scrapes.
+  // Returns the text of a Prometheus scrape.
   std::string Metrics() const {
-    // It may grow between two calls: room for more than was asked for.
+    // The text may grow between two calls, so there is room for more than it took.
     std::string text(16384, '\0');
     for (;;) {
       size_t size = 0;
@@ -515,11 +529,11 @@ class Engine {
     }
   }
 
-  // Records the newest `events` until TraceStop writes them to a file; nullptr forgets them.
+  // Records the newest `events` events. TraceStop writes them to a file; nullptr discards them.
   void TraceStart(size_t events = size_t{1} << 17) { Check(frugal_trace_start(get(), events)); }
   void TraceStop(const char* path) { Check(frugal_trace_stop(get(), path)); }
 
-  // Lets other processes attach by frugal_config.service.
+  // Lets other processes attach to this engine by frugal_config.service.
   void Serve(const char* address) { Check(frugal_serve(get(), address)); }
 
  private:

@@ -1,7 +1,7 @@
-// A tiny job of very many steps: memory must stay what it is.
+// Memory of a tiny job stays constant over very many steps.
 //
-//   steady_test STEPS [MODE] [FLUSH_THREADS] [KIB]     MODE: 0 auto, 1 at once, 2 deferred
-//   (frugal.h)
+//    steady_test STEPS [MODE] [FLUSH_THREADS] [KIB]
+//        MODE: 0 auto, 1 at once, 2 deferred (frugal.h)
 //
 // Resident memory after all steps may exceed that after a tenth of them by KIB (1024) at most.
 #include <unistd.h>

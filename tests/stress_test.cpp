@@ -1,20 +1,20 @@
-// Everything at once: several threads make random calls on one engine over the C ABI, ranks join,
-// leave and are closed by others, steps are aborted, tables dropped and made again, and at a random
-// moment the engine is closed beside all of it. What can be checked without knowing who was first,
-// is:
+// Random calls of several threads while ranks, tables and the engine close: only documented
+// statuses, no hang, no torn or foreign row.
 //
-// - a call answers only what frugal.h names for it, and only where that can be: CLOSED and
-// BAD_HANDLE need
-//   somebody who closed or dropped something, for instance;
-// - no call hangs;
-// - no row is torn or another key's. Most tables hold whole numbers: the elements of a row are n,
-// and the
-//   first is n x a factor of the key. Puts write such rows, gradients are such rows, SGD with a
-//   rate of 1 keeps them so. In the other tables all elements of a row are equal;
-// - without staleness a row is the same each time that a step looks it up;
-// - at the end nothing is pending, and a table has room for as many rows as it says.
+// Ranks join, leave and are closed by other threads. Steps are aborted, and tables are dropped and
+// created again. At a random moment the engine is closed concurrently with all of it. The test
+// checks what holds in any order of events:
 //
-//   stress_test [--seeds N] [--first SEED] [--verbose] [gtest's arguments]
+// - A call returns only a status that frugal.h names for it, and only where that status is
+//   possible. For instance, CLOSED and BAD_HANDLE need an earlier close or drop.
+// - No call hangs.
+// - No row is torn or another key's. Most tables hold whole numbers: the elements of a row are n,
+//   and the first is n x a factor of the key. Puts write such rows, gradients are such rows, and
+//   SGD with a rate of 1 keeps them so. In the other tables all elements of a row are equal.
+// - Without staleness a row is the same each time that a step reads it.
+// - At the end nothing is pending, and a table has room for as many rows as it reports.
+//
+//    stress_test [--seeds N] [--first SEED] [--verbose] [gtest's arguments]
 #include <unistd.h>
 
 #include <gtest/gtest.h>

@@ -1,8 +1,8 @@
-// lib/arith and base/fpenv.h: shapes of sums, optimizers against an evaluation in double, initial
-// values against the distributions that they should have.
+// The equations of lib/arith: sums, optimizers against an evaluation in double, and the
+// distributions of initial values.
 //
-// What: kernels_test compares bits; this test asks whether the equations themselves are right.
-// Callers: ctest.
+// kernels_test compares bits. This test checks that the equations themselves are right. It also
+// covers base/fpenv.h.
 #include <gtest/gtest.h>
 
 #include <bit>

@@ -1,4 +1,7 @@
-// Memory that several processes look at: its pieces, and when it goes back to the system.
+// Memory that other processes read returns to the system after its last reader, stays in few
+// segments, and counts against the limit meanwhile.
+//
+// Also: parts of another process's mapping.
 #include "base/arena.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
-// Buffers that are kept for later: what they are used again for, and how much of them stays.
+// Buffers kept for reuse: which request reuses one, how many stay, which limit counts them, and the
+// status without memory.
 #include "base/buffer.h"
 
 #include <gtest/gtest.h>

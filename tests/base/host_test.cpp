@@ -1,4 +1,5 @@
-// A program that links the library keeps its own malloc, and the engine does not live in it.
+// A program that links the library keeps its own malloc and operator new, and training does not
+// grow its heap.
 #include <dlfcn.h>
 #include <malloc.h>
 

@@ -1,4 +1,5 @@
-// Shared memory: what is mapped from another process, and what is not; sleeping on words in it.
+// Shared memory: its seals, mappings, reading descriptors and limits, memory of another origin that
+// is refused, and futex waits on words in it.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>

@@ -1,4 +1,4 @@
-// The stopwatch beside the clock that it stands for.
+// The stopwatch agrees with the clock that it replaces, and does not go back in a thread.
 #include "base/stopwatch.h"
 
 #include <gtest/gtest.h>

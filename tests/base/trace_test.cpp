@@ -1,5 +1,8 @@
-// What an engine tells about itself: the trace of its pipeline, and the text for Prometheus. Linked
-// with the objects of the library, for the hooks that make memory and file calls fail.
+// A trace is JSON with each rank's steps, rows and waits; starts and stops during training; each
+// failure; each metric.
+//
+// The program is linked with the library's objects, for the hooks that make memory and file calls
+// fail.
 #include <dirent.h>
 #include <sys/resource.h>
 #include <sys/stat.h>

@@ -1,6 +1,8 @@
-// A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that
-// lines have the bits of the host rows. Random refreshes beside a model that knows all declared
-// reads and looks for the best row to evict.
+// A trainer's cache of a table admits and evicts the rows that a model chooses, and cached rows
+// have the host rows' bits.
+//
+// Random cache refreshes run against a model that knows all declared reads and finds the best row
+// to evict. The test also checks which cached rows an update touches.
 #include "cache/cached_rows.h"
 
 #include <algorithm>

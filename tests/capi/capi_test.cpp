@@ -1,5 +1,5 @@
-// The C ABI from outside: bad input, and the finer points of the protocol. Every refusal is a named
-// status with a message, changes nothing, and leaves other trainers free to go on.
+// The C ABI from outside: each wrong call returns a named status with a message, changes nothing,
+// and leaves other trainers able to continue.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -1,7 +1,9 @@
-// Memory that runs out, in one call after the other: each answers with a status, can be repeated,
-// and the bits are right; the engine stays healthy; nobody hangs. Linked with the objects of the
-// library, for the hooks that make memory calls fail where tests/failing, which sweeps whole jobs,
-// cannot: under a sanitizer.
+// Each request for memory fails once: the call returns a status, the repeated call gives the right
+// bits, nothing hangs.
+//
+// The engine stays healthy. Closing an engine commits its stalled commit. The program is linked
+// with the library's objects. Their hooks make memory calls fail under a sanitizer as well.
+// tests/failing sweeps whole jobs and cannot run there.
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/wait.h>

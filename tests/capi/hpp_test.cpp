@@ -1,4 +1,5 @@
-// frugal.hpp: the wrapper calls what it says, throws what it says, and frees what it holds.
+// frugal.hpp: each wrapper makes the call that it names, throws the documented exception, and frees
+// what it holds.
 #include "frugal.hpp"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,8 @@
-// lib/device/cuda/runtime.cpp on a stand-in for CUDA: what it asks for, what it leaves as found,
-// and what it says when a call fails. What CUDA itself does is not tested here.
+// lib/device/cuda/runtime.cpp on a stand-in for CUDA with two devices: arguments of each call,
+// preloaded kernels, refusals, the kind of each error.
+//
+// The caller's context, capture mode and last error stay unchanged, whichever call fails. What CUDA
+// itself does is not tested here.
 #include <gtest/gtest.h>
 
 #include <chrono>

@@ -1,5 +1,5 @@
-// Devices that are not there: a name of none, a build without CUDA, a machine without a driver or
-// with no GPU to be seen.
+// A device that cannot be opened gives a result with CUDA's code and text: no driver, no visible
+// GPU, an unknown name, no CUDA.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,11 +1,10 @@
-// Every kernel, in every instruction set that this machine has, against naive scalar loops written
-// from docs/arithmetic.md alone: results are equal bit for bit.
+// Every CPU kernel, in every instruction set of this machine, equals naive scalar loops written
+// from docs/arithmetic.md, bit for bit.
 //
-// What: random shapes (dims 1..130 and some that are wider than the kernels' buffers, strides,
-// duplicates by the thousand) and values (denormals, -0.0, infinities, NaNs with payloads).
-// Invariants: the reference here shares no code with lib/arith. A failing case prints its seed;
-// FRUGAL_TEST_SEED in the environment replays one.
-// Callers: ctest.
+// Shapes are random: dims 1..130 and some wider than the kernels' buffers, strides, duplicates by
+// the thousand. Values include denormals, -0.0, infinities and NaNs with payloads. The loops share
+// no code with lib/arith. Rows lie in vectors with guards between them. A failing case prints its
+// seed, and FRUGAL_TEST_SEED in the environment replays it.
 #include "device/undo.h"
 
 #include <gtest/gtest.h>

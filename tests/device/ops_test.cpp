@@ -1,11 +1,11 @@
-// The device's kernels, run by the host implementation of the device seam, against the CPU kernels:
-// results are equal bit for bit.
+// Every device kernel, run on the simulated GPU, gives the bits of the CPU kernels, with all
+// optimizers and options.
 //
-// What: random rows, duplicates (also by the thousand), padding, strides and misaligned outputs,
-// special values, all optimizers with all of their options, and shapes that make kernels loop.
-// Invariants: all memory is given to kernels with its exact size, so the host implementation faults
-// on any access beyond it; what a kernel has not to write is compared, too. A failing case prints
-// its seed; FRUGAL_TEST_SEED in the environment replays one. Callers: ctest.
+// Cases are random rows, rows with up to 5,000 occurrences, padding, strides, misaligned outputs,
+// special values, and shapes that make kernels loop. A kernel reads a row of host memory once,
+// however often the batch has it. Each buffer has its exact size, so any access beyond it is a
+// fault. Bytes that a kernel must not write are compared as well. A failing case prints its seed,
+// and FRUGAL_TEST_SEED in the environment replays it.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 

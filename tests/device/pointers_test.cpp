@@ -1,5 +1,7 @@
-// Pointers of a GPU that is the program's and not ours: they are found out by the driver that the
-// program has loaded, and not before it has.
+// Pointers to a GPU that only the program uses are recognized through the driver that the program
+// has loaded, and not earlier.
+//
+// A stand-in takes the place of the driver's library.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -1,4 +1,8 @@
-// Uncommitted steps are undone on all ranks, with all that they have left; each rank is told once.
+// An abort undoes all uncommitted steps on all ranks, with their rows and prepared updates, and
+// notifies each rank once.
+//
+// The call that a rank is in returns the notice, or its next call does. A step that all ranks have
+// ended is committed first, or nothing is undone.
 #include "engine/abort.h"
 
 #include <atomic>

@@ -1,8 +1,8 @@
-// What others do between two sections of a call that begins a step: at each moment, one after the
-// other, at which the thread holds no lock but its call's.
+// Operations outside steps, and calls that need slots, at each moment at which a beginning step
+// holds only its call's lock.
 //
-// This program's pthread_mutex_lock and pthread_mutex_unlock take the place of the C library's, for
-// the library, too. (A sanitizer has definitions of its own.)
+// The program's own pthread_mutex_lock and pthread_mutex_unlock replace the C library's, also for
+// the library. A sanitizer has its own definitions, so its builds lack this test.
 #include <dlfcn.h>
 #include <pthread.h>
 

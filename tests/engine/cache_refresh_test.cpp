@@ -1,4 +1,7 @@
-// Whose a trainer's caches are, and when the next refresh may be planned.
+// When a cache refresh may be planned, and planned again, and what beginning, undone and unserved
+// steps and removed rows do to a plan.
+//
+// One thread has the caches at a time. A violation ends the process.
 #include "engine/cache_refresh.h"
 
 #include <gtest/gtest.h>

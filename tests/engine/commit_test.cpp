@@ -1,5 +1,8 @@
-// A step is committed when all ranks have ended it, whole, once, and in order; without memory it is
-// owed.
+// A step is committed whole, once and in order, when all ranks have ended it; without memory the
+// commit stalls and continues later.
+//
+// Updates are written at once or deferred. A prepared update is published only if it equals what
+// the ranks pushed. Updates queue after pending ones.
 #include "engine/commit.h"
 
 #include "support/engine_parts.h"

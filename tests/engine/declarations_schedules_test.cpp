@@ -1,12 +1,12 @@
-// What ranks have declared beside all that happens to it, in chosen interleavings
-// (support/schedule.h): ranks that declare ahead, late and the same again, take back, leave and
-// join, pass gates, abort and commit, and need places of a full table; and who resolves, links and
-// writes meanwhile.
+// In chosen interleavings, a rank past its gate finds its declarations resolved, their slots
+// correct, and their rows' committed updates written.
 //
-// The model is which batches are declared, which keys have rows, and which updates are written. A
-// rank that has passed its gate finds its own declarations ready, their places its keys', and all
-// committed updates of their rows written. What an aborted step has created is gone. In the end no
-// row is lost, no place is held, and the window knows of no reads.
+// Ranks declare ahead, late and repeatedly, cancel, leave, join, pass gates, abort, commit, and
+// need slots of a full table. Other threads resolve, link and write (support/schedule.h).
+//
+// The model is which batches are declared, which keys have rows, and which updates are written.
+// Rows that an aborted step created are gone. At the end no row is lost, no slot has a holder, and
+// the window has no reads.
 #include "engine/declarations.h"
 
 #include <map>

@@ -1,4 +1,9 @@
-// What is declared, beside a model that looks at every part.
+// Declarations agree with a model that searches every part: what is resolved, linked and warmed
+// next, and what a gate waits for.
+//
+// Also: parts by step, rank and table; batches that are removed while a thread works on them, alone
+// or with their rank. Limits on a rank's declarations for a step; parts that hold slots of deleted
+// rows.
 #include "engine/declarations.h"
 
 #include <map>

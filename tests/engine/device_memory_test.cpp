@@ -1,5 +1,5 @@
-// Memory for trainers on GPUs, on the imitation of one: what is pinned through which device, and
-// device memory that circulates.
+// Memory of trainers on a simulated GPU: which device pins host memory, and how device memory is
+// reused, returned and exhausted.
 #include "engine/device_memory.h"
 
 #include <sys/mman.h>

@@ -1,4 +1,5 @@
-// Rows of committed updates are written once: the most urgent first, or all of an update in chunks.
+// Rows of committed updates are written once: the most urgent first, tables in turn, or a whole
+// update in chunks.
 #include "engine/flusher.h"
 
 #include <numeric>

@@ -1,4 +1,4 @@
-// A gate's conditions: their order, what they tell, and who helps.
+// A gate's conditions: their order, what each reports, and how a waiting thread helps.
 #include "engine/gate.h"
 
 #include <algorithm>

@@ -1,9 +1,14 @@
-// Trainers on GPUs through the C ABI, on the host implementation of the device seam: what the
-// oracle does not do, because it goes wrong. NaNs, captures, pointers of the wrong device, memory
-// that cannot be pinned, and every call of the seam failing once.
+// Trainers on simulated GPUs through the C ABI when something goes wrong, as in no run of the
+// oracle; every kernel is launched.
 //
-// With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, engines are controllers' that the
-// test attaches to.
+// Cases: NaNs, captured streams, wrong pointers, memory that cannot be pinned, and a caller's work
+// after a step that does not end. Every call of the device interface fails once. Device memory runs
+// out at any call, and is there again later. Devices fail at any call. Ranks leave and join on
+// another device.
+//
+// With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, the test attaches to controllers'
+// engines. Then it also covers rows that cannot be pinned, a killed controller, and a rank that is
+// replaced during device work.
 #include <gtest/gtest.h>
 
 #include <algorithm>

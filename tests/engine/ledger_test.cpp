@@ -1,4 +1,7 @@
-// The ledger: what it tells of updates and rows at each moment of a write.
+// The ledger's content at each moment of a write: chunks, rows, an interrupted row, before-images,
+// rows outside steps, updates in order.
+//
+// Also: where the rank gradients lie.
 #include "engine/ledger.h"
 
 #include <algorithm>

@@ -1,5 +1,8 @@
-// Parts whose rows may be far: who gets places first, what a gate waits for, and parts that have
-// found none, give theirs up, or are of a step that is committed meanwhile.
+// Parts whose rows load: which part gets slots first, what a gate waits for, and parts that find,
+// release or outlive their slots.
+//
+// A part may find no slots, give them up to another, or belong to a step that is committed
+// meanwhile.
 #include "engine/loading_parts.h"
 
 #include <vector>

@@ -1,5 +1,8 @@
-// When updates are deferred and flush threads rest, of times that a test makes up; how much is to
-// be written, against its budget, and what that asks of gates and calls.
+// On invented times, mode AUTO decides when updates are deferred, when flush threads rest, and how
+// much may stay unwritten.
+//
+// Unwritten updates are compared with their budget: until when an update counts, how much a gate
+// leaves, and when gates and calls wait for all.
 #include "engine/pacing.h"
 
 #include "support/inside.h"

@@ -1,4 +1,5 @@
-// What runs beside what, and who waits for what may run.
+// Which activities of an engine exclude each other; a waiting activity is notified when it may run,
+// and when the engine closes.
 #include "engine/phase.h"
 
 #include <atomic>

@@ -1,4 +1,7 @@
-// Which steps ranks may begin, who has ended which, who is missed, and what that says.
+// Which steps ranks may begin and have ended, which ranks are missing, late, lost or unresponsive,
+// and what the messages say.
+//
+// Also: what an abort resets, and the step from which a cache serves.
 #include "engine/ranks.h"
 
 #include <random>

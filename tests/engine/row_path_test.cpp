@@ -1,5 +1,9 @@
 // A rank's lookups and pushes without an engine: which declaration an op names, what it reads, and
-// what a push leaves, or takes back when it fails.
+// what a push leaves or withdraws.
+//
+// An op names its declaration by batch or by keys, or is refused. Reads include rows that are
+// written meanwhile. A push keeps its borrowed gradients, or withdraws everything when its call
+// fails.
 #include "engine/row_path.h"
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// What a step waits for before it begins: each condition closed alone, told in words, and opened by
-// what it waits for.
+// Each condition under which a step may not begin: closed alone, reported in words, and opened by
+// the event that it waits for.
 #include "engine/step_gate.h"
 
 #include "support/engine_parts.h"

@@ -1,6 +1,5 @@
-// What is known of steps that are not committed: hand-overs by rank, whether all ranks have ended
-// them, whether all that is taken in ahead is, device work that has completed, and what an abort
-// takes.
+// Records of uncommitted steps: rank gradients, completeness, scheduled and finished preparation,
+// completed device work, and what an abort removes.
 #include "engine/step_records.h"
 
 #include "support/engine_parts.h"

@@ -1,6 +1,8 @@
-// Chosen interleavings of an engine's steps: ranks that go through the real gate, hand gradients
-// over, commit and abort, beside a flush thread. A step begins with the rows that the committed
-// steps have made, and with nothing of one that was undone.
+// In chosen interleavings, a step begins with exactly the rows of the committed steps, and nothing
+// of an undone step remains.
+//
+// Two ranks pass the real gate, submit gradients, commit and abort, concurrently with a flush
+// thread (support/schedule.h). AddressSanitizer's build has this test.
 #include "engine/step_gate.h"
 #include "support/engine_parts.h"
 #include "support/schedule.h"

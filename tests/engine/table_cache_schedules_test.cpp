@@ -1,10 +1,12 @@
-// A trainer's cache of a table beside all that goes on meanwhile, in chosen interleavings
-// (support/schedule.h): who plans its refreshes ahead, or gives it up; ranks that declare, cancel,
-// begin a step again and commit; threads that write host rows; who puts rows between steps.
+// In chosen interleavings, with and without staleness, each row that a step reads has the bits of
+// one thread, cached or not.
 //
-// The model is a table in one thread, of which each row's versions are kept. Whatever has been
-// planned, each row that a step reads, in a line or in host memory, has the bits of the version
-// that it has to see, and no line is of a row that another rank may cache.
+// Threads plan, extend and cancel refreshes of a trainer's cache of a table, or give the cache up.
+// Concurrently ranks declare, cancel, repeat steps and commit, threads write host rows, and rows
+// are put between steps (support/schedule.h).
+//
+// The model is a table in one thread that keeps each row's versions. No cached row is one that
+// another rank owns.
 #include "engine/table_cache.h"
 
 #include <algorithm>

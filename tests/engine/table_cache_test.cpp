@@ -1,5 +1,7 @@
-// A trainer's cache of a table at its refreshes: what is planned, what is done as planned and what
-// is not, and what the window and lookups know of it.
+// Refreshes of a trainer's cache of a table: carried out as planned, extended or dropped, and what
+// the window and lookups know.
+//
+// Pushes may differ from the declarations. Each failure, and missing memory, is covered.
 #include "engine/table_cache.h"
 
 #include <optional>

@@ -1,5 +1,7 @@
-// Rows that may be far, in an engine without flush threads, where all is done in turn: whose places
-// a gate, or a call, may have, and what operations outside steps find.
+// An engine with a storage tier and no flush threads: which slots gates and calls may take, and
+// operations outside steps meanwhile.
+//
+// The kind of the optimizer cannot change while rows are stored.
 #include <optional>
 #include <thread>
 

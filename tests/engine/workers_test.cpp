@@ -1,5 +1,8 @@
-// Flush threads, jobs and waiting, without an engine; and in chosen interleavings
-// (support/schedule.h).
+// Flush threads take the most urgent work; jobs run each chunk once; waits help, time out and fail;
+// no wake-up is lost.
+//
+// Flush threads pass over work that lacks memory, and rest. The test needs no engine. A part of it
+// runs in chosen interleavings (support/schedule.h).
 #include "engine/workers.h"
 
 #include <mutex>

@@ -1,7 +1,8 @@
-// The queues with the threads of a window beside each other, in chosen interleavings
-// (support/schedule.h): who prepares a step and commits or drops it, who changes priorities, who
-// takes entries and holds them for a while. Calls are serialized, as their owner does
-// (flush/queue.h); the model is a map.
+// In chosen interleavings, both queues agree with a map while threads prepare, commit, drop, change
+// priorities, and take and hold entries.
+//
+// Calls are serialized as by the queue's owner (flush/queue.h, support/schedule.h). Marks of the
+// two-level queue change outside of its lock.
 #include "flush/queue.h"
 
 #include <algorithm>

@@ -1,5 +1,7 @@
-// The two-level queue and the tree heap, by their one interface: random operations beside a map,
-// and what a map does not show: memory, memory that fails, places that have gone stale.
+// The two-level queue and the tree heap agree with a map: order, changes of priority, preparing,
+// many threads.
+//
+// Also, which a map does not show: memory, memory that fails, and stale queue items.
 #include "flush/queue.h"
 
 #include <algorithm>

@@ -33,7 +33,7 @@ change() {
 
 change "fields and parameters" "'uint64_t extra'" "type of 'uint32_t part' changed" "frugal_step_end" <<'EOT'
 sed -i 's/^  uint64_t total;.*/&\n  uint64_t extra;/' include/frugal.h
-sed -i 's/^  uint32_t part; /  uint64_t part; /' include/frugal.h
+sed -i 's/^  uint32_t part;/  uint64_t part;/' include/frugal.h
 sed -i '/ frugal_step_end(/s/uint32_t flags/uint64_t flags/' include/frugal.h lib/capi/frugal.cpp
 EOT
 change "constants of another value, sign and size, and another default" FRUGAL_ERR_NAN FRUGAL_STEP_SKIP \

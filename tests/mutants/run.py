@@ -19,8 +19,10 @@ slowest kill by that command came, since behind that nobody was killed. Exit sta
 mutants were killed. The last line counts killed mutants as passed and the others as failed.
 
     tests/mutants/run.py [--json FILE] [--rotate N | NAME ...]
+    tests/mutants/run.py --list [NAME ...]
 
 --rotate N tries N of them, drawn by the commit that is checked out, so that each has its turn.
+--list prints each mutant's name and the rule that it breaks, and tries none.
 """
 
 import argparse
@@ -60,6 +62,8 @@ class Mutant:
           self.timeout = int(text[len('timeout:'):])
         elif not self.what:
           self.what = text
+    if not self.what:
+      sys.exit(f'{path}: no line says what it breaks')
     if not self.tests:
       sys.exit(f'{path}: no "# tests:" line')
     if any(test[0] == 'ctest' for test in self.tests) and not self.built:
@@ -175,12 +179,17 @@ def main():
   parser = argparse.ArgumentParser()
   parser.add_argument('--json')
   parser.add_argument('--rotate', type=int)
+  parser.add_argument('--list', action='store_true')
   parser.add_argument('names', nargs='*')
   args = parser.parse_args()
   mutants = [Mutant(os.path.join(HERE, name)) for name in sorted(os.listdir(HERE))
              if name.endswith('.patch') and (not args.names or name[:-6] in args.names)]
   if not mutants or len(mutants) < len(set(args.names)):
     sys.exit('mutants: no such mutant')
+  if args.list:
+    for m in mutants:
+      print(f'{m.name:28s} {m.what}')
+    return 0
   if args.rotate:
     commit = subprocess.run(['git', '-C', ROOT, 'rev-parse', 'HEAD'], capture_output=True, text=True).stdout.strip()
     mutants.sort(key=lambda m: hashlib.sha256((commit + m.name).encode()).hexdigest())

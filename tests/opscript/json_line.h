@@ -1,4 +1,4 @@
-// Writes one line of an op script: docs/bindings.md, section 3, has the form. Keys, seeds and steps
+// Writes one line of an op script: docs/bindings.md has the form. Keys, seeds and steps
 // are strings, since they need 64 bits; floats are the unsigned integers of their bits.
 #ifndef FRUGAL_TESTS_OPSCRIPT_JSON_LINE_H_
 #define FRUGAL_TESTS_OPSCRIPT_JSON_LINE_H_

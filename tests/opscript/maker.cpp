@@ -1,4 +1,4 @@
-// Makes an op script (docs/bindings.md, section 3) from a seed, and what the one-thread reference
+// Makes an op script (docs/bindings.md) from a seed, and what the one-thread reference
 // makes of it: PREFIX.jsonl and PREFIX.expected, or PREFIX.expected0, 1, … if the script is dealt
 // to several processes. Nothing of the library is used but the structs of its header.
 //

@@ -1,5 +1,5 @@
 /*
- * Replays an op script (docs/bindings.md, section 3) on frugal.h alone and prints its hashes.
+ * Replays an op script (docs/bindings.md) on frugal.h alone and prints its hashes.
  *   run_c SCRIPT
  */
 #define _POSIX_C_SOURCE 200809L /* getline */

@@ -1,4 +1,4 @@
-// Replays an op script (docs/bindings.md, section 3) on frugal.hpp alone and prints its hashes.
+// Replays an op script (docs/bindings.md) on frugal.hpp alone and prints its hashes.
 //   run_cpp SCRIPT
 #include <algorithm>
 #include <cinttypes>

@@ -1,10 +1,10 @@
-// Calls that are wrong, or come at a bad moment, to engines of both kinds: one of this process, and
-// one that another process has and this one attaches to. Both give the same answers.
+// Wrong calls, and calls at a bad moment, return the same from an own engine and from an attached
+// one.
 //
-// What: ops whose pointers, counts and strides lead nowhere, options that only make NaNs, steps
-// that have no number, threads that are cancelled while they wait, a controller that dies while a
-// step is open. Random calls print their seed; FRUGAL_TEST_SEED in the environment replays one.
-// Callers: ctest.
+// Ranks are on the CPU and on a simulated GPU. Cases: pointers, counts and strides that lead
+// nowhere, options that only make NaNs, steps that have no number. Threads are cancelled while they
+// wait; a controller dies while a step is open. Random calls print their seed, and FRUGAL_TEST_SEED
+// in the environment replays one.
 #include <gtest/gtest.h>
 #include <pthread.h>
 #include <sched.h>

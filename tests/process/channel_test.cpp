@@ -1,4 +1,5 @@
-// Rings and channels: between threads, between processes, with peers that die or lie.
+// Rings and channels: between threads, between processes, and with peers that die or send false
+// counts.
 #include <sys/resource.h>
 
 #include <atomic>

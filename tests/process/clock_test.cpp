@@ -1,12 +1,12 @@
-// Waits when the system's clock is set back by an hour in the middle of them: they end by their
-// time-outs all the same.
+// Waits end by their time-outs although the system's clock is set back by an hour in the middle of
+// them.
 //
-// What: this program's clock_gettime, gettimeofday and time take the place of the C library's, for
-// the library, too. By the system's clock it is an hour later than the kernel knows: a time on that
-// clock that was worked out before is reached an hour late, which is what setting it back does. The
-// steady clock can be slowed down, so that what comes then is known to wait for no time. A host of
-// an engine, a fork of this process, is under both, too. A wait that does not end is ended by an
-// alarm, and with it the program. Callers: ctest.
+// The program's own clock_gettime, gettimeofday and time replace the C library's, also for the
+// library. By this system clock it is an hour later than in the kernel. A deadline computed on it
+// is reached an hour late, as after setting it back. The steady clock can be slowed down: what then
+// happens has waited for no time. When an unresponsive rank is lost, the other ranks continue at
+// once. A process that serves an engine is a fork of this one and has both clocks. An alarm ends a
+// wait that hangs, and the program with it.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>

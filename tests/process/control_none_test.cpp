@@ -1,4 +1,5 @@
-// A build without Cap'n Proto says so.
+// Without Cap'n Proto, serving and attaching return FRUGAL_ERR_UNSUPPORTED, with a message that
+// names Cap'n Proto.
 #include <gtest/gtest.h>
 
 #include <cstring>

@@ -1,5 +1,6 @@
-// The control plane: round trips of every call, descriptors, and what goes wrong. Processes that
-// are to be killed are this program again, with an argument.
+// The control socket: round trips of every call, descriptors, and failures.
+//
+// Processes that the test kills are this program again, with an argument.
 #include "process/control.h"
 
 #include <capnp/serialize.h>

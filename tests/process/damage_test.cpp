@@ -1,4 +1,5 @@
-// Reading tables out where a dead controller has left numbers in disorder: a status, and no crash.
+// A read-out returns a status, and does not crash, where a dead controller has left impossible
+// numbers.
 #include <sys/socket.h>
 
 #include <cstring>

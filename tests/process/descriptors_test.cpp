@@ -1,5 +1,5 @@
-// Descriptors that a controller has sent: what is taken is its taker's, the rest is closed, and
-// too few are told.
+// Descriptors from a controller: a taken one belongs to its taker, the rest are closed, and missing
+// ones are reported.
 #include "process/descriptors.h"
 
 #include <fcntl.h>

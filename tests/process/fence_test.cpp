@@ -1,6 +1,8 @@
-// What an attached process can write of the memory that it is given: its own rings and staging
-// memory, and nothing else, however it opens or maps that. A trainer and an observer try, with each
-// file of shared memory that they have open.
+// An attached process can write only its own rings and staging memory, however it opens or maps the
+// files of shared memory.
+//
+// A trainer and an observer try each file that they have open. Tables that grow or are dropped give
+// their memory back.
 #include "fence.h"
 
 #include <fcntl.h>

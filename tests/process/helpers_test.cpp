@@ -1,5 +1,5 @@
-// Threads that share a trainer process's loops: each chunk runs once, whoever runs it; callers that
-// come together do not wait for each other's helpers; the first failure is the loop's.
+// Threads share a trainer process's loops: each chunk runs once, concurrent callers do not wait for
+// each other's helpers, the loop returns the first failure.
 #include "process/helpers.h"
 
 #include <atomic>

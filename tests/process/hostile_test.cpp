@@ -1,16 +1,28 @@
-// Hostile peers beside honest ones. Two ranks of this process train a small job of three; the third
-// rank is an enemy's, or is that of an honest process beside one. Each enemy is a process of its
-// own, which speaks to the controller as the library does, by its own classes, or with raw bytes:
+// Hostile peers do not harm honest ranks: each is detected, the rank is replaced, and the final
+// tables are those of threads.
 //
-//   hostile_test [MODE ...]                  all, or these
-//   hostile_test --enemy MODE ADDRESS STEP   an enemy
-//   hostile_test --honest ADDRESS STEP       an honest process with the third rank, until STEP is
-//   committed
+// Two ranks of this process train a small job of three. The third rank is an enemy's, or an honest
+// process has it and the enemy is a further process. Each enemy is a process that speaks to the
+// controller with the library's classes or with raw bytes:
 //
-// The controller's memory at most includes two processes that attach: the enemy, and the one that
-// takes the rank. Of each mode: it is found out, the honest ranks go on, another process takes the
-// rank, and the controller's memory stays what it was. In the end the tables are those of a run
-// with threads, bit for bit. Printed is what each mode cost.
+//    hostile_test [MODE ...]                  all, or these
+//    hostile_test --enemy MODE ADDRESS STEP   an enemy
+//    hostile_test --honest ADDRESS STEP       an honest process with the third rank, until STEP is
+//                                             committed
+//
+// Enemies send impossible requests, also after their step was undone. They send sums of rows that
+// were declared and not used, and false counts and lengths. They submit more sums than a step has
+// rows, and more batches than a step may have. They wait for a missing device, stop in the middle
+// of messages, and do not read replies. They let everything fail, open memory anew, and place sums
+// in memory that others cannot read. They declare 20,000,000 ids, connect and never attach or never
+// open, and open too many engines. They request large replies, leave a trace running, and send
+// descriptors, noise and floods.
+//
+// A peer that breaks a rule is lost at once, before any rank waits for it, and nothing of it is
+// committed. A peer that only stalls is lost by the time-out for unresponsive ranks. At most two
+// calls of honest ranks use up their whole time-out. Another process then takes the rank, and the
+// controller's memory stays what it was. Its memory at most includes two attached processes: the
+// enemy, and the one that takes the rank. The test prints what each mode cost.
 #include <capnp/serialize.h>
 #include <poll.h>
 #include <sys/resource.h>

@@ -1,4 +1,7 @@
-// How an attached process joins as a rank, with a controller that fails in each place.
+// An attached process joins as a rank while the controller refuses, replies unasked, stops,
+// disconnects or dies at each point of the call.
+//
+// Also: an engine that is closed meanwhile.
 #include "process/joins.h"
 
 #include <sys/socket.h>

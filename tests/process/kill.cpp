@@ -1,13 +1,22 @@
-// Kills and stops processes of a job at random moments, and replaces them. In the end the tables
-// are those of an undisturbed run with threads, bit for bit; nothing is left over, and nobody
-// hangs. When the controller is killed, each trainer process that has the tables reads them out:
-// those of the last committed step, bit for bit.
+// Processes of a job are killed, stopped and replaced at random moments; the final tables are those
+// of an undisturbed run with threads, bit for bit.
+//
+// No call hangs, and no descriptor, thread or file is left. When the controller is killed, each
+// trainer process that has opened the tables, and at least one has, reads them out. They are those
+// of the last committed step, bit for bit.
 //
 //   kill_test --kills N --seed S --cache R --world W --steps T --mode
 //   trainer|all|stop|controller|mixed
 //
-// One run after another, each with its own controller at the same address, until there were N
-// events. The gradients depend on rank, step, and the rows that were looked up.
+// One run follows another, each with its own controller at the same address, until there were N
+// events. The gradients depend on rank, step, and the rows that were looked up. To kill more than
+// CI does (keep seeds far apart: neighbours share their random numbers):
+//
+//   kill_test --kills 700 --seed 410001; kill_test --kills 700 --seed 420001 --cache 1 --world 3
+//   kill_test --kills 400 --seed 430001 --cache .5 --world 4
+//   kill_test --kills 500 --seed 440001 --mode controller --cache .5
+//   kill_test --kills 350 --seed 450001 --mode all --cache 1
+//   kill_test --kills 350 --seed 460001 --mode stop --cache .25
 #include <fcntl.h>
 #include <sys/mman.h>
 

@@ -1,5 +1,7 @@
-// A table of processes that is given another kind of optimizer: all of them train on, and read it
-// out, as an engine of threads has it.
+// After a served table changes its optimizer's kind, attached processes train and read out the rows
+// and state of an engine of threads.
+//
+// Processes have caches and simulated GPUs. The same holds after the controller's death.
 #include <gtest/gtest.h>
 
 #include <cstring>

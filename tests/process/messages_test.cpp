@@ -1,9 +1,9 @@
-// What the library says when it refuses: every status of the header is provoked, most of them in
-// many ways, and each message names what is wrong, the value that was given, and what would do.
+// Every status of the header is provoked; each message names the wrong thing or value, and what
+// would work.
 //
-// What: a table of calls with the status and the words that are to come, for an engine of this
-// process and for one that it attaches to. The statuses are read from include/frugal.h: one that
-// nobody here provokes is a failure. Callers: ctest.
+// A table lists calls with their status and words of the message, for an own engine and for an
+// attached one. The test reads the statuses from include/frugal.h. It fails on a status that no
+// call here provokes.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>

@@ -1,5 +1,5 @@
-// Trainers that are taken for lost: each is taken out once, by a thread that holds no lock of the
-// reaper's; its rank is told to be so until then, and not any more when it is told.
+// The reaper removes each lost trainer once, in a thread that holds none of its locks; until then
+// its rank counts as lost.
 #include "process/reaper.h"
 
 #include <future>

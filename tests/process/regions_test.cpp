@@ -1,4 +1,9 @@
-// Memory that another process tells of: what who reads it finds, and what goes.
+// Regions of another process's memory: each shared address shows its own bytes, no address is used
+// twice, and readers keep memory alive.
+//
+// A process that does not read its notices is cut off. A process that gets no notices learns of no
+// region. After an owner is killed, the memory that it announced is readable. Also: forked
+// children, and missing memory or descriptors.
 #include "process/regions.h"
 
 #include <gtest/gtest.h>

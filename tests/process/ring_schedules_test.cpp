@@ -1,5 +1,7 @@
-// The two ends of a ring in chosen interleavings (support/schedule.h): all bytes come, in order;
-// nobody sleeps on who has told already; and who waits comes back when the link ends.
+// In chosen interleavings of a ring's two ends, all bytes arrive in order, no wake-up is lost, and
+// waits end with the connection.
+//
+// The two ends are threads here (support/schedule.h).
 #include "process/ring.h"
 
 #include <string>

@@ -1,4 +1,7 @@
-// What an attached process asks over a channel, whose other side is the test's.
+// The calls of an attached process over its channel, with a controller that refuses, replies
+// unasked, stops, disconnects or dies.
+//
+// The test is the other side of the channel.
 #include "process/rpc_client.h"
 
 #include <string>

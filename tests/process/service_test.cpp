@@ -1,5 +1,14 @@
-// A controller and its trainer processes when something is wrong: other configurations, ranks that
-// are taken, a peer that is stopped, forked, of another user, hostile, or has no memory.
+// A controller and its trainer processes when something is wrong: configurations, users, taken
+// ranks, and hostile, stopped, forked or memory-starved peers.
+//
+// All processes of a job stop and continue, or one does before it opens the engine. Declarations
+// without replies meet aborts, other calls and a stopped controller. Batches of a replaced trainer
+// are covered. A controller, or a process that serves, is asked to stop or is killed, with and
+// without pidfds. A tracer counts keys that cross the socket: none. Flush threads go to rest and
+// return. Idle processes use no processor time and do not wake up. An observer reads, and each
+// change that it requests is refused. frugal-top shows steps, ranks and tables. What a rank has
+// submitted counts when the rank is lost, and nothing that its process writes later. Memory of
+// large declarations goes back, also while the controller stops.
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>

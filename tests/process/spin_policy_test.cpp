@@ -1,5 +1,5 @@
-// Where a lane runs: on its trainer's processor, where a rank has few, and only if that is one on
-// which it may.
+// Which processor a request loop runs on: its trainer's where a rank has few, and only one that it
+// may use.
 #include "process/spin_policy.h"
 
 #include <thread>

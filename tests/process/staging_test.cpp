@@ -1,5 +1,7 @@
-// Staging memory that is lent: what is outside of it, or lent twice over, is none; each place is
-// told to the trainer when it is given back, and the channel lives until the last is.
+// Staging memory: an address outside of it, or borrowed twice, is refused; returned memory is
+// reported; the channel lives until the last return.
+//
+// The trainer receives each address when it is given back.
 #include "process/staging.h"
 
 #include "support/inside.h"

@@ -1,4 +1,4 @@
-// The end of processes.
+// Watches on processes and sockets report each end once, and work without descriptors.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>

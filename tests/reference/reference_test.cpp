@@ -1,6 +1,7 @@
-// Tests of the one-thread reference itself: it is what everything else is compared with, so it is
-// held against other statements of the same rules - the serial form of a fold, float64 equations,
-// the moments of a distribution, quantiles from printed tables.
+// The one-thread reference agrees with independent statements of its rules: serial folds, float64
+// equations, moments, and quantiles from printed tables.
+//
+// Everything else is compared with this reference.
 #include "reference/reference.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,7 @@
-// The life of a hashed table's places: free, reserved while somebody holds it, here. Beside models
-// of it.
+// A hashed table's slots agree with models: free, reserved while held, present; their holders are
+// counted without a limit.
+//
+// Declarations, calls and deletions come and go.
 #include "storage/holders.h"
 
 #include <array>

@@ -1,4 +1,4 @@
-// Which place is the oldest that nobody holds: beside a model.
+// Of the slots without holders, the one that was released first agrees with a model.
 #include "storage/idle_places.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The key index beside a map: keys that meet in a bucket, the table's end, growth, deletion, and
+// The key index agrees with a map: keys that share a bucket, the table's end, growth, deletion, and
 // memory that is refused.
 #include "storage/key_index.h"
 

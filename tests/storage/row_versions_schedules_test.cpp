@@ -1,6 +1,8 @@
-// Rows of one version word with who writes and who reads them, in chosen interleavings
-// (support/schedule.h): a copy is a row as one write has left it, a reader goes back to no earlier
-// write, and each write is a version.
+// In chosen interleavings, a reader copies a whole row, never returns to an earlier write, and each
+// write is a version.
+//
+// Two rows share one version word (support/schedule.h). A reader waits for a writer that never ends
+// no longer than its own limit.
 #include <algorithm>
 
 #include "storage/row_versions.h"

@@ -1,6 +1,5 @@
-// Rows that are read while they are written: a reader gets a row as it was before a write or behind
-// it, however many write and read; and it waits no longer than it wants to for a writer that is
-// gone.
+// Concurrent reads return a row as before or after a write, and wait for a vanished writer no
+// longer than their limit.
 #include "storage/row_versions.h"
 
 #include <signal.h>

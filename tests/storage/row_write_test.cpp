@@ -1,5 +1,8 @@
-// The one way to write rows: who watches hears of each list before it changes and behind that, and
-// can follow each row; what is stored is stored under the row's version.
+// The one way to write rows: observers receive each list before and after its change, and stored
+// rows get a new version.
+//
+// An observer sees new and deleted rows, too, and can follow each row. The test also names the
+// types that cannot be written to.
 #include "storage/row_write.h"
 
 #include <algorithm>

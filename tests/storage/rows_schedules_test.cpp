@@ -1,10 +1,9 @@
-// Who holds places of a hashed table beside each other, in chosen interleavings
-// (support/schedule.h): declarations and calls that find rows, let them exist and let go, and who
-// undoes or deletes rows.
+// In chosen interleavings, a held slot of a hashed table belongs to its row, and at the end every
+// slot without row is free.
 //
-// A place that somebody holds is its row's: it has the row's key, and what the row began with or
-// what was written to that row since. In the end, when all have let go, every place that has no row
-// is free.
+// Declarations and calls find rows, create them and release them; other threads undo or delete rows
+// (support/schedule.h). A held slot has the row's key, and the row's initial values or what was
+// written to that row since.
 #include "storage/rows.h"
 
 #include <vector>

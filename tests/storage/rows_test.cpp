@@ -1,5 +1,8 @@
-// The host rows of a table: which row is whose, what a new row begins with, and what is left when
-// something fails.
+// A table's host rows: which key has which slot, what a new row contains, and what a failure
+// leaves.
+//
+// Rows are reserved, created, deleted and released. Each slot of a new row begins clean. Without
+// memory, noting which rows are deleted returns a status, too.
 #include "storage/rows.h"
 
 #include <algorithm>

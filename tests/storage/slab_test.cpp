@@ -1,5 +1,5 @@
-// Memory of rows: slabs that are committed once, what they count for, and how they become visible
-// to devices.
+// Slabs of rows are committed, counted and pinned once, become visible to devices, and refuse what
+// lacks memory.
 #include "storage/slab.h"
 
 #include <cstring>

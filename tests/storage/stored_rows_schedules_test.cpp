@@ -1,10 +1,10 @@
-// Rows that may be far, in chosen interleavings (support/schedule.h): calls and declarations of
-// steps that find places, loaders, who commits (an update holds its rows until they are written),
-// aborts, and who lets go.
+// In chosen interleavings with a storage tier, a held slot keeps its row, and a stored row returns
+// with its last written values.
 //
-// While somebody holds a place it is its row's, and nobody but the writer changes it. A row that
-// has left has what was written last when it comes back. In the end every row has what its
-// committed updates have made of it.
+// Calls and declarations find slots, loaders load, steps commit and abort, and holders release
+// their slots (support/schedule.h). An update holds its rows until they are written. Only the
+// writer changes a row with a held slot. At the end every row has the result of its committed
+// updates.
 #include "storage/rows.h"
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Rows that may be far: the life of a place that loads and leaves, beside a store that counts.
+// The life of one slot that loads and leaves, with a storage tier that counts its calls.
 #include <algorithm>
 #include <functional>
 #include <numeric>

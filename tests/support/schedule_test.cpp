@@ -1,4 +1,5 @@
-// Schedules find what they are for, and a seed repeats a run.
+// Schedules find lost updates, lost wake-ups, deadlocks and livelocks, have their own time, and
+// repeat a run by its seed.
 #include "support/schedule.h"
 
 #include <set>

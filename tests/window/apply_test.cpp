@@ -1,6 +1,8 @@
-// From an update to rows: in chunks, as claims, and in a read-out an update gives each row the same
-// bits, those of the sum in the order of the ranks and the optimizer's step; and each row is told
-// to who watches, once.
+// An update gives each row the same bits in chunks, as claims and in a read-out, and reports each
+// row once.
+//
+// The bits are those of the sum in rank order and the optimizer's step. Cases: one rank, several
+// ranks, borrowed gradients, staleness 0 and above, no memory.
 #include "window/apply.h"
 
 #include <algorithm>

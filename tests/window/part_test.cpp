@@ -1,5 +1,8 @@
-// The keys of a declaration: ids become slots, those of another process are looked at when they are
-// copied, and slots become sorted pairs and distinct rows.
+// The keys of a declaration become slots, sorted pairs and distinct rows; without memory no part is
+// resolved and no slot held.
+//
+// Keys are at the edges of a table or arbitrary. Keys that another process holds and may change are
+// checked when they are copied.
 #include "window/part.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// A step's update of a table: the ranks' lists as one, terms in ascending rank order, pieces of it,
-// and the bytes that it counts for.
+// A step's update of a table: the ranks' lists merged in any pieces, terms in ascending rank order,
+// and the bytes it counts.
 #include "window/step_update.h"
 
 #include <map>

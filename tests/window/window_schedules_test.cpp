@@ -1,16 +1,17 @@
-// Ranks, flush threads and who declares, cancels and looks rows up, beside each other on one window
-// in chosen interleavings (support/schedule.h).
+// In chosen interleavings of one window, a rank past its gate reads every promised update, and each
+// update is written once.
 //
-// The model is a host row's list of the steps whose updates it has. A rank that has passed the gate
-// of a step finds all that the contract promises in the rows that it reads, nobody writes them
-// meanwhile, updates of a row are written in step order, one at a time, and in the end each is
-// written once. The ranks follow the engine's rules: a step is prepared when all ranks have passed
-// its gate and committed when all have ended it; declarations are linked in pieces, by one thread
-// at a time; a rank that would wait helps.
+// Ranks and flush threads run concurrently with threads that declare, cancel and look rows up
+// (support/schedule.h). Variants: the tree heap, staleness, nothing declared, caches.
 //
-// With caches rank 0 has one, and a thread works its refreshes out ahead (as engine/refresh.cpp
-// does). Then rows have values, and each that is read, in a line or in host memory, has the bits
-// that one thread gives.
+// The model is a host row's list of the steps whose updates it has. A rank past its gate finds what
+// the contract promises, and no thread writes its rows meanwhile. Updates of a row are written in
+// step order, one at a time. The ranks follow the engine's rules. A step is prepared when all ranks
+// have passed its gate, and committed when all have ended it. One thread at a time links
+// declarations, in pieces. A rank that would wait helps.
+//
+// With caches rank 0 has one, and a thread plans its refreshes ahead, as the engine does. Then rows
+// have values. Each row that is read, cached or in host memory, has the bits of one thread.
 #include "window/window.h"
 
 #include <algorithm>

@@ -1,10 +1,11 @@
-// The window: who reads a row next, which updates are unwritten, what a gate waits for, and who may
-// write what when.
+// The window's rules: a row's next read, unwritten updates, what a gate waits for, and which thread
+// may write what when.
 //
-// First each rule by itself. Then random walks beside a model that knows nothing of words, nodes
-// and queues: declared rows by step, unwritten updates by row. A walk takes the window's calls in
-// any order that the engine may, one piece at a time: claims are held while rows are linked,
-// prepared and committed, as they are between threads. At last threads.
+// First each rule by itself. Then random walks compare the window with a model: declared rows by
+// step, unwritten updates by row. The model has no read sets, pending updates or queues. A walk
+// makes the window's calls in any order that the engine may, one piece at a time. Claims stay open
+// while rows are linked, prepared and committed, as between threads. Finally threads link, write
+// and take steps, and each allocation fails.
 #include "window/window.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-# Replays op scripts (docs/bindings.md, section 3), one after the other, on the public package alone and prints their
+# Replays op scripts (docs/bindings.md), one after the other, on the public package alone and prints their
 # hashes.
 #   julia opscript.jl SCRIPT...
 module OpScript

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Replays an op script (docs/bindings.md, section 3) with the public interface of the package, and prints the hashes.
+"""Replays an op script (docs/bindings.md) with the public interface of the package, and prints the hashes.
 
     opscript.py SCRIPT
 

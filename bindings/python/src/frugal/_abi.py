@@ -1,4 +1,4 @@
-"""The C ABI of include/frugal.h for ctypes: every constant, struct and function, in the order of the header.
+"""The C ABI of include/frugal.h for ctypes: every constant, struct and function.
 
 Handles and pointers are plain integers (c_void_p), so that an address goes through without a wrapper.
 tests/test_abi.py compares this file with what a C compiler makes of the header.

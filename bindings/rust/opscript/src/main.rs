@@ -1,4 +1,4 @@
-//! Replays an op script (docs/bindings.md, section 3) on the public crate alone and prints its hashes.
+//! Replays an op script (docs/bindings.md) on the public crate alone and prints its hashes.
 //!     opscript SCRIPT
 
 use std::collections::HashMap;
