@@ -1,15 +1,17 @@
-// Trainers as threads of one engine, or as processes of a controller: the same steps on the same memory.
+// Trainers as threads of one engine, or as processes of a controller: the same steps on the same
+// kind of memory.
 //
-// prepare  side=threads|frugal ranks opt rows dim batch keys_file window flush_threads controller (the program, for
-//          frugal)
+// prepare  side=threads|frugal ranks opt rows dim batch keys_file window flush_threads
+//          controller (the program, for frugal)
 // run      seconds=S   one repetition, about S seconds long
-// idle     seconds=S   frugal: processor time of who has nothing to do, in percent of a core
+// idle     seconds=S   frugal: processor time of idle processes, in percent of a core
 // check    as prepare, and steps out_file: trains a table and writes its rows
 // free     gives the memory back
 //
-// `batch` is the number of keys of a step for each rank. The clock covers what it covers in bench train: from the
-// first declaration of the first step to the end of frugal_flush after the last, and the caller's writing of new
-// gradients. A step's latency is the time from its step_begin to the end of its step_end, on each rank.
+// `batch` is the number of keys of a step for each rank. The clock covers what it covers in bench
+// train: from the first declaration of the first step to the end of frugal_flush after the last, and
+// the caller's writing of new gradients. A step's latency is the time from its step_begin to the end
+// of its step_end, on each rank.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -50,7 +52,7 @@ struct Setting {
   std::string keys_file, controller, out_file, address;
 };
 
-// What a rank tells, in memory that the worker shares with its children.
+// A rank's results, in memory that the worker shares with its children.
 struct Slot {
   char error[480];
   frugal_stats stats;
@@ -215,7 +217,7 @@ class Side {
 
   virtual void Begin(uint32_t rank, const Task& task) = 0;
   virtual void Await(uint32_t rank) = 0;
-  // Processes that take part; of several the controller is the first.
+  // The processes of this side; of several the controller is the first.
   virtual std::vector<pid_t> Pids() const { return {getpid()}; }
 
   void All(const Task& task) {
@@ -262,14 +264,14 @@ class Threads : public Side {
   std::vector<std::thread> threads_;
 };
 
-// Children that are told by a pipe what to do.
+// Child processes; each gets its tasks through a pipe.
 class Processes : public Side {
  public:
   explicit Processes(const Setting& s) : Side(WithAddress(s)) {
     controller_ = fork();
     if (controller_ == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
-      dup2(2, 1);  // what it prints is no answer of the worker's
+      dup2(2, 1);  // its output is no reply of the worker
       execl(s_.controller.c_str(), s_.controller.c_str(), s_.address.c_str(), nullptr);
       _exit(127);
     }
@@ -279,7 +281,7 @@ class Processes : public Side {
       const pid_t pid = fork();
       if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        // The other ranks' ends, too: a rank ends when its pipe does.
+        // Closes the other ranks' ends, too: a rank ends when its pipe is closed.
         for (const Child& c : children_) close(c.go);
         close(go[1]);
         close(done[0]);
@@ -427,16 +429,16 @@ class Worker {
     return side_->slot(0).stats;
   }
 
-  // Processor time of all that work for the side.
+  // Processor time of all processes of the side.
   double Cpu() const {
     double ns = 0;
     for (const pid_t pid : side_->Pids()) ns += CpuNsOf(pid);
     return ns;
   }
 
-  // Percent of a core: the controller's, and the most of a trainer's, while nobody asks for anything. `idle`: all
-  // trainers have declared their window and are between two steps. `waiting`: rank 0 waits in a step_begin for the
-  // others.
+  // Percent of a core, of the controller and of the busiest trainer, while no trainer works. `idle`:
+  // all trainers have declared their window and are between two steps. `waiting`: rank 0 waits in a
+  // step_begin for the other ranks.
   Metrics Idle(double seconds) {
     const Setting& s = side_->setting();
     Metrics m;
