@@ -319,7 +319,8 @@ class Worker {
       Train(4);
       const Run trial = Train(16);
       const double step = trial.seconds / 16;
-      per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), bench_ == "flush" ? 20 : 40, 20000);
+      per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step),
+                                    bench_ == "flush" ? 20 : 40, 20000);
     }
     return per_run_;
   }

@@ -55,8 +55,8 @@ inline void CpuRelax() {
 #endif
 }
 
-// Simulates device time. The thread stays awake, as one that polls its device: a core that sleeps is
-// slow for a while after it wakes up, which would be measured as the engine's time.
+// Simulates device time. The thread stays awake, as one that polls its device: a core that sleeps
+// is slow for a while after it wakes up, which would be measured as the engine's time.
 inline void WaitUntilNs(int64_t deadline) {
   while (NowNs() < deadline) CpuRelax();
 }

@@ -9,9 +9,9 @@
 // free     gives the memory back
 //
 // `batch` is the number of keys of a step for each rank. The clock covers what it covers in bench
-// train: from the first declaration of the first step to the end of frugal_flush after the last, and
-// the caller's writing of new gradients. A step's latency is the time from its step_begin to the end
-// of its step_end, on each rank.
+// train: from the first declaration of the first step to the end of frugal_flush after the last,
+// and the caller's writing of new gradients. A step's latency is the time from its step_begin to
+// the end of its step_end, on each rank.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -23,8 +23,8 @@ namespace {
 
 constexpr size_t kMostSteps = 20000, kMostRanks = 16;
 constexpr int kCalls = 5;
-const char* const kCallNames[kCalls] = {"prefetch_time", "step_begin_time", "lookup_time", "push_time",
-                                        "step_end_time"};
+const char* const kCallNames[kCalls] = {"prefetch_time", "step_begin_time", "lookup_time",
+                                        "push_time", "step_end_time"};
 
 void Check(int32_t status) {
   if (status == FRUGAL_OK) return;
@@ -35,12 +35,17 @@ void Check(int32_t status) {
 
 struct Setting {
   explicit Setting(const Params& p)
-      : threads(p.Str("side") == "threads"), ranks(static_cast<uint32_t>(p.Int("ranks", 1))),
+      : threads(p.Str("side") == "threads"),
+        ranks(static_cast<uint32_t>(p.Int("ranks", 1))),
         opt(p.Str("opt") == "sgd" ? FRUGAL_SGD : FRUGAL_ROWWISE_ADAGRAD),
-        rows(static_cast<uint64_t>(p.Int("rows", 0))), dim(static_cast<uint32_t>(p.Int("dim", 32))),
+        rows(static_cast<uint64_t>(p.Int("rows", 0))),
+        dim(static_cast<uint32_t>(p.Int("dim", 32))),
         window(static_cast<uint32_t>(p.Int("window", 10))),
-        flush_threads(static_cast<uint32_t>(p.Int("flush_threads", 1))), batch(static_cast<size_t>(p.Int("batch", 65536))),
-        keys_file(p.Str("keys_file")), controller(p.Str("controller")), out_file(p.Str("out_file")) {
+        flush_threads(static_cast<uint32_t>(p.Int("flush_threads", 1))),
+        batch(static_cast<size_t>(p.Int("batch", 65536))),
+        keys_file(p.Str("keys_file")),
+        controller(p.Str("controller")),
+        out_file(p.Str("out_file")) {
     if (ranks == 0 || ranks > kMostRanks) throw std::runtime_error("1 to 16 ranks");
   }
   bool threads;
@@ -95,7 +100,8 @@ class Rank {
     t.dim = s.dim;
     t.init_a = 0.01f;
     t.optimizer.kind = s.opt;
-    if (frugal_table_find(engine, t.name, &table_) != FRUGAL_OK) Check(frugal_table_create(engine, &t, &table_));
+    if (frugal_table_find(engine, t.name, &table_) != FRUGAL_OK)
+      Check(frugal_table_create(engine, &t, &table_));
     frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
     c.rank = rank;
     Check(frugal_trainer_create(engine, &c, &trainer_));
@@ -208,7 +214,8 @@ double CpuNsOf(pid_t pid) {
 class Side {
  public:
   explicit Side(const Setting& s) : s_(s), batches_(s.keys_file, s.batch, false) {
-    void* memory = mmap(nullptr, s.ranks * sizeof(Slot), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, s.ranks * sizeof(Slot), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::runtime_error("out of memory");
     slots_ = static_cast<Slot*>(memory);
     memset(memory, 0, s.ranks * sizeof(Slot));
@@ -277,7 +284,8 @@ class Processes : public Side {
     }
     for (uint32_t r = 0; r < s.ranks; ++r) {
       int go[2], done[2];
-      if (pipe2(go, O_CLOEXEC) != 0 || pipe2(done, O_CLOEXEC) != 0) throw std::runtime_error("no pipes");
+      if (pipe2(go, O_CLOEXEC) != 0 || pipe2(done, O_CLOEXEC) != 0)
+        throw std::runtime_error("no pipes");
       const pid_t pid = fork();
       if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -306,7 +314,8 @@ class Processes : public Side {
     rmdir(s_.address.substr(0, s_.address.rfind('/')).c_str());
   }
   void Begin(uint32_t r, const Task& task) override {
-    if (write(children_[r].go, &task, sizeof task) != sizeof task) throw std::runtime_error("a rank has died");
+    if (write(children_[r].go, &task, sizeof task) != sizeof task)
+      throw std::runtime_error("a rank has died");
   }
   void Await(uint32_t r) override {
     char done;
@@ -329,7 +338,8 @@ class Processes : public Side {
       {
         Rank trainer(s_, engine, rank, batches_, &slots_[rank]);
         Task task;
-        while (write(done, "", 1) == 1 && read(go, &task, sizeof task) == sizeof task) trainer.Do(task);
+        while (write(done, "", 1) == 1 && read(go, &task, sizeof task) == sizeof task)
+          trainer.Do(task);
       }
       frugal_close(engine);
       return 0;
@@ -353,7 +363,8 @@ class Processes : public Side {
 // The value that this share of the values do not exceed.
 double Percentile(std::vector<double>* values, double share) {
   if (values->empty()) return 0;
-  const size_t at = std::min(values->size() - 1, static_cast<size_t>(share * static_cast<double>(values->size())));
+  const size_t at = std::min(values->size() - 1,
+                             static_cast<size_t>(share * static_cast<double>(values->size())));
   std::nth_element(values->begin(), values->begin() + static_cast<ptrdiff_t>(at), values->end());
   return (*values)[at];
 }
@@ -409,7 +420,8 @@ class Worker {
     std::vector<double> step_us;
     double ns[kCalls] = {};
     for (uint32_t r = 0; r < s.ranks; ++r) {
-      for (size_t i = 0; i < per_run_; ++i) step_us.push_back(static_cast<double>(side_->slot(r).step_ns[i]) * 1e-3);
+      for (size_t i = 0; i < per_run_; ++i)
+        step_us.push_back(static_cast<double>(side_->slot(r).step_ns[i]) * 1e-3);
       for (int i = 0; i < kCalls; ++i) ns[i] += static_cast<double>(side_->slot(r).ns[i]);
     }
     Metrics m{{"throughput", steps * ranks * static_cast<double>(s.batch) / took},
@@ -419,7 +431,9 @@ class Worker {
     const frugal_stats after = Stats();
     const double updated = static_cast<double>(after.rows_updated - before.rows_updated);
     m.emplace_back("deferred_share",
-                   updated > 0 ? static_cast<double>(after.rows_deferred - before.rows_deferred) / updated : 0);
+                   updated > 0
+                       ? static_cast<double>(after.rows_deferred - before.rows_deferred) / updated
+                       : 0);
     for (int i = 0; i < kCalls; ++i) m.emplace_back(kCallNames[i], ns[i] * 1e-3 / steps / ranks);
     return m;
   }
@@ -436,9 +450,9 @@ class Worker {
     return ns;
   }
 
-  // Percent of a core, of the controller and of the busiest trainer, while no trainer works. `idle`:
-  // all trainers have declared their window and are between two steps. `waiting`: rank 0 waits in a
-  // step_begin for the other ranks.
+  // Percent of a core, of the controller and of the busiest trainer, while no trainer works.
+  // `idle`: all trainers have declared their window and are between two steps. `waiting`: rank 0
+  // waits in a step_begin for the other ranks.
   Metrics Idle(double seconds) {
     const Setting& s = side_->setting();
     Metrics m;

@@ -1,5 +1,5 @@
-# What `cmake --install` installs: the library, two headers, a CMake package, a pkg-config file and the
-# license.
+# What `cmake --install` installs: the library, two headers, a CMake package, a pkg-config file and
+# the license.
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 

@@ -10,7 +10,8 @@ function(frugal_precompile_library target)
   if(NOT FRUGAL_PRECOMPILED)
     return()
   endif()
-  # Eight files are compiled as one, so the compiler reads the library's own headers less often, too.
+  # Eight files are compiled as one, so the compiler reads the library's own headers less often,
+  # too.
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
   target_precompile_headers(${target} PRIVATE
     <algorithm> <atomic> <bit> <cerrno> <chrono> <condition_variable> <cstdint> <cstring>

@@ -3,7 +3,7 @@
 # adds a test. docs/testing.md explains the labels and tiers.
 #   LABEL  unit (the default), header, oracle or system. A unit test should take at most
 #          FRUGAL_UNIT_SECONDS of processor time.
-#   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all.
+#   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all
 #   COST   seconds of the whole test; ctest begins with the longest.
 #   ONE_THREAD: the test shows the same with one thread. Under ThreadSanitizer its tier is all. The
 #          target tests_all then builds its program, if that has the test's name.
@@ -103,11 +103,11 @@ const char frugal_top_path[] = \"${top}\";
   target_link_libraries(${target} PRIVATE frugal_programs)
 endfunction()
 
-# frugal_test_program(NAME name SOURCE file IN program LIBRARIES library...)
-# adds a program of GoogleTest's cases. In builds with a sanitizer the files with the same IN are one
-# program, and the compiler reads several of them as one file: the headers that they include and the
-# templates that they instantiate take half of such a build's time. frugal_test() then runs the
-# file's own suites. So each file needs a namespace of its own.
+# frugal_test_program(NAME name SOURCE file IN program LIBRARIES library...) adds a program of
+# GoogleTest's cases. In builds with a sanitizer the files with the same IN are one program, and the
+# compiler reads several of them as one file: the headers that they include and the templates that
+# they instantiate take half of such a build's time. frugal_test() then runs the file's own suites.
+# So each file needs a namespace of its own.
 function(frugal_test_program)
   cmake_parse_arguments(PARSE_ARGV 0 p "" "NAME;SOURCE;IN" "LIBRARIES")
   if(NOT FRUGAL_SANITIZE)

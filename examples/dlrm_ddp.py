@@ -9,8 +9,8 @@ The tables are in the controller's shared memory. A rank reads their rows there,
 DistributedDataParallel neither sends nor sums. Gradients of the dense layers are summed in the order of the ranks, in
 processes and in threads. So both give the same bits; --hash prints hashes that prove it.
 
-With --resume rank 0 saves the dense layers in FOLDER in each step, and ranks that start again continue after the tables'
-last committed step.
+With --resume rank 0 saves the dense layers in FOLDER in each step. Ranks that start again continue after the last
+committed step of the tables.
 """
 
 # mypy: disable-error-code="no-untyped-call"

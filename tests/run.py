@@ -60,7 +60,7 @@ class Suite:
 
 
 class Build(Suite):
-  """A preset of CMakePresets.json, configured and built. A failed build counts as a failed test, a right one as none."""
+  """Configures and builds a preset of CMakePresets.json. A failed build counts as a failed test, a good one as none."""
 
   def __init__(self, preset, tier, seconds, after=(), options=(), targets=(), name=None):
     super().__init__(f'build-{name or preset}', tier, seconds, after, processors=0)

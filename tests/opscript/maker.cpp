@@ -382,7 +382,8 @@ class Maker {
     Write(OfRank("trainer", r), FRUGAL_ERR_EXISTS);
   }
 
-  // Between steps, or inside one. Inside a step, the step is undone and begun again without this rank.
+  // Between steps, or inside one. Inside a step, the step is undone and begun again without this
+  // rank.
   void Leave(uint32_t r) {
     Write(OfRank("close_trainer", r), FRUGAL_OK);
     ranks_[r].open = false;
