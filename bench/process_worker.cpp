@@ -153,7 +153,7 @@ class Rank {
       op.rows_out = out_.data();
       Check(frugal_lookup(trainer_, &op, 1));
       took(2);
-      // What is far ahead is declared when a device would have its work.
+      // Declares far ahead when a device would have got its work.
       DeclareUpTo(std::min<uint64_t>(last, step_ + s_.window + 1));
       took(0);
       op.rows_out = nullptr;
@@ -457,7 +457,7 @@ class Worker {
     const Setting& s = side_->setting();
     Metrics m;
     auto measure = [&](const std::string& what) {
-      usleep(500'000);  // what is declared is resolved
+      usleep(500'000);  // until all declarations are resolved
       const std::vector<pid_t> pids = side_->Pids();
       std::vector<double> cpu;
       for (const pid_t pid : pids) cpu.push_back(CpuNsOf(pid));

@@ -1069,8 +1069,8 @@ class Maker {
   std::vector<Table> tables_;
   std::vector<Rank> ranks_;
   std::vector<Fnv> outputs_;       // of each share
-  std::vector<Declaration> dead_;  // of each share: of a step that has ended
-  size_t share_ = 0, turn_ = 0;    // of the line that is made; of lines that no rank makes
+  std::vector<Declaration> dead_;  // of each share: a declaration of a step that has ended
+  size_t share_ = 0, turn_ = 0;    // the share of the current line; that of lines without a rank
   uint32_t lookahead_ = 0;
   uint64_t first_step_ = 0;
   size_t index_ = 0;
