@@ -16,7 +16,7 @@
 // - gather: the lookup calls alone, of declared batches.
 // - flush: stall = wall time inside the calls of a step, less that of the same calls when
 //   frugal_flush and a pause (not counted) follow each step_end. Then no update is pending, and all
-//   declarations are resolved. Blocks of steps of either kind take turns within one run, because the
+//   declarations are resolved. Blocks of steps of either kind take turns within one run: the
 //   difference is far smaller than the machine's changes of speed from second to second.
 #include <algorithm>
 #include <memory>

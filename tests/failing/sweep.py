@@ -1,8 +1,8 @@
 """Makes the n-th call for memory, a map, a descriptor, a thread or I/O fail in a job, for each n.
 
-The job (see failing.h) runs in a process of its own for each point. It first runs undisturbed, to count the points. Then
-the n-th call fails: in one run only that call, in another run all later ones, too. The job must come to its end, with
-the digest of the undisturbed run. Runs whose engine became unhealthy for good are counted. A crash, a hang (longer than
+The job (see failing.h) runs in a process of its own for each point. An undisturbed run counts the points. Then the n-th
+call fails: in one run only that call, in another run all later ones, too. The job must come to its end, with the digest
+of the undisturbed run. Runs whose engine became unhealthy for good are counted. A crash, a hang (longer than
 --watchdog seconds), a status that the header does not name, and wrong bits are red.
 
     tests/failing/sweep.py --preload build/release/tests/failing/libfrugal_failing.so --all -- PROGRAM ARGUMENTS
