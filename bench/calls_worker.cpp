@@ -1,14 +1,15 @@
-// What calls cost where there is little to move: a step of many tables, or of few keys.
+// The cost of calls that move few bytes: steps of many tables, or of few keys.
 //
 // prepare  tables keys: of each table in a step; rows dim opt threads: flush threads;
 //          backwards: gradients come from the last table to the first;
 //          again: so many more lookups of the same rows in a step
 // run      seconds=S
 //
-// All keys are declared ten steps ahead, and other ones in each step. Metrics: throughput, keys of
-// whole steps (declared, looked up, pushed and ended) a second; lookup_time, microseconds of the
-// first lookup call of a step, the median; with `again` again_time, of the others: these find rows,
-// parts and code in the processor's caches, so it is the call itself that they measure.
+// All keys are declared ten steps ahead, and each step has other keys. Metrics: throughput, keys of
+// whole steps (declared, looked up, pushed and ended) a second; lookup_time, the median
+// microseconds of the first lookup call of a step. With `again` also again_time, of the other
+// calls: these find rows, parts and code in the processor's caches, so they measure the call
+// itself.
 #include <algorithm>
 #include <memory>
 #include <stdexcept>

@@ -15,10 +15,9 @@
 //   filling and draining count too. The caller writes new gradients for each step inside it.
 // - gather: the lookup calls alone, of declared batches.
 // - flush: stall = wall time inside the calls of a step, less that of the same calls when
-//   frugal_flush and a pause (not counted) came after each step_end: nothing is pending then,
-//   neither an update nor a declaration that is not resolved yet. Blocks of steps of either kind
-//   take turns within one run, because what is compared is far smaller than the machine's changes
-//   of speed from second to second.
+//   frugal_flush and a pause (not counted) follow each step_end. Then no update is pending, and all
+//   declarations are resolved. Blocks of steps of either kind take turns within one run: the
+//   difference is far smaller than the machine's changes of speed from second to second.
 #include <algorithm>
 #include <memory>
 
@@ -54,7 +53,7 @@ int32_t ParseFlush(const std::string& name) {
   throw std::runtime_error("unknown flush mode " + name);
 }
 
-// What an engine is made of; two cases with the same shape can share one.
+// The properties of an engine; two cases with the same shape can share one.
 struct Shape {
   int32_t opt = FRUGAL_SGD, flush = FRUGAL_FLUSH_AUTO;
   uint64_t rows = 0;
@@ -106,7 +105,7 @@ class Engine {
   }
 
  private:
-  // All keys live from the start: the benchmark is about training, not about growing.
+  // All rows exist from the start: the benchmark measures training, not growth.
   void CreateRows() {
     constexpr size_t kPart = 65536;
     std::vector<uint64_t> keys(kPart);
@@ -156,7 +155,7 @@ class Worker {
   }
 
  private:
-  // What one trainer thread works with.
+  // The memory of one trainer thread.
   struct Rank {
     std::vector<frugal_batch*> ring;  // declared batches by step
     HugeArray<float> out, grads;
@@ -281,7 +280,7 @@ class Worker {
       op.batch = rank.ring[s % rank.ring.size()];
       op.rows_out = rank.out.data();
       CHECK_OK(frugal_lookup(trainer, &op, 1));
-      // What is far ahead is declared when the device has its work.
+      // Declares far ahead after the device has got its work.
       if (s + window < last) Declare(r, s + window);
       int64_t inside = NowNs() - t0;
       const int64_t device_done = NowNs() + wait_ns_;
@@ -291,7 +290,7 @@ class Worker {
         CHECK_OK(frugal_borrow(trainer, n * engine_->shape().dim * sizeof(float), &memory));
         grads = static_cast<float*>(memory);
       }
-      // With lent memory, and in bench flush, it is the device that writes the gradients.
+      // With lent memory, and in bench flush, the device writes the gradients.
       const bool by_device = lent_ || bench_ == "flush";
       if (by_device) gradients_->Fill(s, 0, n, grads);
       WaitUntilNs(device_done);
@@ -319,7 +318,8 @@ class Worker {
       Train(4);
       const Run trial = Train(16);
       const double step = trial.seconds / 16;
-      per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), bench_ == "flush" ? 20 : 40, 20000);
+      per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step),
+                                    bench_ == "flush" ? 20 : 40, 20000);
     }
     return per_run_;
   }
@@ -361,8 +361,8 @@ class Worker {
     const size_t steps = StepsFor(p.Num("seconds", 0.4));
     Train(4);
     const Run run = Train(steps);
-    // The window fills at the start and has nothing left to declare at the end; the first steps of
-    // a block still feel the other kind.
+    // At the start the window fills, and at the end nothing is left to declare. The block before
+    // still affects the first steps of a block.
     constexpr size_t kBlock = 10, kSettle = 3;
     const size_t edge = engine_->shape().window + 2;
     const size_t turns = std::clamp<size_t>(steps / (2 * kBlock), 3, 40);

@@ -1,9 +1,9 @@
-// What every C++ benchmark worker shares: the line protocol, clocks, memory, key files, threads.
+// What all C++ benchmark workers share: the line protocol, clocks, memory, key files, threads.
 //
 // A worker is a process that bench/run.py starts. It reads one command a line from stdin, as in
 //     prepare side=frugal dim=32 rows=10000000 keys_file=/…/keys.bin
-// and answers each with one line of JSON. Only one worker runs at a time, so that the sides of a
-// comparison take turns within one run and none disturbs another.
+// and replies to each with one line of JSON. Only one worker runs at a time, so the sides of a
+// comparison take turns within one run, and none disturbs another.
 //
 // Nothing here includes lib/: the sides `loop` and `stages` must stay independent of the engine.
 #ifndef FRUGAL_BENCH_HARNESS_H_
@@ -55,8 +55,8 @@ inline void CpuRelax() {
 #endif
 }
 
-// Stands in for device time. It is spent awake, as by a thread that polls its device: a core that sleeps
-// and wakes up is slow for a while, and that would be taken for the engine's time.
+// Simulates device time. The thread stays awake, as one that polls its device: a core that sleeps
+// is slow for a while after it wakes up, which would be measured as the engine's time.
 inline void WaitUntilNs(int64_t deadline) {
   while (NowNs() < deadline) CpuRelax();
 }
@@ -102,8 +102,8 @@ inline std::string ToJson(const Metrics& metrics) {
   return out.str();
 }
 
-// Reads commands until `quit` or the end of the input. `handle` answers with figures; an
-// exception becomes {"error": …} and the worker goes on.
+// Reads commands until `quit` or the end of the input. `handle` returns figures. An exception
+// becomes {"error": …}, and the worker continues.
 inline int Serve(const std::function<Metrics(const std::string&, const Params&)>& handle) {
   prctl(PR_SET_TIMERSLACK, 1);  // the default of 50 us would be part of every emulated wait
   std::string line;

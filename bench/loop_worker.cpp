@@ -109,7 +109,7 @@ class Worker {
   }
 
  private:
-  // Batches whose sorted pairs are kept: the window that a step's keys are known ahead.
+  // The number of batches with sorted pairs: so many steps ahead are their keys known.
   static constexpr size_t kWindow = 12;
 
   Metrics Prepare(const Params& p) {

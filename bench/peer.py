@@ -90,7 +90,7 @@ class Peer:
 
 def serve(peer):
   commands = {'prepare': peer.prepare, 'run': peer.run, 'check': peer.check, 'free': peer.free}
-  # Libraries write to stdout; answers go to the real one.
+  # Libraries write to stdout; replies go to the real one.
   answers = sys.stdout
   sys.stdout = sys.stderr
   for line in sys.stdin:

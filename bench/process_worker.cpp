@@ -1,15 +1,17 @@
-// Trainers as threads of one engine, or as processes of a controller: the same steps on the same memory.
+// Trainers as threads of one engine, or as processes of a controller: the same steps on the same
+// kind of memory.
 //
-// prepare  side=threads|frugal ranks opt rows dim batch keys_file window flush_threads controller (the program, for
-//          frugal)
+// prepare  side=threads|frugal ranks opt rows dim batch keys_file window flush_threads
+//          controller (the program, for frugal)
 // run      seconds=S   one repetition, about S seconds long
-// idle     seconds=S   frugal: processor time of who has nothing to do, in percent of a core
+// idle     seconds=S   frugal: processor time of idle processes, in percent of a core
 // check    as prepare, and steps out_file: trains a table and writes its rows
 // free     gives the memory back
 //
-// `batch` is the number of keys of a step for each rank. The clock covers what it covers in bench train: from the
-// first declaration of the first step to the end of frugal_flush after the last, and the caller's writing of new
-// gradients. A step's latency is the time from its step_begin to the end of its step_end, on each rank.
+// `batch` is the number of keys of a step for each rank. The clock covers what it covers in bench
+// train: from the first declaration of the first step to the end of frugal_flush after the last,
+// and the caller's writing of new gradients. A step's latency is the time from its step_begin to
+// the end of its step_end, on each rank.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -21,8 +23,8 @@ namespace {
 
 constexpr size_t kMostSteps = 20000, kMostRanks = 16;
 constexpr int kCalls = 5;
-const char* const kCallNames[kCalls] = {"prefetch_time", "step_begin_time", "lookup_time", "push_time",
-                                        "step_end_time"};
+const char* const kCallNames[kCalls] = {"prefetch_time", "step_begin_time", "lookup_time",
+                                        "push_time", "step_end_time"};
 
 void Check(int32_t status) {
   if (status == FRUGAL_OK) return;
@@ -33,12 +35,17 @@ void Check(int32_t status) {
 
 struct Setting {
   explicit Setting(const Params& p)
-      : threads(p.Str("side") == "threads"), ranks(static_cast<uint32_t>(p.Int("ranks", 1))),
+      : threads(p.Str("side") == "threads"),
+        ranks(static_cast<uint32_t>(p.Int("ranks", 1))),
         opt(p.Str("opt") == "sgd" ? FRUGAL_SGD : FRUGAL_ROWWISE_ADAGRAD),
-        rows(static_cast<uint64_t>(p.Int("rows", 0))), dim(static_cast<uint32_t>(p.Int("dim", 32))),
+        rows(static_cast<uint64_t>(p.Int("rows", 0))),
+        dim(static_cast<uint32_t>(p.Int("dim", 32))),
         window(static_cast<uint32_t>(p.Int("window", 10))),
-        flush_threads(static_cast<uint32_t>(p.Int("flush_threads", 1))), batch(static_cast<size_t>(p.Int("batch", 65536))),
-        keys_file(p.Str("keys_file")), controller(p.Str("controller")), out_file(p.Str("out_file")) {
+        flush_threads(static_cast<uint32_t>(p.Int("flush_threads", 1))),
+        batch(static_cast<size_t>(p.Int("batch", 65536))),
+        keys_file(p.Str("keys_file")),
+        controller(p.Str("controller")),
+        out_file(p.Str("out_file")) {
     if (ranks == 0 || ranks > kMostRanks) throw std::runtime_error("1 to 16 ranks");
   }
   bool threads;
@@ -50,7 +57,7 @@ struct Setting {
   std::string keys_file, controller, out_file, address;
 };
 
-// What a rank tells, in memory that the worker shares with its children.
+// A rank's results, in memory that the worker shares with its children.
 struct Slot {
   char error[480];
   frugal_stats stats;
@@ -93,7 +100,8 @@ class Rank {
     t.dim = s.dim;
     t.init_a = 0.01f;
     t.optimizer.kind = s.opt;
-    if (frugal_table_find(engine, t.name, &table_) != FRUGAL_OK) Check(frugal_table_create(engine, &t, &table_));
+    if (frugal_table_find(engine, t.name, &table_) != FRUGAL_OK)
+      Check(frugal_table_create(engine, &t, &table_));
     frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
     c.rank = rank;
     Check(frugal_trainer_create(engine, &c, &trainer_));
@@ -145,7 +153,7 @@ class Rank {
       op.rows_out = out_.data();
       Check(frugal_lookup(trainer_, &op, 1));
       took(2);
-      // What is far ahead is declared when a device would have its work.
+      // Declares far ahead when a device would have got its work.
       DeclareUpTo(std::min<uint64_t>(last, step_ + s_.window + 1));
       took(0);
       op.rows_out = nullptr;
@@ -206,7 +214,8 @@ double CpuNsOf(pid_t pid) {
 class Side {
  public:
   explicit Side(const Setting& s) : s_(s), batches_(s.keys_file, s.batch, false) {
-    void* memory = mmap(nullptr, s.ranks * sizeof(Slot), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, s.ranks * sizeof(Slot), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::runtime_error("out of memory");
     slots_ = static_cast<Slot*>(memory);
     memset(memory, 0, s.ranks * sizeof(Slot));
@@ -215,7 +224,7 @@ class Side {
 
   virtual void Begin(uint32_t rank, const Task& task) = 0;
   virtual void Await(uint32_t rank) = 0;
-  // Processes that take part; of several the controller is the first.
+  // The processes of this side; of several the controller is the first.
   virtual std::vector<pid_t> Pids() const { return {getpid()}; }
 
   void All(const Task& task) {
@@ -262,24 +271,25 @@ class Threads : public Side {
   std::vector<std::thread> threads_;
 };
 
-// Children that are told by a pipe what to do.
+// Child processes; each gets its tasks through a pipe.
 class Processes : public Side {
  public:
   explicit Processes(const Setting& s) : Side(WithAddress(s)) {
     controller_ = fork();
     if (controller_ == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
-      dup2(2, 1);  // what it prints is no answer of the worker's
+      dup2(2, 1);  // its output is no reply of the worker
       execl(s_.controller.c_str(), s_.controller.c_str(), s_.address.c_str(), nullptr);
       _exit(127);
     }
     for (uint32_t r = 0; r < s.ranks; ++r) {
       int go[2], done[2];
-      if (pipe2(go, O_CLOEXEC) != 0 || pipe2(done, O_CLOEXEC) != 0) throw std::runtime_error("no pipes");
+      if (pipe2(go, O_CLOEXEC) != 0 || pipe2(done, O_CLOEXEC) != 0)
+        throw std::runtime_error("no pipes");
       const pid_t pid = fork();
       if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        // The other ranks' ends, too: a rank ends when its pipe does.
+        // Closes the other ranks' ends, too: a rank ends when its pipe is closed.
         for (const Child& c : children_) close(c.go);
         close(go[1]);
         close(done[0]);
@@ -304,7 +314,8 @@ class Processes : public Side {
     rmdir(s_.address.substr(0, s_.address.rfind('/')).c_str());
   }
   void Begin(uint32_t r, const Task& task) override {
-    if (write(children_[r].go, &task, sizeof task) != sizeof task) throw std::runtime_error("a rank has died");
+    if (write(children_[r].go, &task, sizeof task) != sizeof task)
+      throw std::runtime_error("a rank has died");
   }
   void Await(uint32_t r) override {
     char done;
@@ -327,7 +338,8 @@ class Processes : public Side {
       {
         Rank trainer(s_, engine, rank, batches_, &slots_[rank]);
         Task task;
-        while (write(done, "", 1) == 1 && read(go, &task, sizeof task) == sizeof task) trainer.Do(task);
+        while (write(done, "", 1) == 1 && read(go, &task, sizeof task) == sizeof task)
+          trainer.Do(task);
       }
       frugal_close(engine);
       return 0;
@@ -351,7 +363,8 @@ class Processes : public Side {
 // The value that this share of the values do not exceed.
 double Percentile(std::vector<double>* values, double share) {
   if (values->empty()) return 0;
-  const size_t at = std::min(values->size() - 1, static_cast<size_t>(share * static_cast<double>(values->size())));
+  const size_t at = std::min(values->size() - 1,
+                             static_cast<size_t>(share * static_cast<double>(values->size())));
   std::nth_element(values->begin(), values->begin() + static_cast<ptrdiff_t>(at), values->end());
   return (*values)[at];
 }
@@ -407,7 +420,8 @@ class Worker {
     std::vector<double> step_us;
     double ns[kCalls] = {};
     for (uint32_t r = 0; r < s.ranks; ++r) {
-      for (size_t i = 0; i < per_run_; ++i) step_us.push_back(static_cast<double>(side_->slot(r).step_ns[i]) * 1e-3);
+      for (size_t i = 0; i < per_run_; ++i)
+        step_us.push_back(static_cast<double>(side_->slot(r).step_ns[i]) * 1e-3);
       for (int i = 0; i < kCalls; ++i) ns[i] += static_cast<double>(side_->slot(r).ns[i]);
     }
     Metrics m{{"throughput", steps * ranks * static_cast<double>(s.batch) / took},
@@ -417,7 +431,9 @@ class Worker {
     const frugal_stats after = Stats();
     const double updated = static_cast<double>(after.rows_updated - before.rows_updated);
     m.emplace_back("deferred_share",
-                   updated > 0 ? static_cast<double>(after.rows_deferred - before.rows_deferred) / updated : 0);
+                   updated > 0
+                       ? static_cast<double>(after.rows_deferred - before.rows_deferred) / updated
+                       : 0);
     for (int i = 0; i < kCalls; ++i) m.emplace_back(kCallNames[i], ns[i] * 1e-3 / steps / ranks);
     return m;
   }
@@ -427,21 +443,21 @@ class Worker {
     return side_->slot(0).stats;
   }
 
-  // Processor time of all that work for the side.
+  // Processor time of all processes of the side.
   double Cpu() const {
     double ns = 0;
     for (const pid_t pid : side_->Pids()) ns += CpuNsOf(pid);
     return ns;
   }
 
-  // Percent of a core: the controller's, and the most of a trainer's, while nobody asks for anything. `idle`: all
-  // trainers have declared their window and are between two steps. `waiting`: rank 0 waits in a step_begin for the
-  // others.
+  // Percent of a core, of the controller and of the busiest trainer, while no trainer works.
+  // `idle`: all trainers have declared their window and are between two steps. `waiting`: rank 0
+  // waits in a step_begin for the other ranks.
   Metrics Idle(double seconds) {
     const Setting& s = side_->setting();
     Metrics m;
     auto measure = [&](const std::string& what) {
-      usleep(500'000);  // what is declared is resolved
+      usleep(500'000);  // until all declarations are resolved
       const std::vector<pid_t> pids = side_->Pids();
       std::vector<double> cpu;
       for (const pid_t pid : pids) cpu.push_back(CpuNsOf(pid));

@@ -4,9 +4,9 @@
 // run      one repetition; one update = enqueue at a random priority, one adjust to another
 //          random priority, dequeue in order
 //
-// The queue's owner serializes calls, so `threads` threads share one queue under one lock, which
-// each takes for a batch of operations, as the engine does. Marks (flush/queue.h) are looked at and
-// changed without the lock. Entries come in random order.
+// The queue's owner serializes calls. So `threads` threads share one queue and one lock, which each
+// takes for a batch of operations, as the engine does. They read and change marks (flush/queue.h)
+// without the lock. Entries come in random order.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -19,7 +19,7 @@
 namespace bench {
 namespace {
 
-// As long as the engine's batches.
+// The length of the engine's batches.
 constexpr size_t kBatch = 512;
 constexpr size_t kAhead = 16;
 constexpr uint8_t kTaken = 255;
@@ -87,7 +87,7 @@ class Worker {
   }
 
   std::atomic_ref<uint8_t> Mark(uint32_t id) { return std::atomic_ref<uint8_t>(marks_[id]); }
-  // Changes the mark of an entry, if that is `from`.
+  // Changes the mark of an entry if it is `from`.
   bool Change(uint32_t id, uint8_t from, uint8_t to) {
     return Mark(id).compare_exchange_strong(from, to, std::memory_order_relaxed);
   }
@@ -115,13 +115,13 @@ class Worker {
     });
     std::vector<uint8_t> prio_of(entries_);
     for (size_t i = 0; i < entries_; ++i) prio_of[ids_[i]] = second_[i];
-    // By place: of stale ones kTaken.
+    // The priorities in the order in which entries were dequeued; kTaken for stale entries.
     std::vector<uint8_t> order(2 * entries_, kTaken);
     size_t places = 0;
     std::atomic<size_t> taken{0};
     const double dequeue = Phase([&](size_t begin, size_t end) {
       std::array<uint32_t, kBatch> out;
-      // One call may give less than it was asked for.
+      // One call may return fewer entries than it was asked for.
       for (size_t left = end - begin; left != 0;) {
         size_t n, at;
         uint8_t prio;

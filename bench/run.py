@@ -3,9 +3,9 @@
 With --before FOLDER, a build folder of another revision, only the library is measured, against that
 revision's: three sides take turns, `now`, `before` and `before` a second time (class Before).
 
-Each side of a comparison is a worker process that holds its own tables and answers commands on
-stdin (bench/harness.h). Sides take turns (A B C A B C …), so that a bad minute of the machine
-hits all of them; medians are compared. Only the standard library is used here.
+Each side of a comparison is a worker process that has its own tables and replies to commands on
+stdin (bench/harness.h). Sides take turns (A B C A B C …), so that a bad minute of the machine hits
+all of them. Medians are compared. This script needs only the standard library.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Throughput of a gather loop by the recipe of the field notes, in rows/s, dim 32, as measured
-# when they were written: (distribution, threads). Their copy bandwidth was not recorded; that of
-# the same kind of machine in a quiet minute stands in for it, by threads, in bytes/s.
+# Throughput of a gather loop by the recipe of the field notes, in rows/s, dim 32, as measured when
+# they were written: (distribution, threads). Their copy bandwidth was not recorded. NOTES_COPY is that
+# of the same kind of machine in a quiet minute, by threads, in bytes/s.
 NOTES_COPY = {1: 56e9, 2: 107e9}
 NOTES_GATHER = {
     ('uniform', 1): 130e6, ('uniform', 2): 260e6,
@@ -230,8 +230,8 @@ class Report:
 class Before:
   """Compares the library with the one of --before, case by case.
 
-  The other revision runs twice in each turn. What it shows against itself is what the run can
-  resolve: a case is slower only if it is below 0.98 and below that.
+  The other revision runs twice in each turn. Its ratio to itself is the resolution of the run: a case
+  is slower only if its ratio is below 0.98 and below that.
   """
 
   # Sides that are not the library's.
@@ -280,7 +280,7 @@ def alternate(workers, entries, reps, seconds):
     return take_turns(workers, entries, reps, seconds)
   for e in entries:
     trio = COMPARED.trio(e)
-    # Where a process's memory lies makes a difference that lasts as long as it: fresh ones each round.
+    # The place of a process's memory changes its speed as long as it runs, so each round has new processes.
     for shift in range(ARGS.rounds):
       take_turns(workers, trio[shift % 3:] + trio[:shift % 3], ARGS.reps or reps, seconds)
       if ARGS.rounds > 1:
@@ -291,7 +291,7 @@ def alternate(workers, entries, reps, seconds):
 def take_turns(workers, entries, reps, seconds):
   workers.free_but({e.worker for e in entries})
   fresh = {}
-  for e in entries:  # the first of each worker, side by side: nothing is timed yet
+  for e in entries:  # each worker's first entry, concurrently: no clock runs yet
     worker = workers.get(e.worker)
     if e.worker not in fresh and worker.prepared != e.params:
       worker.send('prepare ' + e.params)
@@ -718,7 +718,7 @@ def bench_queue(workers, report):
 
 
 def bench_calls(workers, report):
-  """Steps of few keys, and of many tables: what a call costs beside the rows that it moves."""
+  """Steps of few keys, and of many tables: the cost of a call without that of its rows."""
   machine(workers)
   a_key = {}
   for tables, backwards, again in ((1, 0, 0), (1, 0, 20), (10, 0, 0), (1000, 0, 0), (1000, 1, 0)):
@@ -753,7 +753,8 @@ def bench_processes(workers, report):
   sides = [side for side in ('frugal', 'threads') if side not in ARGS.without]
   names = {side: f'processes-{side}' for side in sides}
   checked = set()
-  # Where each processor has a rank, flush threads take turns with trainers and lanes, which do their work, too.
+  # Where each processor has a rank, flush threads share the processors with trainers and request loops, which apply
+  # updates, too.
   shapes = [(1, 1), (2, 1)] if ARGS.quick else [(1, 1), (2, 1), (2, 0), (4, 1), (4, 0)]
   for opt in ('rowwise_adagrad',) if ARGS.quick else ('rowwise_adagrad', 'sgd'):
     for batch in (65536,) if ARGS.quick else (65536, 4096):
@@ -838,11 +839,11 @@ def main():
                       help='the interpreter that has torch and FBGEMM')
   parser.add_argument('--before', metavar='FOLDER',
                       help='compare the library with that of another build folder, and nothing else')
-  parser.add_argument('--reps', type=int, help='turns of each case')
+  parser.add_argument('--reps', type=int, help='repetitions of each case')
   parser.add_argument('--rounds', type=int, default=1, metavar='N',
-                      help='with --before: the turns of a case N times, each with new processes')
+                      help='with --before: repeats all of a case N times, each time with new processes')
   args = parser.parse_args()
-  # All five within the minute that each has alone.
+  # All benchmarks together get the minute that each has alone.
   args.brief = args.quick and args.bench == 'all'
   args.without = set(filter(None, args.without.split(',')))
   if args.before:

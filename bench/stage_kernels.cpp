@@ -227,7 +227,7 @@ void UpdateRuns(const Hyper& h, const TableView& t, const Pair* pairs, size_t n,
   constexpr int kVectors = kDim / 16;
   constexpr size_t kAhead = kDim <= 32 ? 48 : 16;
   size_t i = begin;
-  while (i > 0 && i < n && pairs[i].row == pairs[i - 1].row) ++i;  // the chunk before has it
+  while (i > 0 && i < n && pairs[i].row == pairs[i - 1].row) ++i;  // the chunk before has this run
   for (size_t j = i; j < i + kAhead && j < n; ++j) PrefetchPair<kDim, kOpt>(t, pairs[j], grads);
   size_t ahead = i + kAhead;
   while (i < end) {

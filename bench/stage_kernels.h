@@ -20,7 +20,7 @@ struct Hyper {
   float alpha = 0;  // Adam: lr with the bias correction of the step
 };
 
-// A key and where it stands in the batch.
+// A key and its position in the batch.
 struct Pair {
   uint32_t row;
   uint32_t position;

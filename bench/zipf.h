@@ -3,7 +3,7 @@
 // Zipf: W. Hörmann and G. Derflinger, "Rejection-inversion to generate variates from monotone
 // discrete distributions", ACM TOMACS 6 (1996): exact, and without a table of n entries. Rank k
 // (1 is the hottest) has probability proportional to k^-s. Ranks become ids by a bijection, so
-// that hot rows do not lie beside one another.
+// that hot rows are not next to one another.
 #ifndef FRUGAL_BENCH_ZIPF_H_
 #define FRUGAL_BENCH_ZIPF_H_
 

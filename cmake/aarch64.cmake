@@ -1,4 +1,5 @@
-# A cross build for AArch64: cmake --toolchain cmake/aarch64.cmake -DCMAKE_SYSROOT=FOLDER. tests/aarch64.sh makes the folder.
+# A cross build for AArch64: cmake --toolchain cmake/aarch64.cmake -DCMAKE_SYSROOT=FOLDER.
+# tests/aarch64.sh makes the folder.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)

@@ -1,8 +1,8 @@
 # The CUDA part: sets FRUGAL_WITH_CUDA, and adds frugal_kernels, the object of the kernels.
 #
-# Wanted is a compiler of CUDA 13 or later: that of CMAKE_CUDA_COMPILER or CUDACXX, or one on the
-# path or in /usr/local/cuda. Without a GPU or its driver the library works all the same: the
-# run-time library is linked statically, and the driver's is looked for when a device is opened.
+# It needs a compiler of CUDA 13 or later: that of CMAKE_CUDA_COMPILER or CUDACXX, or one on the
+# path or in /usr/local/cuda. The library also works without a GPU or its driver: the run-time
+# library is linked statically, and it loads the driver's library when a device is opened.
 set(FRUGAL_CUDA AUTO CACHE STRING "CUDA devices: ON, OFF, or AUTO: if there is a compiler for them")
 set_property(CACHE FRUGAL_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(FRUGAL_WITH_CUDA OFF)
@@ -32,7 +32,7 @@ if(FRUGAL_CUDA STREQUAL "AUTO" OR FRUGAL_CUDA)
     message(STATUS "No compiler of CUDA 13 or later: no CUDA devices")
   else()
     message(FATAL_ERROR "FRUGAL_CUDA=${FRUGAL_CUDA} wants nvcc of CUDA 13 or later; found: "
-      "${nvcc}, version ${version}. CMAKE_CUDA_COMPILER tells where it is.")
+      "${nvcc}, version ${version}. CMAKE_CUDA_COMPILER is its path.")
   endif()
 endif()
 
@@ -45,20 +45,20 @@ if(FRUGAL_WITH_CUDA)
   enable_language(CUDA)
   set(CMAKE_CUDA_STANDARD 20)
   if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
-    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)  # CMake 3.25 does not know it
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)  # CMake 3.25 does not have it
   endif()
   if(CCACHE)
     set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
   endif()
-  # By hand: find_package(CUDAToolkit) wants the shared run-time library, too.
+  # By hand: find_package(CUDAToolkit) needs the shared run-time library, too.
   find_path(FRUGAL_CUDA_INCLUDE cuda_runtime_api.h REQUIRED NO_CMAKE_FIND_ROOT_PATH
     HINTS ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   find_library(FRUGAL_CUDART cudart_static REQUIRED NO_CMAKE_FIND_ROOT_PATH
     HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES})
   mark_as_advanced(FRUGAL_CUDA_INCLUDE FRUGAL_CUDART)
 
-  # The arithmetic of docs/arithmetic.md; the last three are nvcc's defaults, told so that nobody
-  # wonders. Sanitizers are for the host's code, of which there is none in kernels.cu.
+  # The arithmetic of docs/arithmetic.md; the last three are nvcc's defaults, named to be explicit.
+  # Sanitizers are for the host's code, of which kernels.cu has none.
   add_library(frugal_cuda_flags INTERFACE)
   target_compile_options(frugal_cuda_flags INTERFACE
     -fmad=false -prec-div=true -prec-sqrt=true -ftz=false)

@@ -1,5 +1,5 @@
-# What `cmake --install` gives: the library, two headers, a CMake package, a pkg-config file and the
-# license.
+# What `cmake --install` installs: the library, two headers, a CMake package, a pkg-config file and
+# the license.
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
@@ -16,7 +16,8 @@ configure_package_config_file(cmake/frugalConfig.cmake.in
   ${CMAKE_CURRENT_BINARY_DIR}/frugalConfig.cmake INSTALL_DESTINATION ${FRUGAL_PACKAGE_DIR})
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/frugalConfigVersion.cmake
   COMPATIBILITY SameMajorVersion)
-# Folders inside the prefix are told relative to it, and it to the file, so that an installed tree can be moved.
+# frugal.pc has folders inside the prefix relative to it, and the prefix relative to the file, so an
+# installed tree can be moved.
 foreach(dir LIBDIR INCLUDEDIR)
   set(folder ${CMAKE_INSTALL_${dir}})
   cmake_path(IS_PREFIX CMAKE_INSTALL_PREFIX "${folder}" NORMALIZE inside)

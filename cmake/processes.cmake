@@ -1,5 +1,5 @@
-# Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane, whose messages
-# Cap'n Proto encodes, to the library. Without it the library is whole but for them.
+# Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane to the library.
+# Cap'n Proto encodes its messages. Without Cap'n Proto the library has everything else.
 set(FRUGAL_PROCESSES AUTO CACHE STRING
   "Trainers as processes: ON, OFF, or AUTO: if there is Cap'n Proto")
 set_property(CACHE FRUGAL_PROCESSES PROPERTY STRINGS AUTO ON OFF)
@@ -17,7 +17,7 @@ if(FRUGAL_PROCESSES STREQUAL "AUTO" OR FRUGAL_PROCESSES)
   endif()
 endif()
 
-# Sources of the library that need it, and that stand in for them.
+# Chooses the sources that need Cap'n Proto, or else those that replace them.
 function(frugal_process_sources list)
   set(sources ${${list}})
   if(FRUGAL_WITH_PROCESSES)

@@ -1,13 +1,14 @@
-# frugal_test(NAME name COMMAND command... [LABEL label] [TIER tier] [COST seconds] [TIMEOUT seconds] [SERIAL]
-#             [ONE_THREAD] [SHARDS number] [PROPERTIES name value...])
-# adds a test. docs/testing.md tells what the labels and tiers are.
-#   LABEL  unit (the default), header, oracle or system. A unit test should take FRUGAL_UNIT_SECONDS of processor time at most.
-#   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all.
+# frugal_test(NAME name COMMAND command... [LABEL label] [TIER tier] [COST seconds]
+#             [TIMEOUT seconds] [SERIAL] [ONE_THREAD] [SHARDS number] [PROPERTIES name value...])
+# adds a test. docs/testing.md explains the labels and tiers.
+#   LABEL  unit (the default), header, oracle or system. A unit test should take at most
+#          FRUGAL_UNIT_SECONDS of processor time.
+#   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all
 #   COST   seconds of the whole test; ctest begins with the longest.
-#   ONE_THREAD: what it shows, one thread shows. Under ThreadSanitizer it is of the tier all, and its program, if that has
-#          the test's name, is built by the target tests_all.
-#   SHARDS of a GoogleTest program that mostly waits: that many tests, NAME_1 and so on, which can run side by side.
-#          GoogleTest itself deals the cases out to them, so that none is left out.
+#   ONE_THREAD: the test shows the same with one thread. Under ThreadSanitizer its tier is all. The
+#          target tests_all then builds its program, if that has the test's name.
+#   SHARDS of a GoogleTest program that mostly waits: so many tests, NAME_1 and so on, which can run
+#          concurrently. GoogleTest itself distributes the cases, so none is left out.
 if(FRUGAL_SANITIZE)
   set(FRUGAL_UNIT_SECONDS 300)
 else()
@@ -19,7 +20,8 @@ add_executable(frugal_budget ${CMAKE_SOURCE_DIR}/tests/support/budget.c)
 set_target_properties(frugal_budget PROPERTIES C_EXTENSIONS ON)
 
 function(frugal_test)
-  cmake_parse_arguments(PARSE_ARGV 0 t "SERIAL;ONE_THREAD" "NAME;LABEL;TIER;COST;TIMEOUT;SHARDS" "COMMAND;PROPERTIES")
+  cmake_parse_arguments(PARSE_ARGV 0 t "SERIAL;ONE_THREAD" "NAME;LABEL;TIER;COST;TIMEOUT;SHARDS"
+    "COMMAND;PROPERTIES")
   if(t_UNPARSED_ARGUMENTS OR NOT t_COMMAND)
     message(FATAL_ERROR "frugal_test: ${t_NAME}: ${t_UNPARSED_ARGUMENTS}")
   endif()
@@ -45,7 +47,7 @@ function(frugal_test)
       set(t_COMMAND --gtest_filter=${suites})
     elseif(t_COMMAND MATCHES "^--gtest_filter=-[^;]*$")
       string(REPLACE "filter=" "filter=${suites}" t_COMMAND ${t_COMMAND})
-    endif()  # a filter that chooses is the caller's
+    endif()  # a filter that selects cases stays as the caller gave it
     set(program ${together})
   endif()
   if(TARGET ${program})
@@ -68,8 +70,8 @@ function(frugal_test)
       set(share ${CMAKE_COMMAND} -E env GTEST_TOTAL_SHARDS=${t_SHARDS} GTEST_SHARD_INDEX=${index})
     endif()
     add_test(NAME ${name} COMMAND ${budget} ${share} ${t_COMMAND})
-    set_tests_properties(${name} PROPERTIES LABELS "${t_LABEL};tier_${t_TIER}" COST ${t_COST} TIMEOUT ${t_TIMEOUT}
-      ${t_PROPERTIES})
+    set_tests_properties(${name} PROPERTIES LABELS "${t_LABEL};tier_${t_TIER}" COST ${t_COST}
+      TIMEOUT ${t_TIMEOUT} ${t_PROPERTIES})
     if(t_SERIAL)
       set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
     endif()
@@ -77,9 +79,9 @@ function(frugal_test)
   endforeach()
 endfunction()
 
-# frugal_with_programs(target) tells a test's program where the controller and frugal-top are
-# (FRUGAL_CONTROLLER, FRUGAL_TOP). A file of its own does: the others are compiled the same way in
-# each build folder, so ccache shares them.
+# frugal_with_programs(target) gives a test's program the paths of the controller and of frugal-top
+# (FRUGAL_CONTROLLER, FRUGAL_TOP). A separate source file has them: the other files are compiled the
+# same way in each build folder, so ccache shares them.
 function(frugal_with_programs target)
   if(NOT TARGET frugal_programs)
     set(top)
@@ -101,10 +103,11 @@ const char frugal_top_path[] = \"${top}\";
   target_link_libraries(${target} PRIVATE frugal_programs)
 endfunction()
 
-# frugal_test_program(NAME name SOURCE file IN program LIBRARIES library...)
-# adds a program of GoogleTest's cases. In builds with a sanitizer the files with the same IN are one program, compiled
-# several at a time: what they read and instantiate is half of the time that such a build takes. frugal_test() then runs
-# the file's own suites of it. So each file has a namespace of its own.
+# frugal_test_program(NAME name SOURCE file IN program LIBRARIES library...) adds a program of
+# GoogleTest's cases. In builds with a sanitizer the files with the same IN are one program, and the
+# compiler reads several of them as one file: the headers that they include and the templates that
+# they instantiate take half of such a build's time. frugal_test() then runs the file's own suites.
+# So each file needs a namespace of its own.
 function(frugal_test_program)
   cmake_parse_arguments(PARSE_ARGV 0 p "" "NAME;SOURCE;IN" "LIBRARIES")
   if(NOT FRUGAL_SANITIZE)
@@ -133,7 +136,8 @@ function(frugal_test_program)
   get_property(others GLOBAL PROPERTY frugal_${p_IN}_suites)
   foreach(suite IN LISTS suites)
     if(suite IN_LIST others)
-      message(FATAL_ERROR "frugal_test_program: another file than ${p_SOURCE} has the suite ${suite}, too")
+      message(FATAL_ERROR
+        "frugal_test_program: another file than ${p_SOURCE} has the suite ${suite}, too")
     endif()
   endforeach()
   set_property(GLOBAL APPEND PROPERTY frugal_${p_IN}_suites ${suites})

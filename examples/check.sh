@@ -1,7 +1,7 @@
 #!/bin/sh
 # Does a program print what README.md says?
-#   examples/check.sh NAME COMMAND...     NAME: hello or movielens; the output must be the last block of
-#                                         its section, byte for byte
+#   examples/check.sh NAME COMMAND...   NAME: hello or movielens; the output must be the last block
+#                                       of its section, byte for byte
 set -eu
 readme=$(dirname "$0")/README.md
 name=$1

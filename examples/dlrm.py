@@ -2,20 +2,20 @@
 
     python dlrm.py                              a planted click model
     python dlrm.py --data train.txt             a file in Criteo's format, tab-separated, also .gz
-    python dlrm.py --side both                  and the same model in PyTorch alone beside it
+    python dlrm.py --side both                  also the same model in PyTorch alone, to compare
 
-Dense features go through an MLP, each categorical one is a row of a table, a second MLP works on the dot products of
-all of these and says the logit of a click. The table is trained by torch.optim.Adagrad, the MLPs by torch.optim.Adam;
-between the sides the class of the table differs, and frugal's has its batches from a Lookahead. Reported are AUC and
-logloss on samples that were not trained on. Of the planted model the true probability of each sample is known, and so
-is the best that any model can reach: it is printed, too.
+Dense features go through an MLP, and each categorical feature is a row of a table. A second MLP computes the logit of a
+click from the dot products of all of these. torch.optim.Adagrad trains the table, torch.optim.Adam the MLPs. Two things
+differ between the sides: the class of the table, and frugal's side has its batches from a Lookahead. The program prints
+AUC and logloss on samples that were not trained on. For the planted model the true probability of each sample is known,
+so the program also prints the best values that any model can reach.
 
-Criteo's format: a line is label (0 or 1), 13 integers, 26 categories of 8 hexadecimal digits, with tabs in between; a
-field may be empty. Every tenth line is for testing.
+Criteo's format: a line has a label (0 or 1), 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
+A field may be empty. Every tenth line is for testing.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-# torch says no types of Tensor.backward.
+# torch gives no types for Tensor.backward.
 
 from __future__ import annotations
 

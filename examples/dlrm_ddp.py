@@ -1,22 +1,22 @@
 """dlrm.py on several ranks: DistributedDataParallel for the dense layers, a Frugal controller for the tables.
 
     python dlrm_ddp.py --ranks 2                         starts a controller, and a process for each rank
-    python dlrm_ddp.py --ranks 2 --threads               the ranks as threads of one process: the same bits
+    python dlrm_ddp.py --ranks 2 --threads               ranks as threads of one process: the same bits
     frugal-controller /tmp/tables &
     FRUGAL_SERVICE=/tmp/tables torchrun --nproc-per-node 2 --max-restarts 3 dlrm_ddp.py --resume FOLDER
 
-The tables are in the controller's shared memory; a rank reads their rows there, and hands over its gradients, which
-DistributedDataParallel neither sends nor sums. Gradients of the dense layers are summed in the order
-of the ranks, whatever carries them, so that a run is the same, bit for bit, in processes and in threads; --hash prints
-what proves it.
+The tables are in the controller's shared memory. A rank reads their rows there, and submits its gradients there, which
+DistributedDataParallel neither sends nor sums. Gradients of the dense layers are summed in the order of the ranks, in
+processes and in threads. So both give the same bits; --hash prints hashes that prove it.
 
-With --resume the dense layers are saved in FOLDER in each step, and ranks that start again go on where the tables stand.
+With --resume rank 0 saves the dense layers in FOLDER in each step. Ranks that start again continue after the last
+committed step of the tables.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-# torch says no types of Tensor.backward.
+# torch gives no types for Tensor.backward.
 
-# No `from __future__ import annotations`: DistributedDataParallel looks at those of its hooks.
+# No `from __future__ import annotations`: DistributedDataParallel reads those of its hooks.
 
 import argparse
 import contextlib
@@ -106,8 +106,8 @@ def reduce_bucket(
 class Saved:
     """Dense layers after each of the last two steps.
 
-    They are saved before the tables' step ends: when that is committed, they are there. A crash between the two leaves
-    tables that are a step behind: so the step before is kept.
+    They are saved before the tables' step ends, so they exist when it is committed. After a crash between the two, the
+    tables are one step older than the last file. So the file of the step before is kept.
     """
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +127,7 @@ class Saved:
                     self.model.load_state_dict(saved["model"], strict=False)  # without the tables
                     self.optimizer.load_state_dict(saved["optimizer"])
                     return
-        raise ValueError(f"{self.folder} has no dense layers of step {step}, which the controller's tables stand at")
+        raise ValueError(f"{self.folder} has no dense layers of step {step}, the last one of the controller's tables")
 
     def dense(self) -> Dict[str, Tensor]:
         parameters = self.model.named_parameters()
@@ -138,7 +138,7 @@ class Saved:
 
 
 def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Optional[Dict[str, Any]]:
-    """Trains as one rank. Rank 0 returns the measures, and the hashes if they are wanted."""
+    """Trains as one rank. Rank 0 returns the measures, and with --hash the hashes."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with building:
@@ -155,10 +155,12 @@ def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Op
     committed = trainer.engine.committed_step()
     if committed is not None:
         if saved is None:
-            raise ValueError(f"the controller's tables are trained already, up to step {committed}: go on with --resume")
+            raise ValueError(
+                f"the controller's tables are trained already, up to step {committed}: go on with --resume"
+            )
         saved.get(committed)
     step = 0 if committed is None else committed + 1
-    ranks.barrier()  # all have made their tables, and look at the same ones
+    ranks.barrier()  # all ranks have made the tables, and have read the same committed step
     forward: nn.Module = model
     if isinstance(ranks, Processes):
         forward = DistributedDataParallel(model, broadcast_buffers=False)
@@ -190,7 +192,7 @@ def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Op
         results = dict(dlrm.test(model, dlrm.Planted(*tested, test=True)))
         if args.hash:
             results["tables"], results["dense"] = hashes(model, tables)
-    ranks.barrier()  # nobody leaves before
+    ranks.barrier()  # the other ranks stay until rank 0 has tested
     return results
 
 
@@ -198,7 +200,7 @@ building = threading.Lock()  # torch has one generator for all threads
 
 
 def hashes(model: dlrm.DLRM, tables: ft.Optimizer) -> Tuple[str, str]:
-    """Of the rows with their optimizer state, and of the dense layers."""
+    """Hashes of the rows with their optimizer state, and of the dense layers."""
     rows = [value for name, value in model.state_dict().items() if name.startswith("rows.")]
     rows += [state["state"] for state in tables.state_dict()["state"].values()]
     return digest(rows), digest([*model.bottom.parameters(), *model.top.parameters()])
@@ -217,8 +219,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def process_rank(args: argparse.Namespace, meeting: str = "env://") -> Optional[Dict[str, Any]]:
     """This process is a rank, as torchrun's environment says."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun's store outlives ranks that start again: without a prefix they may find addresses of the ones before, and
-    # fail, or wait for them.
+    # torchrun's store outlives ranks that start again. Without a prefix, new ranks may find addresses of earlier ones,
+    # and fail, or wait for them.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, _, _ = next(dist.rendezvous(meeting, rank, world_size))  # type: ignore[attr-defined]
     store = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
@@ -236,7 +238,7 @@ def spawned_rank(rank: int, args: argparse.Namespace, meeting: str, results: Any
 
 
 def processes(args: argparse.Namespace) -> Dict[str, Any]:
-    """Starts the ranks, and a controller if no address of one was told."""
+    """Starts the ranks, and a controller if no address was given."""
     with contextlib.ExitStack() as stack:
         if not args.service:
             args.service = stack.enter_context(controller(args.controller))
@@ -249,7 +251,7 @@ def processes(args: argparse.Namespace) -> Dict[str, Any]:
 
 @contextlib.contextmanager
 def controller(program: Optional[str]) -> Iterator[str]:
-    """A controller of its own; gives its address."""
+    """Starts a controller; yields its address."""
     program = program or shutil.which("frugal-controller")
     if program is None:
         raise OSError("frugal-controller is not on the PATH: say where it is with --controller")
@@ -258,7 +260,7 @@ def controller(program: Optional[str]) -> Iterator[str]:
         process = subprocess.Popen([program, address], stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            if not process.stdout.readline():  # it says that it serves
+            if not process.stdout.readline():  # "serving ADDRESS"
                 raise OSError(f"{program} has not started")
             yield address
         finally:
@@ -317,7 +319,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> Optional[Dict[str, Any]]:
         args.service = os.environ.get("FRUGAL_SERVICE")
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     if args.samples < args.batch * ranks:
-        raise ValueError(f"--samples {args.samples} is less than --batch {args.batch} of {ranks} ranks: that is no step")
+        raise ValueError(
+            f"--samples {args.samples} is less than --batch {args.batch} of {ranks} ranks: that is no step"
+        )
     if args.resume is not None:
         os.makedirs(args.resume, exist_ok=True)
     if "RANK" in os.environ:
@@ -325,7 +329,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> Optional[Dict[str, Any]]:
     else:
         results = (threads if args.threads else processes)(args)
     if results is None:
-        return None  # rank 0 says it
+        return None  # rank 0 prints them
     print(f"{'':14}{'AUC':>8}{'logloss':>10}")
     for name, title in (("model", f"{ranks} ranks"), ("optimum", "known optimum")):
         print(f"{title:14}{results[name][0]:8.4f}{results[name][1]:10.4f}")

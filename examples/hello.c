@@ -9,7 +9,7 @@
 
 enum { kDim = 4, kKeys = 3, kSteps = 10 };
 
-/* Every function of Frugal answers 0 or a negative status, and tells what was wrong. */
+/* Every function returns 0 or a negative status; frugal_last_error has the message. */
 static void check(int32_t status) {
   frugal_error error;
   if (status == FRUGAL_OK) return;

@@ -81,7 +81,7 @@ static rating *plant(size_t *count) {
   return ratings;
 }
 
-/* The text of a file, with a zero behind it. */
+/* The text of a file, followed by a zero. */
 static char *read_all(const char *path, size_t *size) {
   FILE *file = fopen(path, "rb");
   char *text = NULL;
@@ -100,7 +100,8 @@ static char *read_all(const char *path, size_t *size) {
   return text;
 }
 
-/* Each of these tells where it has ended; NULL: the text was NULL or not what it skips or reads. */
+/* Each of these returns where it ended, or NULL if the text was NULL or not what it skips or
+ * reads. */
 
 static const char *skip_digits(const char *at) {
   const size_t count = at != NULL ? strspn(at, "0123456789") : 0;
@@ -109,7 +110,7 @@ static const char *skip_digits(const char *at) {
 
 static const char *skip_sign(const char *at) { return at + (*at == '+' || *at == '-'); }
 
-static const char *read_key(const char *at, uint64_t *key) { /* and the blanks behind it */
+static const char *read_key(const char *at, uint64_t *key) { /* and the blanks after it */
   const char *end = skip_digits(at);
   const size_t blanks = end != NULL ? strspn(end, kBlanks) : 0;
   if (blanks == 0) return NULL;
@@ -184,7 +185,7 @@ static void set_ops(frugal_op ops[kTables], const rating *const *ratings, size_t
   }
 }
 
-/* Sets `errors` from `rows`, and tells the sum of their squares. */
+/* Sets `errors` from `rows`, and returns the sum of their squares. */
 static double compare(float mean, const rating *const *ratings, size_t n) {
   double squares = 0;
   for (size_t k = 0; k < n; ++k) {

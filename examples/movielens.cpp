@@ -72,7 +72,7 @@ std::vector<Rating> Plant() {
   return ratings;
 }
 
-// Reads a text that ends with a zero. Each call tells whether there was what it skips or reads.
+// Reads a text that ends with a zero. Each call returns whether it found what it skips or reads.
 struct Reader {
   const char* at;
 

@@ -1,8 +1,8 @@
 # Biased matrix factorization: rating = mean + user bias + item bias + user row . item row.
 #   julia --project=bindings/julia examples/movielens.jl [FILE]
 #       lines of FILE: user TAB item TAB rating TAB anything, as in MovieLens' u.data
-# Without a file it makes ratings from planted rows and noise, so that the best possible error is known.
-# README.md says exactly what is computed; the other languages print the same numbers.
+# Without a file it makes ratings from planted rows and noise, so that the best possible error is
+# known. README.md says exactly what is computed; the other languages print the same numbers.
 
 using Frugal
 using Printf

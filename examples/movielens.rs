@@ -127,7 +127,7 @@ fn keys(ratings: &[Rating]) -> (Vec<u64>, Vec<u64>) {
     ratings.iter().map(|r| (r.user, r.item)).unzip()
 }
 
-/// Sets `errors` from `rows`, and tells the sum of their squares, added to `squares`.
+/// Sets `errors` from `rows`, and returns the sum of their squares, added to `squares`.
 fn compare(
     mean: f32,
     ratings: &[Rating],

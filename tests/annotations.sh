@@ -1,20 +1,20 @@
 #!/bin/sh
-# What locks guard (lib/base/annotations.h) is touched with them held: clang says so of each source.
-# It reads many of them as one file, since most of its time is for headers.
+# Clang checks that the library uses what a lock guards (lib/base/annotations.h) only with the lock
+# held. It reads many sources as one file, since most of its time is for headers.
 #
 #   annotations.sh ROOT CLANG++ [OPTIONS...]
 root=$1 clang=$2
 shift 2
 check() {
-  "$clang" -std=c++20 -fsyntax-only -ferror-limit=0 -Wthread-safety -Wthread-safety-beta -Werror -DFRUGAL_ASSERTS=1 \
-    -I"$root/lib" -I"$root/include" "$@"
+  "$clang" -std=c++20 -fsyntax-only -ferror-limit=0 -Wthread-safety -Wthread-safety-beta -Werror \
+    -DFRUGAL_ASSERTS=1 -I"$root/lib" -I"$root/include" "$@"
 }
 
-# It finds what it is to find.
+# The check finds known faults.
 seen=$(mktemp -d) || exit 2
 trap 'rm -rf "$seen"' EXIT
 cat > "$seen/unguarded.cpp" <<'END'
-#include "base/condition.h"
+# include "base/condition.h"
 namespace frugal {
 struct Counter {
   Mutex first ACQUIRED_BEFORE(second), second;
@@ -22,7 +22,9 @@ struct Counter {
   int n GUARDED_BY(first) = 0;
   int read() REQUIRES(first) { return n; }
   void right() { Lock a(first); Lock b(second); ++n; read(); }
-  void waits() { UniqueLock l(first); changed.wait(l, [&]() REQUIRES(first) { return n > 0; }); ++n; }
+  void waits() {
+    UniqueLock l(first); changed.wait(l, [&]() REQUIRES(first) { return n > 0; }); ++n;
+  }
   void without() { ++n; }
   void other() { Lock l(second); ++n; }
   void called() { read(); }
@@ -41,8 +43,8 @@ if [ "$errors" -ne 7 ]; then
   exit 1
 fi
 
-# All sources but those of kernels, and of what stands in for the control plane: as three files, in
-# none of which two sources have names of their own in common.
+# All sources except the kernels and control_none.cpp, as three files. Sources that define the same
+# local names are in different files.
 for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name control_none.cpp | sort); do
   case $source in
     */flush/* | */control_client.cpp) file=third ;;

@@ -1,20 +1,24 @@
 #!/bin/sh
-# Nothing that may wait by the system's clock stands in the library, its bindings or its tools: timed waits are those of
-# lib/base/condition.h and lib/base/futex.h.
+# The library, its bindings and its tools have no wait that depends on the system clock: all timed
+# waits are those of lib/base/condition.h and lib/base/futex.h.
 #
 #   clocks.sh ROOT
 cd "$1" || exit 2
 sources="--include=*.cpp --include=*.h --include=*.c --include=*.rs --include=*.py --include=*.jl"
 
-# What stands in files of the folders given. A Condition's wait_until is known by its name, which no variable of the standard
-# library's has; wait_for is always the standard library's.
+# Prints such waits in files of the given folders. A wait_until of a Condition is right. A variable
+# is a Condition by its name, which no std::condition_variable has. wait_for is always the standard
+# library's.
 waits() {
-  grep -rnE 'system_clock|high_resolution_clock|CLOCK_REALTIME|timed_mutex|try_lock_for|(cond|mutex|sem|rwlock)_timed|SystemTime|gettimeofday|timespec_get' \
-    $sources "$@"
-  # Python's and Julia's. (datetime tells dates, by which nobody waits.)
+  grep -rnE -e 'system_clock|high_resolution_clock|CLOCK_REALTIME|timed_mutex|try_lock_for' \
+    -e '(cond|mutex|sem|rwlock)_timed|SystemTime|gettimeofday|timespec_get' $sources "$@"
+  # Python's and Julia's. (datetime returns dates, on which no wait depends.)
   grep -rnE '\btime\.time(_ns)?\(|from time import.*\btime(_ns)?\b' --include=*.py "$@"
   grep -rnE '(^|[^.A-Za-z_0-9!@])(time|now)\(\)' --include=*.jl "$@"
-  named() { grep -rhoE "$1&? +[a-z_]+(, [a-z_]+)*[;),]" $sources lib | sed -E "s/$1&? +//; s/[,;)]/ /g" | tr -s ' ' '\n'; }
+  named() {
+    grep -rhoE "$1&? +[a-z_]+(, [a-z_]+)*[;),]" $sources lib |
+      sed -E "s/$1&? +//; s/[,;)]/ /g" | tr -s ' ' '\n'
+  }
   ours=$(named '\bCondition' | sort -u)
   theirs=$(named 'std::condition_variable(_any)?' | sort -u)
   grep -rnE '(\.|->)wait_(for|until)\(' $sources "$@" | awk -v ours="$ours" -v theirs="$theirs" '
@@ -28,7 +32,7 @@ waits() {
       } }'
 }
 
-# It finds what it is to find.
+# The check finds known waits.
 seen=$(mktemp -d) || exit 2
 trap 'rm -rf "$seen"' EXIT
 cat > "$seen/waits.cpp" <<'END'

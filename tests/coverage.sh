@@ -1,8 +1,9 @@
 #!/bin/sh
-# Branches of window, flush, cache and storage that their direct tests take: these folders, compiled to count them, with those
-# tests alone. Branches of exceptions that nobody throws are left out (gcovr --exclude-throw-branches).
+# Counts the branches of window, flush, cache and storage that their direct tests take. These
+# folders are compiled to count branches, and only those tests run. Branches of exceptions that no
+# test throws are left out (gcovr --exclude-throw-branches).
 #
-#   coverage.sh ROOT FOLDER [PERCENT [OPTIONS OF GCOVR...]]     red below PERCENT (90)
+#   coverage.sh ROOT FOLDER [PERCENT [OPTIONS OF GCOVR...]]     fails below PERCENT (90)
 if ! command -v gcovr > /dev/null; then
   echo "gcovr is not installed"
   echo "0 passed, 0 failed, 1 skipped"
@@ -11,15 +12,21 @@ fi
 root=$(cd "$1" && pwd) && mkdir -p "$2" && cd "$2" || exit 2
 percent=${3:-90}
 [ $# -ge 3 ] && shift 3 || shift $#
-compile="$(command -v ccache) g++ -std=c++20 -ffp-contract=off -fno-math-errno -fno-trapping-math -I$root/lib -I$root/include -I$root/tests"
-tests="storage/holders storage/key_index storage/row_versions storage/row_write storage/rows storage/stored_rows storage/slab flush/queue window/apply window/part window/step_update window/window cache/row_cache"
+compile="$(command -v ccache) g++ -std=c++20 -ffp-contract=off -fno-math-errno -fno-trapping-math"
+compile="$compile -I$root/lib -I$root/include -I$root/tests"
+tests="storage/holders storage/key_index storage/row_versions storage/row_write storage/rows
+  storage/stored_rows storage/slab flush/queue window/apply window/part window/step_update
+  window/window cache/row_cache"
 
-# What is compiled in which way: "OBJECT FLAGS SOURCE" a line.
+# What is compiled, and how: lines "OBJECT FLAGS SOURCE".
 {
-  for source in "$root"/lib/storage/*.cpp "$root"/lib/flush/*.cpp "$root"/lib/window/*.cpp "$root"/lib/cache/*.cpp; do
+  for source in "$root"/lib/storage/*.cpp "$root"/lib/flush/*.cpp "$root"/lib/window/*.cpp \
+    "$root"/lib/cache/*.cpp; do
     echo "$(basename "$(dirname "$source")")_$(basename "$source" .cpp).o -O0 -g --coverage $source"
   done
-  for source in "$root"/lib/base/*.cpp; do echo "base_$(basename "$source" .cpp).o -O1 $source"; done
+  for source in "$root"/lib/base/*.cpp; do
+    echo "base_$(basename "$source" .cpp).o -O1 $source"
+  done
   for source in "$root"/lib/device/cpu/*.cpp; do
     case $source in
       *_avx2*) isa="-mavx2" ;;
@@ -31,9 +38,12 @@ tests="storage/holders storage/key_index storage/row_versions storage/row_write 
   for test in $tests; do echo "test_$(basename "$test").o -O0 $root/tests/${test}_test.cpp"; done
 } > sources
 rm -f ./*.gcda
-xargs -P "$(nproc)" -L 1 sh -c "object=\$0; exec $compile -c -o \$object \"\$@\"" < sources || exit 1
-g++ --coverage -o direct_tests $(cut -d ' ' -f 1 sources) -lgtest -lgtest_main -lpthread -ldl || exit 1
+xargs -P "$(nproc)" -L 1 sh -c "object=\$0; exec $compile -c -o \$object \"\$@\"" < sources ||
+  exit 1
+g++ --coverage -o direct_tests $(cut -d ' ' -f 1 sources) -lgtest -lgtest_main -lpthread -ldl ||
+  exit 1
 ./direct_tests --gtest_brief=1 || exit 1
-gcovr --root "$root" --filter "$root/lib/(window|flush|cache|storage)/" --exclude-throw-branches --exclude-unreachable-branches \
+gcovr --root "$root" --filter "$root/lib/(window|flush|cache|storage)/" \
+  --exclude-throw-branches --exclude-unreachable-branches \
   --branches --fail-under-branch "$percent" "$@" . || exit 1
 echo "1 passed, 0 failed, 0 skipped"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# What rows are stored as stands in one place (lib/device/element.h): the library's C++ compiles
-# with another element than fp32, too. Nothing is made of that, and no kernel of CUDA is tried.
+# One header (lib/device/element.h) chooses the element of stored rows: the library's C++ also
+# compiles with another element than fp32. The check makes no object, and tries no CUDA kernel.
 #
 #   element.sh ROOT C++ [OPTIONS...]
 root=$1 compiler=$2
@@ -12,9 +12,9 @@ check() {
     -I"$root/lib" -I"$root/include" -I"$root/tests" "$@"
 }
 
-# It finds what it is to find.
+# The check finds a known fault.
 cat > "$seen/right.cpp" <<'END'
-#include "device/kernels.h"
+# include "device/kernels.h"
 namespace frugal::device {
 Element* first(const RowsRef& rows) { return rows.row(0); }
 float second(const RowsRef& rows) { return as_float(rows.row(0)[1]); }
@@ -27,8 +27,8 @@ if check "$seen/wrong.cpp" 2> /dev/null; then
   exit 1
 fi
 
-# All sources above the base, as two files, since most of the time is for headers; and kernels of
-# one instruction set, and of the host that imitates a device.
+# All sources above lib/base, as two files, since most of the time is for headers; then the kernels
+# of one instruction set, and those of the simulated GPU.
 for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name control_none.cpp | sort); do
   case $source in
     */base/* | */flush/* | */control_*.cpp | */capi/*) continue ;;

@@ -11,13 +11,13 @@ command -v clang-format-14 >/dev/null || {
   exit 77
 }
 
-# The files of the standard input that differ.
+# Lists the files of the standard input that differ.
 differing() {
   xargs -P "$(nproc)" -n 32 clang-format-14 --style=file --dry-run 2>&1 |
     sed -n 's/:[0-9]*:[0-9]*: warning: .*//p' | LC_ALL=C sort -u
 }
 
-# It finds what it is to find.
+# The check finds a wrong file.
 seen=$(mktemp -d) || exit 2
 trap 'rm -rf "$seen"' EXIT
 cp .clang-format "$seen"

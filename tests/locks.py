@@ -22,7 +22,7 @@ def locks_of(text):
       scopes = scopes[:-1]
     elif not token['names']:
       scopes.append(token['scope'])
-    elif not scopes or not (scopes[-1] or '').endswith('Mutex'):  # the kinds of mutexes have one themselves
+    elif not scopes or not (scopes[-1] or '').endswith('Mutex'):  # a class of mutexes has a mutex itself
       for name in re.findall(r'\w+', token['names']):
         yield '::'.join([scope for scope in scopes if scope] + [name])
 

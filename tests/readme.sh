@@ -30,13 +30,13 @@ case $out in
   *) echo "expected a row near 1" >&2; exit 1 ;;
 esac
 
-# An example is the indented lines after a line " * Example: ...". That of two processes is compiled,
-# and not run.
+# An example is the indented lines after a line " * Example: ...". The one of two processes is
+# compiled and not run.
 {
   cat <<'EOC'
-#include <stdio.h>
-#include <stdlib.h>
-#include "frugal.h"
+# include <stdio.h>
+# include <stdlib.h>
+# include "frugal.h"
 
 static void check(int32_t status) {
   frugal_error error;

@@ -1,11 +1,11 @@
-"""Runs the suites of ./dev test side by side, and tells the minutes that are left.
+"""Runs the suites of ./dev test concurrently, and prints the minutes that are left.
 
     tests/run.py [--ci | --all] [--only SUITE]... [--no-skips] [--json FILE]
 
-./dev test is the entrance: it installs what the suites need first. Without a tier: the suites of `base`. Each suite is a
-build, a run of ctest, or a program whose last line is "N passed, N failed, N skipped". A suite begins when those that it
-stands on have ended and enough processors are free. A build asks for no free processor: one at a time runs at a low
-priority, in the time that tests leave while they wait. The last line of the whole is that line, too.
+./dev test is the entrance: it first installs what the suites need. Without a tier it runs the suites of `base`. Each
+suite is a build, a run of ctest, or a program whose last line is "N passed, N failed, N skipped". A suite begins when
+the suites that it depends on have ended and enough processors are free. A build needs no free processor. One build at a
+time runs at a low priority, while tests wait. The last line of the output is of that form, too.
 """
 
 import argparse
@@ -27,17 +27,17 @@ COUNTS = re.compile(r'(\d+) passed, (\d+) failed, (\d+) skipped$')
 
 
 class Suite:
-  """What runs at a time. `seconds`: of processor time; for the minutes left alone."""
+  """A unit of the schedule. `seconds`: its expected processor time, only used for the minutes left."""
 
   def __init__(self, name, tier, seconds, after=(), processors=2):
     self.name, self.tier, self.seconds, self.after = name, tier, seconds, after
     self.processors = min(processors, PROCESSORS)
     self.log = os.path.join(LOGS, f'{name}.log')
-    self.used = 0.0  # seconds of processor time, of all processes that were waited for
-    self.done = 0.0  # the part of it that has run
-    self.note = ''   # what it is at
+    self.used = 0.0  # seconds of processor time, of all processes that have ended
+    self.done = 0.0  # the share of the suite that has run
+    self.note = ''   # its progress, as text
     self.counts = None  # passed, failed, skipped
-    self.long = []      # unit tests that took longer than their label says
+    self.long = []      # unit tests that took longer than their label allows
 
   def call(self, command, **options):
     """Runs the command into the suite's log; returns its exit status."""
@@ -60,7 +60,7 @@ class Suite:
 
 
 class Build(Suite):
-  """A preset of CMakePresets.json, configured and built. A build that fails is a failed test; one that does not is none."""
+  """Configures and builds a preset of CMakePresets.json. A failed build counts as a failed test, a good one as none."""
 
   def __init__(self, preset, tier, seconds, after=(), options=(), targets=(), name=None):
     super().__init__(f'build-{name or preset}', tier, seconds, after, processors=0)
@@ -81,7 +81,7 @@ class Build(Suite):
 
 
 class Packages(Suite):
-  """What only later suites need, installed beside the first ones. Tests that miss it say so and are skipped."""
+  """Packages that only later suites need, installed while the first ones run. Tests without them are skipped."""
 
   def __init__(self, name, tier, seconds, command):
     super().__init__(name, tier, seconds, processors=0)
@@ -126,7 +126,7 @@ class Tests(Suite):
 
 
 class Program(Suite):
-  """A program whose last line tells its numbers; one that has no such line has failed."""
+  """A program whose last line has its counts. Without such a line it has failed."""
 
   def __init__(self, name, tier, seconds, command, after=('build-release',), processors=1):
     super().__init__(name, tier, seconds, after, processors)
@@ -146,7 +146,7 @@ class Program(Suite):
 
 
 class Single(Program):
-  """A program that is one test, by its exit status."""
+  """A program that is one test; its exit status is the result."""
 
   def run(self):
     return (1, 0, 0) if self.call(self.command) == 0 else (0, 1, 0)
@@ -165,29 +165,35 @@ def suites():
       Packages('peers', 'ci', 60, ['./dev', 'peers']),
       Tests('release', 'release', 'base', 150, ['-L', only('tier_base')]),
       Program('smoke', 'base', 30, ['bindings/smoke', release]),
-      Tests('release-ci', 'release', 'ci', 200, ['-L', only('tier_ci')], after=['build-release', 'peers', 'release', 'smoke']),
-      # Builds come one after the other, in this order.
+      Tests('release-ci', 'release', 'ci', 200, ['-L', only('tier_ci')],
+            after=['build-release', 'peers', 'release', 'smoke']),
+      # Builds run one after the other, in this order.
       Build('tsan', 'ci', 300, after=['build-release']),
-      Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'], processors=1),
-      # One processor each, beside ThreadSanitizer's tests; AddressSanitizer's come last, since ctest alone can use all.
+      Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'],
+            processors=1),
+      # One processor each, while ThreadSanitizer's tests run. AddressSanitizer's tests come last: ctest alone can use
+      # all processors.
       Program('python', 'ci', 380, ['bindings/python/check', release, python],
               after=['build-release', 'peers', 'release-ci']),
       Program('julia', 'ci', 140, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
       Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
       Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
       Build('asan', 'ci', 480, after=['build-tsan']),
-      Tests('asan', 'asan', 'ci', 220, ['-L', only('tier_base|tier_ci')], after=['build-asan', 'release-ci'], processors=1),
-      # What has code for CUDA in it, or is run here. The other tests are those of the optimized build.
+      Tests('asan', 'asan', 'ci', 220, ['-L', only('tier_base|tier_ci')], after=['build-asan', 'release-ci'],
+            processors=1),
+      # Programs with code for CUDA, and the tests that run here. The other tests are those of the optimized build.
       Build('gpu', 'ci', 60, after=['build-asan'], options=['-DFRUGAL_CUDA=ON', f'-DCMAKE_CUDA_COMPILER={nvcc}'],
-            targets=['frugal', 'frugal_budget', 'gpu_tools', 'cuda_runtime_test', 'frugal_oldest_ptx', 'frugal_bad_kernels',
-                     'device_open_test', 'host_test', 'capi_test', 'gpu_test']),
+            targets=['frugal', 'frugal_budget', 'gpu_tools', 'cuda_runtime_test', 'frugal_oldest_ptx',
+                     'frugal_bad_kernels', 'device_open_test', 'host_test', 'capi_test', 'gpu_test']),
       Tests('gpu', 'gpu', 'ci', 10, ['-R', cuda], after=['build-gpu', 'release-ci'], processors=1),
-      Build('nocuda', 'ci', 15, after=['build-gpu'], targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
+      Build('nocuda', 'ci', 15, after=['build-gpu'],
+            targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
       Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
             after=['build-nocuda', 'release-ci'], processors=1),
-      # Where the long builds have ended.
+      # After the long builds.
       Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci', 'build-asan'], processors=0),
-      Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')], after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
+      Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')],
+            after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
       Build('tsan', 'all', 60, after=['release-all'], targets=['tests_all'], name='tsan-all'),
       Tests('tsan-all', 'tsan', 'all', 200, ['-L', only('tier_all')], after=['build-tsan-all']),
       Build('clang', 'all', 300, after=['tsan-all']),
@@ -196,7 +202,8 @@ def suites():
       Program('coverage', 'all', 90, ['tests/coverage.sh', '.', 'build/coverage'], after=['clang'], processors=2),
       Single('rehearsal', 'all', 200, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
              after=['clang'], processors=2),
-      Program('python-asan', 'all', 600, ['bindings/python/check', os.path.join(ROOT, 'build', 'asan'), python, '--asan'],
+      Program('python-asan', 'all', 600,
+              ['bindings/python/check', os.path.join(ROOT, 'build', 'asan'), python, '--asan'],
               after=['build-asan', 'rehearsal']),
       Program('frameworks', 'all', 300, ['bindings/python/check', release, python, '--frameworks'],
               after=['rehearsal']),
@@ -205,7 +212,7 @@ def suites():
 
 
 class Run:
-  """Begins suites as they can begin, and tells how it goes."""
+  """Begins suites as soon as they can begin, and prints the progress."""
 
   def __init__(self, chosen):
     self.waiting, self.running, self.ended = list(chosen), [], []
@@ -218,8 +225,8 @@ class Run:
     print(f'== {elapsed // 60:02d}:{elapsed % 60:02d} {text}', flush=True)
 
   def left(self):
-    """The minutes left, by what the suites are expected to take and how this machine has done so far."""
-    # What a build takes depends on what is built already.
+    """The minutes left, from the expected times of the suites and the speed of this machine so far."""
+    # A build's time depends on what is built already.
     expected = sum(s.used if isinstance(s, Build) else s.seconds for s in self.ended)
     expected += sum(s.seconds * s.done for s in self.running)
     rest = sum(s.seconds for s in self.waiting) + sum(s.seconds * (1 - s.done) for s in self.running)
@@ -261,7 +268,7 @@ class Run:
 
   @staticmethod
   def said_of(lines):
-    """What a red test has said, which `lines` begin with; of much its end, and what looks like a failure."""
+    """The output of a red test, which `lines` begin with. Of a long one: its end, and what looks like a failure."""
     others = re.compile(r' *(Start +\d+:|\d+/\d+ Test +#)')
     said = lines[:1] + list(itertools.takewhile(lambda line: not others.match(line), lines[1:]))
     if len(said) <= 80:
@@ -273,7 +280,7 @@ class Run:
   def tell_failure(self, suite):
     with open(suite.log, encoding='utf-8', errors='replace') as log:
       lines = log.read().splitlines()
-    # ctest tells the output of a red test where it ends, which may be far above.
+    # ctest prints the output of a red test when the test ends, which may be far above.
     red = [i for i, line in enumerate(lines) if re.search(r'\*\*\*(Failed|Timeout|Exception|Not Run)', line)]
     shown = lines[-60:]
     if red:
@@ -287,7 +294,7 @@ class Run:
       while self.waiting or self.running:
         for suite in [s for s in self.waiting if self.may_begin(s)]:
           if not self.may_begin(suite):
-            continue  # one before it has taken the processors
+            continue  # a suite before it has taken the processors
           self.waiting.remove(suite)
           self.running.append(suite)
           open(suite.log, 'w', encoding='utf-8').close()
@@ -314,7 +321,7 @@ def main():
     unknown = names - {s.name for s in every}
     if unknown:
       sys.exit(f'no suite {", ".join(sorted(unknown))}; there are {", ".join(s.name for s in every)}')
-    # With what they stand on: builds and packages, and not the tests that come before.
+    # With the builds and packages that they depend on, and without the tests that come before.
     chosen = [s for s in every if s.name in names or isinstance(s, (Build, Packages)) and
               any(s.name in o.after for o in every if o.name in names and not isinstance(o, Build))]
   else:
@@ -326,18 +333,20 @@ def main():
   passed, failed, skipped = (sum(s.counts[i] for s in chosen) for i in range(3))
   if args.json:
     with open(args.json, 'w', encoding='utf-8') as out:
-      json.dump([{'suite': s.name, 'seconds': round(s.took, 1), 'processor': round(s.used, 1), 'counts': s.counts} for s in chosen], out, indent=1)
+      json.dump([{'suite': s.name, 'seconds': round(s.took, 1), 'processor': round(s.used, 1), 'counts': s.counts}
+                 for s in chosen], out, indent=1)
   for suite in chosen:
     for test in suite.long:
       print(f'   {suite.name}: too long for a unit test: {test}')
   for suite in chosen:
-    print(f'   {suite.name:14s} {suite.took:6.0f} s {suite.used:6.0f} s   {suite.counts[0]:5d} {suite.counts[1]:3d} {suite.counts[2]:3d}')
+    print(f'   {suite.name:14s} {suite.took:6.0f} s {suite.used:6.0f} s   '
+          f'{suite.counts[0]:5d} {suite.counts[1]:3d} {suite.counts[2]:3d}')
   run.say('that was all')
   print(f'{passed} passed, {failed} failed, {skipped} skipped')
   if failed:
     return 1
   if args.no_skips and skipped:
-    # Where everything can be installed, nothing is to be skipped.
+    # Where everything can be installed, no test may be skipped.
     print('skipped tests count as failures here')
     return 1
   return 0

@@ -1,10 +1,14 @@
 #!/bin/sh
-# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It
-# has nothing of tests/sim, which is linked with tests. It has no thread-local objects: where a
-# program, as Python with PyTorch, loads it late, little is left of static storage for them, and
-# the loader ends the program where there is no memory for others, or to register a destructor.
-# The CUDA run-time library brings one of its own, which its first call in a thread uses. And
-# what is kept of threads needs the library until they end, so it is not unloaded.
+# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It has
+# nothing of tests/sim, which only tests are linked with.
+#
+# It has no thread-local objects. A program that loads it late, as Python with PyTorch does, has
+# little static thread-local storage left. For other objects, and to register a destructor, the
+# loader allocates memory, and it ends the program if there is none. The CUDA run-time library has
+# one thread-local object of its own, which its first call in a thread uses.
+#
+# The library keeps data of threads and needs its code when they end, so it is never unloaded.
+#
 #   tests/symbols.sh LIBRARY          compares them
 #   tests/symbols.sh --update         writes tests/symbols.txt from frugal.h
 set -eu
@@ -34,12 +38,13 @@ if [ "$exported" != "$(cat "$here/symbols.txt")" ]; then
   exit 1
 fi
 if nm -C "$1" | grep -q 'frugal::device::sim::'; then
-  echo "the library has a part of tests/sim, the imitation of a GPU" >&2
+  echo "the library has a part of tests/sim, the simulated GPU" >&2
   exit 1
 fi
 objects=$(readelf -sW "$1" | awk '$4 == "TLS" { print $8 }')
 if own=$(echo "$objects" | grep -v '^libcudart' | grep .); then
-  echo "the library has thread-local objects (lib/base/this_thread.h has room for what threads need):" >&2
+  echo "the library has thread-local objects" \
+    "(lib/base/this_thread.h has room for what threads need):" >&2
   echo "$own" | c++filt >&2
   exit 1
 fi
@@ -48,11 +53,13 @@ if [ -z "$objects" ] && readelf -lW "$1" | grep -q '^ *TLS '; then
   exit 1
 fi
 if ! readelf -dW "$1" | grep -q NODELETE; then
-  echo "the library may be unloaded (not NODELETE) before the threads end that it keeps something of" >&2
+  echo "the library may be unloaded (not NODELETE)" \
+    "before the threads end that it keeps something of" >&2
   exit 1
 fi
 if readelf -dW "$1" | grep -q STATIC_TLS; then
-  echo "the library wants static thread-local storage (STATIC_TLS): which object uses initial-exec?" >&2
+  echo "the library wants static thread-local storage (STATIC_TLS):" \
+    "which object uses initial-exec?" >&2
   exit 1
 fi
 if nm -D --undefined-only "$1" | grep -q __cxa_thread_atexit; then

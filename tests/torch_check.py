@@ -76,7 +76,7 @@ class Error(ctypes.Structure):
 
 
 class Library:
-  """The calls that this check needs; each raises if the library answers an error."""
+  """The calls that this check needs; each raises if the library returns an error."""
 
   def __init__(self, path):
     self.lib = ctypes.CDLL(path)

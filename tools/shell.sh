@@ -1,4 +1,4 @@
-# Sourced by ./dev and by the checks of the bindings. Wants $logs, a folder that is there.
+# ./dev and the checks of the bindings source this file. $logs has to be an existing folder.
 
 say() { printf '== %s\n' "$*"; }
 fail() {
@@ -6,7 +6,8 @@ fail() {
   exit 1
 }
 
-# quietly NAME COMMAND...: runs the command into a log, whose end is shown if it fails.
+# quietly NAME COMMAND...: runs the command, writes its output into a log, and prints the end of the
+# log if the command fails.
 quietly() {
   local log="$logs/$1.log"
   shift

@@ -1,5 +1,5 @@
-// The graph of a Debian machine's package lists. Packages and virtual packages go by their name;
-// other nodes by a prefix: `source:`, `section:`, `tag:`, `maintainer:`.
+// The graph of a Debian machine's package lists. Nodes of packages and virtual packages have the
+// package's name. Names of other nodes have a prefix: `source:`, `section:`, `tag:`, `maintainer:`.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -111,7 +111,7 @@ class Builder {
   Graph* graph_;
 };
 
-// Parses paragraphs of `Field: value` lines; a line that begins with a space goes on.
+// Parses paragraphs of `Field: value` lines. A line that begins with a space continues the field.
 class Parser {
  public:
   explicit Parser(Builder* builder) : builder_(builder) {}

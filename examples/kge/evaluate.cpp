@@ -196,7 +196,7 @@ Metrics Evaluator::Run(const std::vector<Edge>& edges, uint64_t most, uint64_t s
         Best().count(entities, Padded(block), scores.data(), answers, below, equal);
       }
       for (size_t i = 0; i < block; ++i) {
-        // What was left out, the answer too, counted as below, unless the answer is a NaN.
+        // Entities that are left out, and the true one, count as below, unless its score is NaN.
         const double above = static_cast<double>(graph_.entities) - below[i] - equal[i];
         ranks[begin + i] = 1 + above + 0.5 * equal[i];
       }

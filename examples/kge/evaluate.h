@@ -1,6 +1,6 @@
 // Filtered link prediction: for each test edge and each end, the rank of the true entity among all
-// entities, those left out that give another known edge (of training, validation or test). Equal
-// scores give the mean rank. What is ranked by is a `Ranking`: the model, or a baseline.
+// entities, without those that give another known edge (of training, validation or test). Equal
+// scores give the mean rank. A `Ranking` computes the scores: the model, or a baseline.
 #ifndef FRUGAL_EXAMPLES_KGE_EVALUATE_H_
 #define FRUGAL_EXAMPLES_KGE_EVALUATE_H_
 
@@ -15,7 +15,7 @@
 
 namespace kge {
 
-// What is asked for: the entity at `side` of an edge whose other end is `known`.
+// A question asks for the entity at `side` of an edge whose other end is `known`.
 struct Question {
   Side side;
   uint32_t known;
@@ -36,10 +36,10 @@ struct Metrics {
 class Ranking {
  public:
   virtual ~Ranking() = default;
-  // Takes up a block and writes the scores of the answers to answers_out[0..count-1].
+  // Begins a block, and writes the scores of the true entities to answers_out[0..count-1].
   virtual void Start(const Question* questions, size_t count, float* answers_out) = 0;
-  // Scores of entities first..first+entities-1, entities x Padded(count). The score of an answer
-  // must be the same bits as Start gave.
+  // Scores of entities first..first+entities-1, entities x Padded(count). The score of a true
+  // entity must have the bits that Start wrote.
   virtual void Scores(uint32_t first, size_t entities, float* scores) = 0;
 };
 
@@ -57,7 +57,7 @@ class Evaluator {
   const std::vector<uint32_t>& Known(const Question& question) const;
 
   const Graph& graph_;
-  // Sorted true answers by (side, relation, known end).
+  // The true entities, sorted, by (side, relation, known end).
   std::unordered_map<uint64_t, std::vector<uint32_t>> known_;
 };
 

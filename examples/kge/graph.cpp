@@ -24,7 +24,7 @@ void ReadNames(const std::string& path, Names* names) {
   while (std::getline(file, line)) {
     const size_t cut = line.find_last_of("\t ");
     if (cut == std::string::npos) continue;
-    // A file that is not in order of ids cannot be used as it stands; numbers are shown instead.
+    // A file that is not in order of ids cannot be used: numbers are printed instead of names.
     if (names->Id(line.substr(0, cut)) != std::stoull(line.substr(cut + 1))) {
       *names = Names();
       return;

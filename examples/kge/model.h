@@ -63,7 +63,7 @@ class Scorer {
                      const float* scores, const float* weights, float* row_grads,
                      float* query_grads);
 
-  // Whether Gradients needs the scores beside the weights.
+  // Whether Gradients needs the scores, too.
   bool needs_scores() const { return model_ == Model::kTransEL2; }
 
  private:

@@ -153,7 +153,7 @@ bool ParseOptions(int argc, char** argv, Options* o) {
       Number("--cache", "share of the rows that each trainer caches", 0, 1, &o->cache),
       Choice("--flush", "how updates reach the rows", kFlushModes, &o->flush),
       Number("--flush-threads", "background threads", 0, 256, &o->flush_threads),
-      {"--staleness", "N", "steps that a row may lag behind, or `async`; 0 is exact (0)",
+      {"--staleness", "N", "steps that a row may lag, or `async`; 0 is exact (0)",
        [=](const std::string& text) {
          if (text == "async") {
            o->staleness = FRUGAL_STALENESS_ASYNC;

@@ -19,7 +19,7 @@ float Stored(float x) {
   return x;
 }
 
-// Section 1, sum16.
+// sum16 of "Shapes of sums" in docs/arithmetic.md.
 float Sum16(const std::vector<float>& x) {
   float lanes[16] = {};
   for (size_t i = 0; i < x.size(); ++i) lanes[i % 16] += x[i];
@@ -29,7 +29,7 @@ float Sum16(const std::vector<float>& x) {
   return lanes[0];
 }
 
-// Section 3: t = step + 1, in double, by squaring from the low bit.
+// Of "From the gradient to the update": t = step + 1, in double, by squaring from the low bit.
 double Power(double x, uint64_t t) {
   double r = 1;
   for (; t != 0; t >>= 1, x *= x) {
@@ -46,7 +46,7 @@ class PlainTable {
         values_(shape.rows * dim_),
         state_floats_(StateFloats(options)),
         state_(shape.rows * state_floats_, 0.0f) {
-    // Section 5, uniform.
+    // The uniform values of "Initial values".
     uint64_t hash = 0xcbf29ce484222325u;
     for (const char c : std::string_view(shape.name)) {
       hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
@@ -114,7 +114,7 @@ class PlainTable {
   }
 
  private:
-  // Section 1, fold32: runs of 32 are summed serially, then neighbours pairwise until one is left.
+  // fold32: runs of 32 are summed serially, then neighbours pairwise until one sum is left.
   const float* Fold(const std::vector<const float*>& terms) {
     size_t runs = (terms.size() + 31) / 32;
     runs_.resize(std::max(runs_.size(), runs * dim_));
@@ -140,7 +140,8 @@ class PlainTable {
     return runs_.data();
   }
 
-  // Section 3. The demo leaves everything off that comes before and after the optimizer.
+  // "From the gradient to the update". The demo uses none of the options before and after the
+  // optimizer.
   void Update(uint64_t step, uint64_t key, const std::vector<float>& g) {
     float* w = values_.data() + key * dim_;
     float* state = state_.data() + key * state_floats_;

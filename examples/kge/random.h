@@ -1,5 +1,5 @@
 // Counter-based random numbers: a value is a function of the seed and of what it is for, so any
-// rank can tell the batch of any later step without drawing those before it.
+// rank can compute the batch of any later step without drawing those before it.
 #ifndef FRUGAL_EXAMPLES_KGE_RANDOM_H_
 #define FRUGAL_EXAMPLES_KGE_RANDOM_H_
 
@@ -31,7 +31,7 @@ inline uint64_t Below(uint64_t bits, uint64_t n) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(bits) * n) >> 64);
 }
 
-// A random permutation of 0..n-1 that is computed place by place: a Feistel network on the next
+// A random permutation of 0..n-1 that is computed element by element: a Feistel network on the next
 // even power of two, walked until it lands inside.
 class Permutation {
  public:

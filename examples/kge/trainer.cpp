@@ -102,7 +102,7 @@ void Trainer::Run(uint64_t last_step, double seconds, uint64_t expected_steps) {
     while (running_ > 0) {
       done_.wait_for(lock, std::chrono::milliseconds(100));
       seconds_ = before + Since(start);
-      // Every rank goes on to the last step that any rank has begun.
+      // Every rank continues to the last step that any rank has begun.
       if (seconds > 0 && seconds_ >= seconds) stop_ = std::min(stop_, admitted_);
       lock.unlock();
       if (!quiet_) Line(seconds_, seconds, expected_steps, false);

@@ -1,16 +1,16 @@
-"""Checks of what nvcc made of the kernels, without a GPU.
+"""Checks nvcc's code of the kernels, without a GPU.
 
     fatbin.py CUOBJDUMP FILE registers BUDGET   registers and stack of every kernel, on every
                                                 architecture in FILE, are within the budget
-    fatbin.py CUOBJDUMP FILE ptx BUDGET         the PTX has the loads and the arithmetic that it
-                                                should; FILE is a library, an object or PTX
+    fatbin.py CUOBJDUMP FILE ptx BUDGET         the PTX has the right loads and the right
+                                                arithmetic; FILE is a library, an object or PTX
     fatbin.py CUOBJDUMP FILE kernels LIST OUT   every architecture has the kernels of LIST and no
                                                 others; OUT gets their names
 
 Each line of BUDGET is a kernel's name, the registers that a thread may use at most, and the 16-byte
 accesses to global memory that its loops must have: `load`, `load+store`, or `-`. Kernels are called
-frugal_NAME in FILE. Every complaint is printed; the exit status is 1 if there is one, 77 (skipped)
-if FILE has no PTX to look at.
+frugal_NAME in FILE. The program prints every complaint. The exit status is 1 if there is one, 77
+(skipped) if FILE has no PTX.
 """
 
 import re
@@ -24,7 +24,7 @@ FLOATS = r'\b(f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\b'
 # An instruction that a kernel must not have, and why.
 FORBIDDEN = [
     (r'\b(fma|mad)\.[\w.:]*' + FLOATS, 'a fused multiply-add: other bits than on the host'),
-    # Of this form only: in an atomic `add` comes behind a dot.
+    # Only in this form: the `add` of an atomic instruction follows a dot.
     (r'(?<![\w.])(add|sub|mul|div|sqrt)\.(?![\w.:]*\brn\b)[\w.:]*' + FLOATS,
      'not rounded here (.rn): the driver may fuse it, or round otherwise'),
     (r'\.ftz\b', 'denormals become zeros: other bits than on the host'),

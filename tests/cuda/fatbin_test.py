@@ -1,4 +1,4 @@
-"""Do the checks of fatbin.py complain where they should, and there only? Of the kernels of bad.cu.
+"""The checks of fatbin.py complain about the kernels of bad.cu where they should, and only there.
 
     fatbin_test.py CUOBJDUMP OBJECT
 """
@@ -13,7 +13,7 @@ BUDGET = {name: (255, '-') for name in
 BUDGET.update(good=(32, 'load+store'), scalar=(4, 'load'), half_vector=(255, 'load+store'),
               gone=(32, '-'))
 
-# Check: {kernel: words of its complaint}; a kernel that is not here must give none.
+# Check: {kernel: words of its complaint}; a kernel that is missing here must cause none.
 WANTED = {
     'registers': {'stack': 'bytes of stack', 'scalar': '7 on sm_75; budget 4',
                   'unlisted': 'has no budget', 'gone': 'is no kernel'},
@@ -25,7 +25,7 @@ WANTED = {
     'kernels': {'unlisted': 'not in the list', 'gone': 'not in the code'},
 }
 
-# Instructions that bad.cu does not give, and whether the PTX may have them.
+# Instructions that bad.cu does not have, and whether the PTX may have them.
 INSTRUCTIONS = {
     'add.f32 %f3, %f1, %f2;': False, 'sub.f64 %fd3, %fd1, %fd2;': False,
     '@%p1 mul.f32 %f3, %f1, %f2;': False, 'add.f32x2 %rd3, %rd1, %rd2;': False,
@@ -59,8 +59,8 @@ def main():
                # All of bad.cu is compiled with -ftz=true.
                'denormals' not in c]
   if fatbin.check_ptx('.version 9.0', BUDGET) is not None:
-    errors.append('ptx does not tell that there is no PTX')
-  # A kernel of each instruction.
+    errors.append('ptx does not report that there is no PTX')
+  # A kernel for each instruction.
   ptx = ''.join(f'.entry frugal_of{i}(.param .u64 p)\n{{\n\t{line}\n\tret;\n}}\n'
                 for i, line in enumerate(INSTRUCTIONS))
   told = fatbin.check_ptx(ptx, {f'of{i}': (255, '-') for i in range(len(INSTRUCTIONS))})

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The library can be loaded where there is neither a driver nor CUDA's libraries: it needs none of
-# them, and has no undefined function of theirs.
+# The library loads without a driver and without CUDA's libraries: it needs none of them, and has no
+# undefined function of theirs.
 #   linkage.sh LIBRARY
 set -eu
 needed=$(readelf -dW "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p')
@@ -14,6 +14,6 @@ if echo "$wanted" | grep -E '^(__)?(cu|cuda)[A-Z]'; then
   echo "$1 has these functions undefined" >&2
   exit 1
 fi
-# Or this has shown nothing: a library without CUDA.
-strings -a "$1" | grep -q '^libcuda\.so' || { echo "$1 does not look for a driver" >&2; exit 1; }
+# Without this name the library has no CUDA, and this test has shown nothing.
+strings -a "$1" | grep -q '^libcuda\.so' || { echo "$1 does not load a driver" >&2; exit 1; }
 echo "$needed" | tr '\n' ' '

@@ -1,9 +1,9 @@
-"""Lets the n-th call for memory, a map, a descriptor, a thread or I/O fail in a job, for each n.
+"""Makes the n-th call for memory, a map, a descriptor, a thread or I/O fail in a job, for each n.
 
-The job (see failing.h) runs in a process of its own for each point: once undisturbed, to count the points, and then
-with the n-th call failing, once and from there on for ever. It must come to its end, with the digest of the
-undisturbed run. Where an engine became unhealthy for good, that is counted; a crash, a hang (longer than --watchdog
-seconds), a status that the header does not name and wrong bits are red.
+The job (see failing.h) runs in a process of its own for each point. An undisturbed run counts the points. Then the n-th
+call fails: in one run only that call, in another run all later ones, too. The job must come to its end, with the digest
+of the undisturbed run. Runs whose engine became unhealthy for good are counted. A crash, a hang (longer than
+--watchdog seconds), a status that the header does not name, and wrong bits are red.
 
     tests/failing/sweep.py --preload build/release/tests/failing/libfrugal_failing.so --all -- PROGRAM ARGUMENTS
     tests/failing/sweep.py ... --sample 300 --seed 7 --variant '--at-once' --variant '--threads 0' -- PROGRAM
@@ -54,7 +54,7 @@ def names_of(stack):
 
 
 def sample_of(points, most, rng):
-  """Half of them of the kind that has the most, the others of the rest, as many of each; as far as there are so many."""
+  """Draws `most` points: half of the most frequent kind, the others equally from the other kinds, as far as they go."""
   groups = collections.defaultdict(list)
   for point in rng.sample(points, len(points)):
     groups[point.kind].append(point)
@@ -75,7 +75,7 @@ class Sweep:
     return self.options.command + shlex.split(variant)
 
   def run(self, point, trace=False):
-    """Runs the job with a point failing (at 0: none); tells how it ended."""
+    """Runs the job with a failing point (at 0: none). Returns how it ended."""
     o = self.options
     with tempfile.NamedTemporaryFile(prefix='frugal-failing-') as file:
       file.write(bytes(BYTES))
@@ -121,7 +121,7 @@ class Sweep:
 
   @staticmethod
   def where(pid):
-    """Where a process hangs, if there is a debugger to ask."""
+    """Where a process hangs, if there is a debugger."""
     try:
       told = subprocess.run(['gdb', '-p', str(pid), '-batch', '-ex', 'thread apply all bt 12'], capture_output=True,
                             text=True, timeout=60, check=False)
@@ -131,7 +131,7 @@ class Sweep:
 
   def undisturbed(self, variant):
     counts = collections.Counter()
-    for _ in range(2):  # threads make counts differ a little: the larger one holds
+    for _ in range(2):  # counts vary a little, because of threads: the larger one is used
       result = self.run(Point(variant, KINDS[0], False, 0))
       if result.outcome != 'ok':
         sys.exit(f'sweep: undisturbed, "{variant}": {result.outcome}: {result.text}')
@@ -218,7 +218,7 @@ def main():
   unhealthy = 100 * total['unhealthy'] / max(1, sum(total.values()))
   if any(o not in GOOD for o in total):
     sys.exit(1)
-  # A sample may have more by chance: four standard deviations.
+  # By chance a sample may have more: by up to four standard deviations.
   most = options.most_unhealthy * sum(total.values()) / 100
   if total['unhealthy'] > most + (0 if options.all else 4 * most ** 0.5):
     sys.exit(f'sweep: {unhealthy:.1f} % are unhealthy for good, more than {options.most_unhealthy} %')

@@ -1,12 +1,14 @@
 #!/bin/sh
-# Does abi.sh see a change? Each kind of change is made in a copy of what it reads, and has to be told.
+# abi.sh finds changes: it has to print each kind of change, made in a copy of the files that it
+# reads.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
 failures=0
 
-# change NAME MENTIONED...: applies the commands of standard input, and wants abi.sh to fail and to mention each.
+# change NAME MENTIONED...: runs the commands of the standard input. abi.sh then has to fail, and to
+# print each MENTIONED.
 change() {
   name=$1
   shift
@@ -31,13 +33,14 @@ change() {
   fi
 }
 
-change "fields and parameters" "'uint64_t extra'" "type of 'uint32_t part' changed" "frugal_step_end" <<'EOT'
+change "fields and parameters" "'uint64_t extra'" "type of 'uint32_t part' changed" \
+  "frugal_step_end" <<'EOT'
 sed -i 's/^  uint64_t total;.*/&\n  uint64_t extra;/' include/frugal.h
 sed -i 's/^  uint32_t part;/  uint64_t part;/' include/frugal.h
 sed -i '/ frugal_step_end(/s/uint32_t flags/uint64_t flags/' include/frugal.h lib/capi/frugal.cpp
 EOT
-change "constants of another value, sign and size, and another default" FRUGAL_ERR_NAN FRUGAL_STEP_SKIP \
-  FRUGAL_NO_STEP FRUGAL_OP_PADDING FRUGAL_OPTIMIZER_INIT <<'EOT'
+change "constants of another value, sign and size, and another default" FRUGAL_ERR_NAN \
+  FRUGAL_STEP_SKIP FRUGAL_NO_STEP FRUGAL_OP_PADDING FRUGAL_OPTIMIZER_INIT <<'EOT'
 sed -i 's/FRUGAL_ERR_NAN = -14/FRUGAL_ERR_NAN = -34/' include/frugal.h
 sed -i 's/define FRUGAL_STEP_SKIP 1u/define FRUGAL_STEP_SKIP 2u/' include/frugal.h
 sed -i 's/define FRUGAL_NO_STEP UINT64_MAX/define FRUGAL_NO_STEP ((int64_t)-1)/' include/frugal.h

@@ -1,28 +1,28 @@
-"""Does each kept mutant turn the tests red?
+"""Does each mutant turn the tests red?
 
-A mutant is tests/mutants/NAME.patch: a diff (paths from the repository's root, -p1) under a head
-of comment lines:
+A mutant is tests/mutants/NAME.patch: a diff (paths from the repository's root, -p1) after a head of
+comment lines:
 
     # What the mutant breaks, in a line.
     # tests: oracle --stop --seeds 400 --mode 2
     # timeout: 120
 
 Each `tests:` line is a command: a program of the build's tests folder with its arguments, or
-`ctest` with arguments, and a line `# builds: PROGRAM...` tells what that runs. They run in turn;
-the mutant is killed as soon as one fails or runs past the timeout (seconds, each; default 180).
-All mutants share one copy of the tree and one build folder, and what a command runs is built
-before it: a mutant costs those files of its programs that it touches and the one before has touched.
+`ctest` with arguments. For `ctest` a line `# builds: PROGRAM...` names the programs that it runs.
+The commands run in turn. The mutant is killed as soon as one fails or exceeds the timeout (seconds,
+each; default 180). All mutants share one copy of the tree and one build folder. A command's programs
+are built just before it, so only files are compiled that this mutant or the one before has touched.
 
 A patch that does not apply or compile is an error, not a kill. In the end the unchanged tree must
-pass what was red, or a test that is always red would kill everything: three times as far as the
-slowest kill by that command came, since behind that nobody was killed. Exit status: 0 if all
-mutants were killed. The last line counts killed mutants as passed and the others as failed.
+pass each command that was red, or a test that is always red would kill everything. Such a command
+runs for at most three times its slowest kill: later than that it has killed no mutant. Exit status:
+0 if all mutants were killed. The last line counts killed mutants as passed and the others as failed.
 
     tests/mutants/run.py [--json FILE] [--rotate N | NAME ...]
     tests/mutants/run.py --list [NAME ...]
 
---rotate N tries N of them, drawn by the commit that is checked out, so that each has its turn.
---list prints each mutant's name and the rule that it breaks, and tries none.
+--rotate N tries N of them. The commit that is checked out decides which, so that later commits try
+the others. --list prints each mutant's name and the rule that it breaks, and tries none.
 """
 
 import argparse
@@ -39,7 +39,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 WORK = os.path.join(ROOT, 'build', 'mutants')
 SOURCE = os.path.join(WORK, 'src')
-BUILD = os.path.join(SOURCE, 'build', 'release')  # as deep as the others: a compiler's cache knows its paths
+BUILD = os.path.join(SOURCE, 'build', 'release')  # as deep as the others, for the paths in ccache's keys
 LOG = os.path.join(WORK, 'log')
 
 
@@ -82,7 +82,7 @@ def run(command, timeout=None, cwd=None):
     try:
       return process.wait(timeout)
     finally:
-      if process.poll() is None:  # with what it started: ctest's tests outlive ctest
+      if process.poll() is None:  # and the processes that it started: ctest's tests outlive ctest
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -93,7 +93,7 @@ def must(command, what):
 
 
 def copy_tree():
-  """Copies what git tracks or would track, leaving files alone that have not changed."""
+  """Copies the files that git tracks or would track. It does not touch files that are equal already."""
   listed = subprocess.run(['git', '-C', ROOT, 'ls-files', '-co', '--exclude-standard', '-z'],
                           check=True, capture_output=True).stdout.decode().split('\0')
   wanted = {name for name in listed if name and os.path.isfile(os.path.join(ROOT, name))}
@@ -136,7 +136,7 @@ HANGS = 'hangs'
 
 
 def ends(test, timeout):
-  """How a test that is red ends; None if it is green."""
+  """How a red test ends; None if the test is green."""
   try:
     status = run(command_of(test), timeout=timeout, cwd=BUILD)
   except subprocess.TimeoutExpired:
@@ -145,9 +145,9 @@ def ends(test, timeout):
 
 
 def try_mutant(mutant, reds):
-  """(killed, by what or why not)"""
+  """(killed, the test that killed it or the reason why none did)"""
   copy_tree()
-  # No fuzz: a hunk that is put in another place breaks another rule than its head says.
+  # No fuzz: a hunk that is applied in another place breaks another rule than the head says.
   if run(['patch', '-p1', '-s', '-F', '0', '-d', SOURCE, '-i', mutant.path]) != 0:
     return False, 'ERROR: does not apply'
   for test in mutant.tests:
@@ -162,7 +162,7 @@ def try_mutant(mutant, reds):
 
 
 def check_unchanged(targets, reds):
-  """`reds`: of each command that was red, the seconds and the end of each time."""
+  """`reds`: for each command that was red, the seconds and the end of each run."""
   copy_tree()
   if build(targets) != 0:
     sys.exit(f'mutants: the unchanged tree does not build any more; see {LOG}')

@@ -7,14 +7,18 @@ A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
 reference and to exit with 0. A runner that cannot be started, or that hangs, has failed and is not
 tried again. Seeds count from 1; the last script is a long one.
-With --together a runner is given all scripts at once, one engine after the other: for languages whose compiler is most of
-the time.
-With --processes they are trainer processes, attached to a frugal-controller: each runner replays each
-script alone, and a script that is dealt to several processes is replayed by all runners together, in turn
-line by line: 1 to 8 ranks, every runner as often as it comes round. Its tables and each process's outputs must
-be the reference's; its tables those of the first runner with its ranks in one process, too.
-Exit status 0 if all runners agree with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the
-build folder makes a script again.
+
+With --together a runner gets all scripts at once, one engine after the other. This is for languages
+whose compiler takes most of the time.
+
+With --processes the runners are trainer processes, attached to a frugal-controller. Each runner
+replays each script alone. Then all runners together replay a script that is dealt to several
+processes, in turn line by line: 1 to 8 ranks, the runners assigned round robin. Its tables and each
+process's outputs must equal the reference's. The first runner, with all its ranks in one process,
+must get the same tables.
+
+Exit status 0 if all runners agree with the reference on all scripts. `opscript_maker SEED STEPS PREFIX`
+of the build folder makes a script again.
 """
 
 import argparse
@@ -29,8 +33,8 @@ import threading
 
 SHORT, LONG = 40, 200  # steps of a script
 TIMEOUT = 300  # seconds that a runner has for a script
-# What has to have happened in eight scripts or more, or a run has shown little: a call and what it
-# answered. -1 INVALID_ARGUMENT, -2 BAD_HANDLE, -5 KEY_OUT_OF_RANGE, -6 TABLE_FULL,
+# The calls, each with its status, that eight scripts or more must have, or a run has shown little.
+# -1 INVALID_ARGUMENT, -2 BAD_HANDLE, -5 KEY_OUT_OF_RANGE, -6 TABLE_FULL,
 # -7 EXISTS, -8 STEP_ORDER, -9 STEP_RANGE, -10 NOT_IN_STEP, -11 STEP_ABORTED, -12 BUSY,
 # -13 TIMEOUT, -14 NAN.
 EXPECTED = """
@@ -47,7 +51,7 @@ def pairs(text):
 
 
 def make(maker, seed, steps, prefix, *dealt):
-    """Returns the set of (call, status) that the script has. `dealt`: numbers of ranks and processes."""
+    """Returns the script's set of (call, status). `dealt`: numbers of ranks and processes."""
     command = [maker, str(seed), str(steps), prefix, *map(str, dealt)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {tuple(line.split()[:2]) for line in out.splitlines()}
@@ -61,7 +65,7 @@ def first_difference(lines, expected):
 
 
 def replay(command, scripts, expected, environment=None):
-    """Returns what is wrong, or None, and whether the runner is worth another script."""
+    """Returns what is wrong, or None, and whether to try the runner with another script."""
     try:
         run = subprocess.run(
             command + scripts, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=environment
@@ -78,7 +82,7 @@ def replay(command, scripts, expected, environment=None):
 
 @contextlib.contextmanager
 def controller(program, folder):
-    """The environment of processes that attach to a controller of their own."""
+    """Starts a controller. The environment of processes that attach to it."""
     address = os.path.join(folder, "service")
     process = subprocess.Popen([program, address], stdout=subprocess.PIPE, text=True)
     try:
@@ -159,21 +163,21 @@ def processes(program, maker, runners, seed, steps, prefix):
             wrong, _ = replay(command, [prefix + ".jsonl"], read_lines(prefix + ".expected"), environment)
         wrongs.append((f"{name} over a controller", wrong))
 
-    # A process for each rank, but for each third script: there most have two.
+    # A process for each rank, except in each third script: there most processes have two ranks.
     ranks = 1 + seed % 8
     count = (ranks + 1) // 2 if seed % 3 == 0 else ranks
     script = prefix + ".dealt"
     seen = make(maker, seed, steps, script, ranks, count)
     names = [list(runners)[(seed + i) % len(runners)] for i in range(count)]
     ended, printed = replay_dealt([runners[name] for name in names], program, script + ".jsonl")
-    # One that has gone wrong may take others with it: all are told.
+    # A process that fails may make others fail, so all failures are printed.
     for i, (name, wrong, lines) in enumerate(zip(names, ended, printed)):
         expected = read_lines(script + ".expected" + (str(i) if count > 1 else ""))
         if wrong is None and lines != expected:
             wrong = first_difference(lines, expected)
         wrongs.append((f"process {i} of {count} with {ranks} ranks, {name}", wrong))
 
-    # The same in threads. The hash of its outputs is that of no process.
+    # The same in threads. The hash of its outputs equals no process's hash.
     first = next(iter(runners))
     try:
         threads = subprocess.run(runners[first] + [script + ".jsonl"], capture_output=True, text=True, timeout=TIMEOUT)
@@ -246,7 +250,7 @@ def main():
         if arguments.seeds >= 8 and not wanted <= seen:
             failures += 1
             print("no script has:", ", ".join(" ".join(pair) for pair in sorted(wanted - seen)))
-    print(f"{arguments.seeds} scripts, {len(seen)} kinds of calls and answers, {names}: {failures} failures")
+    print(f"{arguments.seeds} scripts, {len(seen)} kinds of calls and statuses, {names}: {failures} failures")
     return 1 if failures else 0
 
 

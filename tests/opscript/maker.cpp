@@ -1,10 +1,10 @@
-// Makes an op script (docs/bindings.md) from a seed, and what the one-thread reference
-// makes of it: PREFIX.jsonl and PREFIX.expected, or PREFIX.expected0, 1, … if the script is dealt
-// to several processes. Nothing of the library is used but the structs of its header.
+// Makes an op script (docs/bindings.md) from a seed, and the result of the one-thread reference:
+// PREFIX.jsonl and PREFIX.expected, or PREFIX.expected0, 1, … if the script is dealt to several
+// processes. It uses nothing of the library except the structs of its header.
 //
-// One thread plays all ranks in turn, so that every answer of every call is known beforehand. The
-// order within a step is drawn call by call; what is drawn is written and done to the reference at
-// once.
+// One thread plays all ranks in turn, so the status and the outputs of every call are known
+// beforehand. The order within a step is drawn call by call. Each drawn call is written and applied
+// to the reference at once.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -56,10 +56,10 @@ struct Declaration {
 };
 
 struct Op {
-  Part part;               // what it is about, also if its keys are not told
+  Part part;               // its keys, also if the op itself does not have them
   int batch = -1;          // -1: none
   size_t number = 0;       // of the part in the batch
-  bool keys_null = false;  // exactly the declared ones
+  bool keys_null = false;  // the keys are exactly the declared ones
   int32_t pooling = FRUGAL_POOL_NONE;
   std::vector<uint64_t> offsets;
   std::vector<float> weights;  // empty: none
@@ -93,7 +93,7 @@ struct Table {
   std::string name;
   frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
   std::vector<uint64_t> universe;  // the keys that the script uses
-  bool reserving_paused = false;   // has room for some of them only, and is never declared
+  bool reserving_paused = false;              // has room for only some of them; its keys are never declared
 };
 
 struct Rank {
@@ -155,7 +155,7 @@ class Maker {
     return good;
   }
 
-  // How often each call got each answer.
+  // How often each call returned each status.
   const std::map<std::pair<std::string, int32_t>, size_t>& counts() const { return counts_; }
 
  private:
@@ -163,13 +163,13 @@ class Maker {
 
   // --- Writing -----------------------------------------------------------------------------------
 
-  // Of all processes.
+  // A line for all processes.
   JsonObject DoAll(const char* what) {
     doing_ = what;
     return JsonObject().Text("do", what);
   }
 
-  // Of one: whose turn it is.
+  // A line for the process whose turn it is.
   JsonObject Do(const char* what) { return OfShare(what, turn_++ % outputs_.size()); }
 
   JsonObject OfRank(const char* what, uint32_t rank) {
@@ -362,7 +362,7 @@ class Maker {
     if (random_.Chance(0.2)) o.clip_norm = random_.Float(0.1f, 2);
     if (random_.Chance(0.2)) o.weight_bound = random_.Float(0.5f, 2);
     if (random_.Chance(0.3)) o.grad_scale = random_.Float(0.1f, 2);
-    // Each is looked at by one kind.
+    // Each of these flags matters to one kind of optimizer.
     if (random_.Chance(0.5)) o.flags |= FRUGAL_OPT_NESTEROV | FRUGAL_OPT_NO_BIAS_CORRECTION;
     if (random_.Chance(0.3)) o.flags |= FRUGAL_OPT_MEAN_RANKS;
     return o;
@@ -382,7 +382,8 @@ class Maker {
     Write(OfRank("trainer", r), FRUGAL_ERR_EXISTS);
   }
 
-  // Between steps, or inside one: then the step is undone and begun again, without this rank.
+  // Between steps, or inside one. Inside a step, the step is undone and begun again without this
+  // rank.
   void Leave(uint32_t r) {
     Write(OfRank("close_trainer", r), FRUGAL_OK);
     ranks_[r].open = false;
@@ -395,7 +396,7 @@ class Maker {
 
   // --- Keys and ops ------------------------------------------------------------------------------
 
-  // Few keys come often, so that they come again while their updates wait.
+  // Few keys are frequent, so they come again while their updates are pending.
   uint64_t DrawKey(size_t t) {
     const std::vector<uint64_t>& universe = tables_[t].universe;
     const double u = random_.Unit();
@@ -416,11 +417,11 @@ class Maker {
         break;
       case 1:
         break;
-      case 2:  // more than one run of the fold
+      case 2:  // more than one run of fold32
         count = dim <= 4 ? random_.Between(30, 90) : count;
         hot = 0.9;
         break;
-      default:  // and several levels of it
+      default:  // and several levels of fold32
         count = random_.Between(1000, 1200);
         hot = 0.95;
     }
@@ -430,7 +431,7 @@ class Maker {
     }
     if (random_.Chance(0.2)) {
       part.padded = true;
-      // As frameworks pad with -1, which is not an id of a dense table at all.
+      // Frameworks pad with -1, which is no id of a dense table.
       part.padding_key = part.keys.empty() || random_.Chance(0.4) ? UINT64_MAX : part.keys[0];
       for (uint64_t& key : part.keys) {
         if (random_.Chance(0.15)) key = part.padding_key;
@@ -439,7 +440,7 @@ class Maker {
     return part;
   }
 
-  // Some use of keys: of declared ones if there are any, mostly.
+  // An op with some keys; mostly declared ones, if there are any.
   Op DrawOp(uint32_t r, Use use) {
     Op op;
     std::vector<Declaration>* declared = nullptr;
@@ -490,7 +491,7 @@ class Maker {
     if (random_.Chance(0.2)) op->offsets.push_back(count);
     if (op->pooling == FRUGAL_POOL_SUM && count > 0 && random_.Chance(0.6)) {
       for (size_t i = 0; i < count; ++i) op->weights.push_back(random_.Float(-2, 2));
-      // Where NaNs are let in, those of products have bits that depend on the machine.
+      // Where NaNs are accepted, the bits of a product's NaN depend on the machine.
       op->weight_grads = push && random_.Chance(0.6) &&
                          tables_[op->part.table].config.nan_policy == FRUGAL_NAN_REJECT;
     }
@@ -512,7 +513,7 @@ class Maker {
     }
   }
 
-  // Does a call that creates what is missing have room for it?
+  // Whether a call that creates missing rows has room for them.
   bool HasRoom(const std::vector<Op>& ops) const {
     std::map<size_t, std::set<uint64_t>> fresh;
     for (const Op& op : ops) {
@@ -533,14 +534,14 @@ class Maker {
     return true;
   }
 
-  // A table that has ids, and an id that it does not have.
+  // A dense table, and an id that is out of its range.
   std::pair<size_t, uint64_t> DrawBadKey() {
     const size_t t = random_.Below((tables_.size() + 1) / 2) * 2;
     const uint64_t rows = tables_[t].config.rows;
     return {t, random_.OneOf<uint64_t>({rows, uint64_t{1} << 32, UINT64_MAX})};
   }
 
-  // Ops of which the last has a bad id; nothing of the others may happen.
+  // Ops of which the last has a bad id. The call must not apply the others.
   std::vector<Op> DrawBadOps(uint32_t r, Use use) {
     std::vector<Op> ops;
     if (use != Use::kDeclare) ops.push_back(DrawOp(r, use));
@@ -572,7 +573,7 @@ class Maker {
     if (status == FRUGAL_OK) ranks_[r].declared[step].push_back(std::move(declaration));
   }
 
-  // Up to the window's end; some steps are left for later, or to nobody.
+  // Declares up to the window's end. Some steps are declared later, or never.
   void DeclareAhead(uint32_t r) {
     Rank& rank = ranks_[r];
     if (rank.window == 0 && random_.Chance(0.9)) return;
@@ -583,7 +584,7 @@ class Maker {
       if (rank.declared_until >= first_step_ + steps_) return;
       if (!random_.Chance(0.1)) Prefetch(r, rank.declared_until);
     }
-    if (first <= step_ + rank.window && random_.Chance(0.2)) {  // late, or one more
+    if (first <= step_ + rank.window && random_.Chance(0.2)) {  // late, or another batch
       Prefetch(r, random_.Between(first, step_ + rank.window));
     }
   }
@@ -672,7 +673,7 @@ class Maker {
     return false;
   }
 
-  // `r` -1: no trainer, which is only allowed between steps.
+  // `r` -1: without a trainer, which is allowed only between steps.
   void Read(int r, int32_t status = FRUGAL_OK) {
     std::vector<Op> ops;
     for (uint64_t n = random_.Between(1, 2); n > 0; --n) ops.push_back(DrawOp(0, Use::kRead));
@@ -790,7 +791,7 @@ class Maker {
         skip |= skips;
         End(r, step_, skips ? FRUGAL_STEP_SKIP : 0, FRUGAL_OK);
         rank.phase = Rank::kEnded;
-        if (Present() >= 2 && random_.Chance(0.01)) Leave(r);  // what it has pushed counts
+        if (Present() >= 2 && random_.Chance(0.01)) Leave(r);  // its gradients count
       }
     }
     reference_.Commit(step_, skip);
@@ -808,7 +809,7 @@ class Maker {
     if (random_.Chance(0.7)) DeclareAhead(r);
     if (random_.Chance(0.08)) Cancel(r, /*late=*/false);
     if (random_.Chance(0.05)) Read(static_cast<int>(r));
-    if (index_ == 0) return;  // before its first step a rank has no order to keep
+    if (index_ == 0) return;  // before its first step no order binds a rank
     switch (random_.Below(40)) {
       case 0:
         return Begin(r, step_ + 1, FRUGAL_ERR_STEP_ORDER);
@@ -830,8 +831,9 @@ class Maker {
   void Inside(uint32_t r) {
     if (random_.Chance(0.3)) DeclareAhead(r);
     if (random_.Chance(0.15)) {
-      // From now on, or from a later step on; of steps that have been declared already, too.
-      const uint64_t first_step = step_ + random_.Below(4);  // one draw after the other, whoever compiles this
+      // For this step or a later one; also for steps that have been declared already.
+      // A variable fixes the order of the two draws; of arguments the compiler chooses the order.
+      const uint64_t first_step = step_ + random_.Below(4);
       SetOptimizer(random_.Below(tables_.size()), first_step);
     }
     if (random_.Chance(0.2)) Probe(r);
@@ -889,7 +891,7 @@ class Maker {
     }
   }
 
-  // While others are still in this step.
+  // While other ranks are still in this step.
   void AfterEnd(uint32_t r) {
     switch (random_.Below(4)) {
       case 0:
@@ -902,7 +904,7 @@ class Maker {
     }
   }
 
-  // By call, or by closing the trainer; each other rank is told by its next call.
+  // Aborts by a call, or by closing the trainer. Each other rank's next call returns the abort.
   void Abort(uint32_t r) {
     const bool leaves = Present() >= 2 && random_.Chance(0.3);
     if (leaves) {
@@ -1067,8 +1069,8 @@ class Maker {
   std::vector<Table> tables_;
   std::vector<Rank> ranks_;
   std::vector<Fnv> outputs_;       // of each share
-  std::vector<Declaration> dead_;  // of each share: of a step that has ended
-  size_t share_ = 0, turn_ = 0;    // of the line that is made; of lines that no rank makes
+  std::vector<Declaration> dead_;  // of each share: a declaration of a step that has ended
+  size_t share_ = 0, turn_ = 0;    // the share of the current line; that of lines without a rank
   uint32_t lookahead_ = 0;
   uint64_t first_step_ = 0;
   size_t index_ = 0;

@@ -497,7 +497,7 @@ static void run_line(const char *text) {
   if (strcmp(frugal_status_name(status), expected) != 0) {
     frugal_error last;
     frugal_last_error(&last);
-    die("%s answered %s, expected %s%s%s", what, frugal_status_name(status), expected,
+    die("%s returned %s, expected %s%s%s", what, frugal_status_name(status), expected,
         status != FRUGAL_OK ? ": " : "", status != FRUGAL_OK ? last.message : "");
   }
   json_decref(line);

@@ -336,7 +336,7 @@ class Runner {
   unsigned hashes_ = 0;
 };
 
-// The name of what the line answered, and the message if it was no success.
+// The name of the status that the line's call returned, and the message if it is an error.
 std::pair<std::string, std::string> Try(Runner* runner, const Json& line) {
   try {
     runner->Run(line);
@@ -367,7 +367,7 @@ int main(int argc, char** argv) {
       const std::string expected = line.value("status", "FRUGAL_OK");
       const auto [status, message] = Try(&runner, line);
       if (status != expected) {
-        std::cerr << "line " << number << ": " << line.at("do").get<std::string>() << " answered "
+        std::cerr << "line " << number << ": " << line.at("do").get<std::string>() << " returned "
                   << status << ", expected " << expected << (message.empty() ? "" : ": ") << message
                   << '\n';
         return 1;

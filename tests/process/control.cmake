@@ -1,4 +1,4 @@
-# The control plane, in builds that have it; and that the others say so.
+# The control plane. Builds without it report that they have none.
 if(FRUGAL_WITH_PROCESSES)
   add_executable(control_test process/control_test.cpp)
   target_include_directories(control_test PRIVATE ${CMAKE_BINARY_DIR}/schema)

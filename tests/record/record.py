@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
 """The record of bits: what a library gives for configurations of the oracle, op scripts and the demo.
 
-    record.py BUILD                           compares the library of BUILD with record.txt beside this file
-    record.py BUILD --of FOLDER               that of another build folder or installation, by the programs of BUILD
-    record.py BUILD --of FOLDER --with OTHER  two libraries with each other
+    record.py BUILD                           compares the library of BUILD with record.txt in this file's folder
+    record.py BUILD --of FOLDER               tests the library of another build folder or installation with the
+                                              programs of BUILD
+    record.py BUILD --of FOLDER --with OTHER  compares two libraries
     record.py BUILD --of FOLDER --write FILE  makes a record
-    --rotate         a part of it, drawn by the commit that is checked out, so that each has its turn
-    --more ARGUMENT  for the oracle, as --more=--flush-threads --more=0: what is drawn is then not compared
-    --qemu FOLDER    all of them are programs of AArch64, which qemu-aarch64 runs; FOLDER is their root. What is made
-                     by several processes is left out: qemu-aarch64 imitates one
+    --rotate         only some of the lines; the commit that is checked out decides which, so later commits try others
+    --more ARGUMENT  for the oracle, as --more=--flush-threads --more=0: DRAWN is then not compared
+    --qemu FOLDER    all programs are of AArch64, and qemu-aarch64 runs them; FOLDER is their root. Lines of several
+                     processes are left out: qemu-aarch64 emulates one process
 
-A line of the record is KIND NAME DRAWN TABLES OUTSIDE LOOKUPS and what is in it. DRAWN is a hash of what the program
-has drawn: where it differs the programs have changed, and the record has to be made again, with the library that it was
-made with. TABLES is one of all rows with their state at last. OUTSIDE is one of what get, put, delete and the like gave
-between steps. LOOKUPS is one of all rows that were looked up, "-" where staleness leaves them open.
-    config  a configuration of the oracle: threads, attached processes, ranks on sim:N, aborts; or a controller that is
-            killed while its last step is not committed, and whose tables its trainers read out
-    script  an op script in one process; -attached: in one that is attached; -dealt: in several
+A line of the record is KIND NAME DRAWN TABLES OUTSIDE LOOKUPS and what the line has of each feature. DRAWN is a hash of
+what the program has drawn. If it differs, the programs have changed, and the record has to be made again with the
+library that made it. TABLES is a hash of all rows with their state at the end. OUTSIDE is a hash of the results of get,
+put, delete and the like between steps. LOOKUPS is a hash of all looked-up rows, or "-" where staleness does not
+determine them.
+    config  a configuration of the oracle: threads, attached processes, ranks on sim:N, aborts. Or a controller that is
+            killed before its last step is committed; then its trainers read its tables out
+    script  an op script in one process; -attached: in an attached process; -dealt: in several
     demo    the first 20 steps of examples/kge
-The programs know nothing of a library but its C ABI, and so it does not matter which one they were built with.
-Exit status 0 if everything is the same.
+The programs use only the C ABI, so it does not matter with which library they were built. Exit status 0 if there is no
+difference.
 """
 
 import argparse
@@ -46,22 +48,22 @@ WANTED = {'processes': 40, 'killed': 10, 'aborts': 50, 'put': 50, 'delete': 50, 
 
 
 class Machine:
-  """This one."""
+  """This machine."""
 
-  processes = True  # several that share memory
+  processes = True  # it can run several processes that share memory
 
   def program(self, path):
-    """What runs the program."""
+    """The path of a file that runs the program."""
     return path
 
   def libraries(self, program):
-    """What it loads."""
+    """The libraries that the program loads, as text."""
     return subprocess.run([program], env={**os.environ, 'LD_TRACE_LOADED_OBJECTS': '1'}, check=True,
                           capture_output=True, text=True).stdout
 
 
 class Emulated(Machine):
-  """One that qemu-aarch64 imitates: a file of the folder starts it with the program, as another program would."""
+  """A machine that qemu-aarch64 emulates: for each program a file in the folder starts qemu-aarch64 with it."""
 
   processes = False
 
@@ -89,7 +91,8 @@ class Side:
   def __init__(self, folder, machine):
     self.machine = machine
     self.shared = self.find(folder, [f'{where}libfrugal.so.0' for where in ('tests/sim/', '', 'lib/', 'lib/*/')])
-    self.controller = machine.program(self.find(folder, ['tools/controller/frugal-controller', 'bin/frugal-controller']))
+    self.controller = machine.program(
+        self.find(folder, ['tools/controller/frugal-controller', 'bin/frugal-controller']))
 
   @staticmethod
   def find(folder, patterns):
@@ -100,7 +103,7 @@ class Side:
 
   @contextlib.contextmanager
   def loaded(self, programs):
-    """Inside, `programs` load this library."""
+    """Within this context `programs` load this library."""
     before = os.environ.get('LD_LIBRARY_PATH')
     with tempfile.TemporaryDirectory() as folder:
       os.symlink(self.shared, os.path.join(folder, 'libfrugal.so.0'))
@@ -116,7 +119,7 @@ class Side:
 
 
 def run(command, timeout=3600):
-  """What the command prints, or None if it fails, which is told."""
+  """Returns the command's output, or None after a time-out. Prints a failure."""
   try:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors='replace',
                           timeout=timeout)
@@ -149,7 +152,7 @@ def short(*texts):
 
 
 def script_line(name, script, outputs):
-  """The line of a script that several processes, or one, have printed `outputs` of."""
+  """The record's line of a script, of which one process or several have printed `outputs`."""
   with open(script, encoding='utf-8') as file:
     drawn = short(file.read())
   tables = [' '.join(compare.tables_of(lines)) for lines in outputs]
@@ -206,7 +209,7 @@ def in_order(key):
 
 
 def shown(record):
-  """How many configurations have what."""
+  """How many configurations have each feature."""
   counts = dict.fromkeys(WANTED, 0)
   for key, fields in record.items():
     for field in fields[6:] if key[0] == 'config' else []:
@@ -216,13 +219,13 @@ def shown(record):
 
 
 def differences(expected, got, with_drawn):
-  """Tells the first of them; returns how many lines differ."""
+  """Prints the first differences. Returns how many lines differ."""
   count = 0
   for key in sorted(expected.keys() | got.keys(), key=in_order):
     if key not in got or key not in expected:
       what = 'was not made' if key not in got else 'was made here alone'
     else:
-      # Where something else was drawn, the rest says nothing.
+      # If something else was drawn, the other hashes mean nothing.
       here = [name for name, a, b in zip(COLUMNS, expected[key][2:6], got[key][2:6]) if a != b]
       here = here[:1] if with_drawn and 'drawn' in here else [name for name in here if name != 'drawn']
       what = f'other {", ".join(here)}' if here else ''
@@ -300,7 +303,7 @@ def compared(arguments, machine):
       differ += 1
   if arguments.write and not differ:
     with open(arguments.write, 'w', encoding='ascii') as file:
-      file.write('# What tests/record/record.py tells of: kind, name, drawn, tables, outside, lookups, and what there is.\n')
+      file.write('# The record of tests/record/record.py: kind, name, drawn, tables, outside, lookups, features.\n')
       for key in sorted(got, key=in_order):
         file.write(' '.join(got[key]) + '\n')
   print(f'record: {len(got)} lines, {differ} differences')

@@ -49,7 +49,7 @@ class Known:
     return bool(fnmatch.filter(self.paths, text)) if '*' in text else text in self.paths
 
   def missing(self, text):
-    """What of a text in backticks is no name, or None."""
+    """The part of a text in backticks that is no name, or None."""
     if re.fullmatch(r'[\w./*{},+-]+(:\d+)?', text) and re.search(r'/|\.\w+', text) and self.has_path(text):
       return None
     if re.fullmatch(r'[\w./-]*\.(' + '|'.join(e[1:] for e in C_ENDINGS) + r'|md|py|jl|sh|txt|cmake|patch|capnp)', text):

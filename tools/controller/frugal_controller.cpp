@@ -1,6 +1,6 @@
 // frugal-controller ADDRESS: owns the tables that trainer processes share (docs/processes.md).
 //
-// The first process that attaches says what engine it is to be; SIGINT and SIGTERM end it.
+// The first process that attaches decides the engine's configuration. SIGINT and SIGTERM end it.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -13,7 +13,9 @@
 
 namespace {
 
-void tell(void*, int32_t, const char* text) { std::fprintf(stderr, "frugal-controller: %s\n", text); }
+void tell(void*, int32_t, const char* text) {
+  std::fprintf(stderr, "frugal-controller: %s\n", text);
+}
 
 }  // namespace
 
@@ -21,18 +23,19 @@ int main(int argc, char** argv) {
   if (argc != 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
     std::printf(
         "usage: frugal-controller ADDRESS\n"
-        "Owns the tables of trainer processes, which attach by frugal_config.service = ADDRESS, the path of a\n"
-        "Unix-domain socket that is made there for processes of the same user. The first to attach says what\n"
-        "engine it is to be. Ends at SIGINT or SIGTERM; the tables end with it.\n");
+        "Owns the tables of trainer processes, which attach with frugal_config.service = ADDRESS.\n"
+        "ADDRESS is the path of a Unix-domain socket. The controller makes it, for processes of\n"
+        "the same user. The first process that attaches decides the engine's configuration.\n"
+        "SIGINT or SIGTERM ends the controller, and the tables with it.\n");
     return argc == 2 ? 0 : 2;
   }
-  // Before any thread is started: all inherit it.
+  // Before any thread is started, so that all threads inherit the mask.
   sigset_t ends;
   sigemptyset(&ends);
   sigaddset(&ends, SIGINT);
   sigaddset(&ends, SIGTERM);
   sigprocmask(SIG_BLOCK, &ends, nullptr);
-  // Each process that attaches takes some, and so do those on their way to processes.
+  // Each attached process needs some descriptors, and so do messages with descriptors in flight.
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
     files.rlim_cur = files.rlim_max;

@@ -1,4 +1,4 @@
-// Batches of keys as the engine would give them to its kernels, tables for these to read, and threads
+// Batches of keys as the engine gives them to its kernels, tables that kernels read, and threads
 // that gather on the host.
 #ifndef FRUGAL_TOOLS_GPU_BATCHES_H_
 #define FRUGAL_TOOLS_GPU_BATCHES_H_
@@ -13,7 +13,8 @@
 
 namespace gpu_tools {
 
-inline std::vector<uint32_t> Keys(const std::string& dist, uint64_t rows, size_t count, uint64_t seed) {
+inline std::vector<uint32_t> Keys(const std::string& dist, uint64_t rows, size_t count,
+                                  uint64_t seed) {
   bench::Ids ids(dist, rows, seed);
   std::vector<uint32_t> keys(count);
   for (uint32_t& k : keys) k = static_cast<uint32_t>(ids.Next());
@@ -22,7 +23,7 @@ inline std::vector<uint32_t> Keys(const std::string& dist, uint64_t rows, size_t
 
 // --- Threads ------------------------------------------------------------------------------------
 
-// Threads that wait awake for a while, since what they do takes tens of microseconds.
+// Threads that poll for a while before they sleep: a task takes tens of microseconds.
 class Team {
  public:
   explicit Team(int threads) {
@@ -37,7 +38,7 @@ class Team {
   Team& operator=(const Team&) = delete;
   int size() const { return static_cast<int>(threads_.size()); }
 
-  // body(thread) on every thread; the caller goes on.
+  // Starts body(thread) on every thread, and returns.
   void Start(std::function<void(int)> body) {
     Wait();
     body_ = std::move(body);
@@ -75,12 +76,12 @@ class Team {
 
 // --- Tables -------------------------------------------------------------------------------------
 
-// What column c of a row holds: any value, but told by its place.
+// The value of column c of a row: any function of its place.
 inline float ValueOf(uint64_t row, uint32_t c) {
   return static_cast<float>(bench::Mix(row * 65537 + c) >> 41);
 }
 
-// Rows one behind the other; dim is a multiple of 4.
+// Contiguous rows; dim is a multiple of 4.
 struct Rows {
   uint64_t rows = 0;
   uint32_t dim = 0;
@@ -102,7 +103,7 @@ inline void FillValues(Team& team, const Rows& shape, float* out) {
 // Keys sorted by row, with runs, sources and staged rows, as lib/engine/gpu_parts.cpp makes them.
 class KernelBatch {
  public:
-  // Rows of which `is_line` is true are read in device memory, at the same index.
+  // Kernels read rows for which `is_line` is true from device memory, at the same index.
   KernelBatch(const std::shared_ptr<Runtime>& runtime, std::vector<uint32_t> keys,
               const std::function<bool(uint32_t)>& is_line)
       : runtime_(runtime), keys_(std::move(keys)) {

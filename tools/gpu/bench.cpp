@@ -1,13 +1,14 @@
-// What lookups and steps cost on a GPU, beside what the hardware allows and what others do.
+// The cost of lookups and steps on a GPU, compared with the limits of the hardware and with other
+// libraries.
 //
-//     gpu_bench --device cuda:0 [--quick] [--seconds S] [--only TEXT] [--python PATH] [--results FILE]
-//         [--done FILE] [--plan FILE]
+//     gpu_bench --device cuda:0 [--quick] [--seconds S] [--only TEXT] [--python PATH]
+//         [--results FILE] [--done FILE] [--plan FILE]
 //
-// Sides of a comparison take turns within one run, and ratios are medians over the turns. One case of
-// each kind comes first, then the cheap ones; when the seconds are over the rest is skipped, and counted.
-// --done: lines of results whose cases are left out. --plan: where to write which cases there are, those
-// included, before the first begins. On the host implementation ("sim:0") sizes are tiny and figures mean
-// nothing: it is a rehearsal.
+// Sides of a comparison take turns within one run, and ratios are medians over the turns. One case
+// of each kind comes first, then the cheap cases. When the seconds are over, the other cases are
+// skipped, and counted so. --done: lines of results whose cases are left out. --plan: the file that
+// gets the list of all cases, with those left out, before the first one begins. On the simulated
+// GPU ("sim:0") sizes are tiny and figures mean nothing: that is a rehearsal.
 #include <unistd.h>
 
 #include <fstream>
@@ -35,7 +36,7 @@ struct Side {
   std::function<double()> measure;  // seconds of one unit
 };
 
-// The sides of a case, each measured several times, in turns.
+// The sides of a case, each measured several times, in turn.
 class Turns {
  public:
   Turns(const std::vector<Side>& sides, int turns) {
@@ -43,8 +44,9 @@ class Turns {
       for (const Side& s : sides) seconds_[s.name].push_back(s.measure());
   }
   double Seconds(const char* side) const { return Median(seconds_.at(side)); }
-  // How many times as fast as `other` a side is, a unit of each weighing so much.
-  double Ratio(const char* side, const char* other, double units = 1, double other_units = 1) const {
+  // How many times as fast as `other` a side is. A measurement of them has so many units of work.
+  double Ratio(const char* side, const char* other, double units = 1,
+               double other_units = 1) const {
     std::vector<double> ratios;
     const auto &a = seconds_.at(side), &b = seconds_.at(other);
     for (size_t i = 0; i < a.size(); ++i) ratios.push_back(units / a[i] / (other_units / b[i]));
@@ -61,8 +63,8 @@ struct Skipped : std::runtime_error {
 
 struct Outcome {
   Json figures;
-  double value = NAN;  // what the aim is about
-  double aim = NAN;    // at least
+  double value = NAN;  // the figure that has an aim
+  double aim = NAN;    // the least value that meets the aim
   const char* of = "";
 };
 
@@ -81,11 +83,11 @@ struct Sizes {
   size_t steps;   // of a run of training
 };
 
-// Batches are declared and looked up several in a row, so that the rows of one are gone from caches
-// when it comes again.
+// Several batches are declared and looked up in turn, so that the rows of a batch have left the
+// caches before its next lookup.
 constexpr size_t kBatches = 8;
 
-constexpr size_t kLargeBatch = 32768;  // from here on aims hold: smaller ones are all latency
+constexpr size_t kLargeBatch = 32768;  // aims hold from here on: smaller ones show latency
 
 class Bench {
  public:
@@ -139,23 +141,30 @@ class Bench {
           [=, this] { return Mixed(32, dist, main, hits); });
     };
     auto matrix = [&](uint32_t dim, const char* dist, size_t batch) {
-      add("host_lookup", keys(dim, dist, batch), [=, this] { return HostLookup(dim, dist, batch); });
-      add("cached_kernel", keys(dim, dist, batch), [=, this] { return CachedKernel(dim, dist, batch); });
-      add("index_select", keys(dim, dist, batch), [=, this] { return IndexSelect(dim, dist, batch); });
+      add("host_lookup", keys(dim, dist, batch),
+          [=, this] { return HostLookup(dim, dist, batch); });
+      add("cached_kernel", keys(dim, dist, batch),
+          [=, this] { return CachedKernel(dim, dist, batch); });
+      add("index_select", keys(dim, dist, batch),
+          [=, this] { return IndexSelect(dim, dist, batch); });
     };
-    // One of each kind; what everything else stands on comes first.
+    // One case of each kind. The first ones measure what all others depend on.
     add("link_blocks", keys(32, "uniform", main), [=, this] { return LinkBlocks(32, main); });
     matrix(32, "uniform", main);
     add("index_select_torch", keys(32, "uniform", main),
         [=, this] { return IndexSelectTorch(32, "uniform", main); });
-    add("cached_lookup", keys(32, "uniform", main), [=, this] { return CachedLookup(32, "uniform", main); });
+    add("cached_lookup", keys(32, "uniform", main),
+        [=, this] { return CachedLookup(32, "uniform", main); });
     mixed("uniform", 0.5);
-    add("push_kernel", keys(32, "uniform", main), [=, this] { return PushKernel(32, "uniform", main); });
+    add("push_kernel", keys(32, "uniform", main),
+        [=, this] { return PushKernel(32, "uniform", main); });
     add("unified", keys(32, "uniform", main), [=, this] { return Unified(32, "uniform", main); });
     steps("zipf0.99", main, FRUGAL_ROWWISE_ADAGRAD);
-    add("deferred", keys(32, "zipf0.99", main), [=, this] { return Deferred(32, "zipf0.99", main); });
-    add("nan_reject", keys(32, "zipf0.99", main), [=, this] { return NanReject(32, "zipf0.99", main); });
-    // The matrix: a second or so each, with the table and the engine of its dimension.
+    add("deferred", keys(32, "zipf0.99", main),
+        [=, this] { return Deferred(32, "zipf0.99", main); });
+    add("nan_reject", keys(32, "zipf0.99", main),
+        [=, this] { return NanReject(32, "zipf0.99", main); });
+    // The matrix: about a second for each case, with the table and the engine of its dimension.
     for (const double hits : {0.0, 0.25, 0.75, 0.9, 0.99, 1.0}) mixed("uniform", hits);
     for (const double hits : {0.5, 0.9}) mixed("zipf0.99", hits);
     for (const uint32_t dim : {32u, 128u}) {
@@ -171,7 +180,7 @@ class Bench {
       for (const size_t batch : sizes_.batches)
         for (const char* dist : kDists) matrix(dim, dist, batch);
     }
-    // The long ones: tens of seconds each, most of them torch's on the CPU.
+    // The long cases: tens of seconds each, most of them for torch on the CPU.
     steps("uniform", main, FRUGAL_ROWWISE_ADAGRAD);
     for (const int32_t optimizer : {FRUGAL_ADAM, FRUGAL_SGD})
       for (const char* dist : {"uniform", "zipf0.99"}) steps(dist, main, optimizer);
@@ -185,14 +194,14 @@ class Bench {
     return kind == FRUGAL_SGD ? "sgd" : kind == FRUGAL_ADAM ? "adam" : "rowwise_adagrad";
   }
 
-  // On the host implementation the largest batch is as good as any.
+  // On the simulated GPU the largest batch is smaller than kLargeBatch, and has the aim.
   double AimFor(size_t batch, double aim) const {
     return batch >= std::min(kLargeBatch, sizes_.main) ? aim : NAN;
   }
 
   // --- Measuring ---
 
-  // Seconds of go(i), given to the stream one after the other.
+  // Seconds of go(i); the calls are submitted to the stream one after the other.
   double PerCall(const std::function<void(size_t)>& go) {
     size_t n = 1;
     for (;;) {
@@ -205,7 +214,7 @@ class Bench {
       n = std::min<size_t>(20000, static_cast<size_t>(static_cast<double>(n) * more));
     }
   }
-  // The same where each call ends with a wait of its own.
+  // The same for calls that each wait for their work.
   double PerWaitedCall(const std::function<void(size_t)>& go) {
     go(0);
     const int64_t start = NowNs(), end = start + static_cast<int64_t>(sizes_.target * 1e9);
@@ -272,7 +281,8 @@ class Bench {
     return out_.at() + index % kBatches * batch * dim;
   }
 
-  std::vector<uint32_t> BatchKeys(uint32_t dim, const std::string& dist, size_t batch, size_t index) {
+  std::vector<uint32_t> BatchKeys(uint32_t dim, const std::string& dist, size_t batch,
+                                  size_t index) {
     return Keys(dist, TableShape(dim).rows, batch, 1000 + index);
   }
   std::vector<KernelBatch> KernelBatches(uint32_t dim, const std::string& dist, size_t batch,
@@ -313,7 +323,7 @@ class Bench {
     });
   }
 
-  // The engine of a shape. The two that were used last are kept: they take seconds to open.
+  // The engine of a shape. The last two stay open, since opening one takes seconds.
   Engine& EngineOf(const EngineShape& shape) {
     for (size_t i = 0; i < engines_.size(); ++i)
       if (engines_[i]->shape() == shape) {
@@ -326,11 +336,11 @@ class Bench {
     return *engines_.back();
   }
 
-  // Two engines that are to be trained with the same batches: both as they are, or both new.
+  // Two engines to train with the same batches: both as they are, or both new.
   void InStep(const EngineShape& a, const EngineShape& b) {
     if (EngineOf(a).trained() != EngineOf(b).trained()) engines_.clear();
   }
-  // Speed means nothing if the two do not have the same bits.
+  // Throws if the two do not have the same bits: then speed means nothing.
   void VerifySame(const EngineShape& a, const EngineShape& b, const std::vector<uint64_t>& keys) {
     const size_t n = std::min<size_t>(keys.size(), 4096);
     std::vector<float> rows[2];
@@ -356,12 +366,12 @@ class Bench {
     auto declare = [&](uint64_t step) {
       std::vector<frugal_batch*> declared;
       for (const auto& k : keys) declared.push_back(engine.Declare(step, k));
-      // What is done ahead of a step is done: about 100 ns a key, and less on more cores.
+      // Waits until the work ahead of a step is done: about 100 ns a key, less on more cores.
       std::this_thread::sleep_for(std::chrono::nanoseconds(2'000'000 + 100 * batch * keys.size()));
       return declared;
     };
     std::vector<frugal_batch*> declared = declare(engine.step());
-    // Lookups may be much shorter than what is done ahead of them: then some tens of steps are enough.
+    // Lookups may be much shorter than the work ahead of them. Then some tens of steps are enough.
     const int64_t end = NowNs() + 1'500'000'000;
     while (seconds[0] < sizes_.target && steps < 200 && NowNs() < end) {
       engine.Begin();
@@ -372,7 +382,7 @@ class Bench {
         lane_->Wait();
         s += static_cast<double>(NowNs() - start) * 1e-9;
       }
-      // In the step, as training would: with a cache the next boundary is planned meanwhile.
+      // Within the step, as in training: with a cache, the next cache refresh is planned meanwhile.
       declared = declare(engine.step() + 1);
       engine.End();
       ++steps;
@@ -418,12 +428,13 @@ class Bench {
     Outcome o;
     o.figures.Set("copy_gb_s", CopyBytes() / turns.Seconds("copy") * 1e-9);
     for (const auto& [n, name] : blocks)
-      o.figures.Set(name + "_blocks_of_copy", turns.Ratio(name.c_str(), "copy", bytes, CopyBytes()));
+      o.figures.Set(name + "_blocks_of_copy",
+                    turns.Ratio(name.c_str(), "copy", bytes, CopyBytes()));
     o.figures.Count("engine_uses", link_blocks(extent_));
     return o;
   }
 
-  // Rows in host memory: useful bytes of distinct rows beside a copy of pinned memory.
+  // Rows in host memory: useful bytes of distinct rows, compared with a copy of pinned memory.
   Outcome HostLookup(uint32_t dim, const std::string& dist, size_t batch) {
     Table& t = TableOf(dim);
     auto batches = KernelBatches(dim, dist, batch, [](uint32_t) { return false; });
@@ -456,8 +467,8 @@ class Bench {
     return o;
   }
 
-  // The paper's baseline: index_select on all cores into pinned memory, then a copy; and the best that we
-  // know of this kind: chunks are copied while the next ones are gathered.
+  // The paper's baseline: index_select on all cores into pinned memory, then a copy. And the best
+  // known variant: it copies chunks while it gathers the next ones.
   Outcome IndexSelect(uint32_t dim, const std::string& dist, size_t batch) {
     Table& t = TableOf(dim);
     auto batches = KernelBatches(dim, dist, batch, [](uint32_t) { return false; });
@@ -470,7 +481,8 @@ class Bench {
                           return PerWaitedCall([&](size_t i) {
                             const auto& k = batches[i % kBatches].keys();
                             GatherPlain(t, k, staging.data());
-                            lane_->Copy(Out(batch, dim, i), staging.seen(), batch * dim * sizeof(float));
+                            lane_->Copy(Out(batch, dim, i), staging.seen(),
+                                        batch * dim * sizeof(float));
                             lane_->Wait();
                           });
                         }},
@@ -509,15 +521,16 @@ class Bench {
     team_.Wait();
   }
 
-  void GatherPipelined(const Table& t, const std::vector<uint32_t>& keys, const Pinned<float>& staging,
-                       Ptr<float> out) {
+  void GatherPipelined(const Table& t, const std::vector<uint32_t>& keys,
+                       const Pinned<float>& staging, Ptr<float> out) {
     const size_t n = keys.size(), dim = t.shape.dim;
     const size_t half_a_mib = (size_t{512} << 10) / t.shape.row_bytes();
     const size_t chunk = std::max<size_t>(256, std::min(n / 16, half_a_mib));
     const size_t chunks = (n + chunk - 1) / chunk;
     std::vector<std::atomic<bool>> done(chunks);
     std::atomic<size_t> next{0};
-    const frugal::device::RowsRef rows = {t.host.data(), dim * sizeof(float), nullptr, 0, 0, t.shape.dim};
+    const frugal::device::RowsRef rows = {t.host.data(), dim * sizeof(float), nullptr, 0, 0,
+                                          t.shape.dim};
     team_.Start([&](int) {
       for (size_t c = next++; c < chunks; c = next++) {
         const size_t begin = c * chunk, count = std::min(chunk, n - begin);
@@ -541,11 +554,13 @@ class Bench {
     auto batches = KernelBatches(dim, dist, batch, [](uint32_t) { return false; });
     const auto keys = Wide(batches);
     Engine& engine = EngineOf({t.shape.rows, dim});
-    const Turns turns({{"lookup", [&] { return Lookups(engine, keys).first; }},
-                       {"torch", [&] {
-                          return worker.Seconds("run side=gather seconds=" + std::to_string(sizes_.target));
-                        }}},
-                      sizes_.turns);
+    const Turns turns(
+        {{"lookup", [&] { return Lookups(engine, keys).first; }},
+         {"torch",
+          [&] {
+            return worker.Seconds("run side=gather seconds=" + std::to_string(sizes_.target));
+          }}},
+        sizes_.turns);
     Outcome o;
     o.figures.Set("lookup_us", turns.Seconds("lookup") * 1e6)
         .Set("torch_us", turns.Seconds("torch") * 1e6)
@@ -558,14 +573,15 @@ class Bench {
 
   // --- Rows in device memory ---
 
-  // On the host implementation.
+  // The bare gather on the simulated GPU.
   static void BareBody(const void* arguments) {
     using namespace frugal::device;
     const BareArgs& a = *static_cast<const BareArgs*>(arguments);
     const uint64_t count = uint64_t{a.rows} * a.vectors, step = uint64_t{blocks()} * threads();
     for (uint64_t i = uint64_t{block()} * threads() + thread(); i < count; i += step) {
       const uint32_t row = load(Ptr<uint32_t>{a.index} + i / a.vectors);
-      store(Ptr<Float4>{a.out} + i, load(Ptr<Float4>{a.table} + (uint64_t{row} * a.vectors + i % a.vectors)));
+      store(Ptr<Float4>{a.out} + i,
+            load(Ptr<Float4>{a.table} + (uint64_t{row} * a.vectors + i % a.vectors)));
     }
   }
   void BareGather(const BareArgs& a) {
@@ -583,8 +599,9 @@ class Bench {
               return PerCall([&](size_t i) {
                 KernelBatch& b = batches[i % batches.size()];
                 const size_t n = b.keys().size();
-                BareGather({t.device.at().address, b.index().address, Out(n, t.shape.dim, i).address,
-                            static_cast<uint32_t>(n), t.shape.dim / 4});
+                BareGather({t.device.at().address, b.index().address,
+                            Out(n, t.shape.dim, i).address, static_cast<uint32_t>(n),
+                            t.shape.dim / 4});
               });
             }};
   }
@@ -670,7 +687,7 @@ class Bench {
     return o;
   }
 
-  // The sums of gradients into pinned memory, beside a copy to the host.
+  // The sums of gradients into pinned memory, compared with a copy to the host.
   Outcome PushKernel(uint32_t dim, const std::string& dist, size_t batch) {
     auto batches = KernelBatches(dim, dist, batch, [](uint32_t) { return true; });
     const double bytes = MeanDistinct(batches) * dim * sizeof(float);
@@ -690,7 +707,8 @@ class Bench {
                             a.dim = dim;
                             a.sums = sums.seen();
                             a.sums_stride = dim;
-                            lane_->Launch(Kernel::reduce_runs, frugal::device::reduce_shape(a, extent_), a);
+                            lane_->Launch(Kernel::reduce_runs,
+                                          frugal::device::reduce_shape(a, extent_), a);
                           });
                         }}},
                       sizes_.turns);
@@ -703,7 +721,7 @@ class Bench {
     return o;
   }
 
-  // Sums of gradients that are all the same; rows come at most 32 times.
+  // Checks sums of equal gradients; a row has at most 32 occurrences.
   static void VerifySums(std::vector<uint32_t> keys, const float* sums, uint32_t dim) {
     std::sort(keys.begin(), keys.end());
     float term, sum = 0;
@@ -718,7 +736,7 @@ class Bench {
     }
   }
 
-  // Memory that migrates in pages, read by the same kernel.
+  // The same kernel reads memory that migrates in pages.
   Outcome Unified(uint32_t dim, const std::string& dist, size_t batch) {
     if (!on_gpu_) throw Skipped("unified memory is CUDA's");
     Table& t = TableOf(dim);
@@ -799,13 +817,14 @@ class Bench {
     return in;
   }
 
-  // Time inside the calls of each step, without and with nothing pending, and of all together.
+  // Time inside the calls of each step: [0] with pending updates, [1] with nothing pending. And the
+  // time of whole steps.
   struct StepTimes {
     double seconds = 0;  // of a step, the flush at the end included
     std::vector<double> inside[2];
   };
-  // `device_fills`: how much other work the device has between lookup and push. `block` not 0: in
-  // every other block of so many steps everything is flushed after each step, outside the times.
+  // `device_fills`: how much other work the device has between lookup and push. With `block` not 0,
+  // every other block of so many steps flushes everything after each step, outside the times.
   StepTimes Train(Engine& engine, StepInput& in, size_t count, size_t device_fills = 0,
                   size_t block = 0) {
     const uint32_t dim = engine.shape().dim;
@@ -841,7 +860,7 @@ class Bench {
         engine.End();
       });
       if (block == 0) continue;
-      // The device's time is nobody's stall.
+      // The time of device work is no stall.
       lane_->Wait();
       const bool quiet = (s - first) / block % 2 != 0;
       if (quiet) engine.Flush();
@@ -876,20 +895,21 @@ class Bench {
     std::string without;
     Worker worker(*this);
     for (const char* name : {"torch_gpu", "torch_cpu"}) try {
-        worker.Ask(std::string("prepare side=") + name + " optimizer=" + OptimizerName(optimizer) + " " +
-                   WorkerShape(shape, dist, batch));
+        worker.Ask(std::string("prepare side=") + name + " optimizer=" + OptimizerName(optimizer) +
+                   " " + WorkerShape(shape, dist, batch));
         sides.push_back({name, [this, name, &worker] {
                            return worker.Seconds(std::string("run side=") + name +
                                                  " steps=" + std::to_string(sizes_.steps / 3));
                          }});
       } catch (const std::runtime_error& e) {
-        // Told, and counted: the other sides are worth a measurement.
+        // Reports and counts it; the other sides are still measured.
         without += std::string(without.empty() ? "" : "; ") + name + ": " + e.what();
         ++sides_missing_;
       }
     const Turns turns(sides, sizes_.turns);
     Outcome o;
-    for (const Side& s : sides) o.figures.Set(std::string(s.name) + "_us", turns.Seconds(s.name) * 1e6);
+    for (const Side& s : sides)
+      o.figures.Set(std::string(s.name) + "_us", turns.Seconds(s.name) * 1e6);
     for (const Side& s : sides)
       if (std::string(s.name).rfind("torch", 0) == 0)
         for (const char* ours : {"frugal", "frugal_cache"})
@@ -947,11 +967,12 @@ class Bench {
     return o;
   }
 
-  // What it costs that each step's end waits until the device has looked for NaNs: the policy that tables have if
-  // nobody says otherwise, against the one of the other cases.
+  // The cost of the default FRUGAL_NAN_REJECT, with which each step's end waits until the device
+  // has checked for NaNs. Compared with the policy of the other cases.
   Outcome NanReject(uint32_t dim, const std::string& dist, size_t batch) {
     StepInput in = MakeSteps(dim, dist, batch);
-    const EngineShape accept{TableShape(dim).rows, dim, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_FLUSH_AUTO, kCacheShare};
+    const EngineShape accept{TableShape(dim).rows, dim, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_FLUSH_AUTO,
+                             kCacheShare};
     EngineShape reject = accept;
     reject.nan = FRUGAL_NAN_REJECT;
     InStep(accept, reject);
@@ -1057,7 +1078,7 @@ class Earlier {
     if (!file) throw std::runtime_error("cannot read " + path);
     for (std::string line; std::getline(file, line);) lines_.push_back(line);
   }
-  // Whether there is one that begins as that of this case does.
+  // Whether one of them begins like the line of this case.
   bool Has(const Json& of) const {
     std::string begin = of.Text();
     begin.back() = ',';
@@ -1085,9 +1106,12 @@ int Main(int argc, char** argv) {
   options.NoOthers();
 
   Bench bench(device, SizesFor(device.rfind("cuda:", 0) == 0, quick), python, script);
-  auto line_of = [](const Case& c) { return Json().Set("case", c.name).Raw("params", c.params.Text()); };
+  auto line_of = [](const Case& c) {
+    return Json().Set("case", c.name).Raw("params", c.params.Text());
+  };
   std::vector<Case> cases = bench.Cases();
-  std::erase_if(cases, [&](const Case& c) { return line_of(c).Text().find(only) == std::string::npos; });
+  std::erase_if(cases,
+                [&](const Case& c) { return line_of(c).Text().find(only) == std::string::npos; });
   std::string all;
   for (const Case& c : cases) all += line_of(c).Text() + "\n";
   if (!plan.empty()) bench::WriteFile(plan, all.data(), all.size());
@@ -1115,7 +1139,7 @@ int Main(int argc, char** argv) {
           char aim[80];
           snprintf(aim, sizeof aim, "%s >= %g", o.of, o.aim);
           line.Set("aim", aim);
-          // Of the host implementation's speed nothing is wanted.
+          // The simulated GPU's speed has no aims.
           line.Raw("met", !bench.on_gpu() ? "null" : is_met ? "true" : "false");
           if (bench.on_gpu()) {
             ++aims;

@@ -1,4 +1,5 @@
-// A worker process that answers each line with one line of JSON (bench/harness.h has the protocol).
+// A worker process that replies to each line with one line of JSON (the protocol of
+// bench/harness.h).
 #ifndef FRUGAL_TOOLS_GPU_CHILD_H_
 #define FRUGAL_TOOLS_GPU_CHILD_H_
 
@@ -18,7 +19,7 @@ extern char** environ;
 
 namespace gpu_tools {
 
-// What the worker cannot do on this machine.
+// Thrown for what the worker cannot do on this machine.
 struct Missing : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -26,7 +27,7 @@ struct Missing : std::runtime_error {
 class Child {
  public:
   explicit Child(std::vector<std::string> command) {
-    signal(SIGPIPE, SIG_IGN);  // a child that has died is told by write()
+    signal(SIGPIPE, SIG_IGN);  // write() fails if the child has died
     int in[2], out[2];
     if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0)
       throw std::runtime_error("no pipe for a worker");
@@ -69,7 +70,7 @@ class Child {
     std::string answer;
     for (;;) {
       pollfd p{from_, POLLIN, 0};
-      if (poll(&p, 1, timeout_ms) <= 0) throw std::runtime_error("the worker does not answer");
+      if (poll(&p, 1, timeout_ms) <= 0) throw std::runtime_error("the worker does not reply");
       char c;
       if (read(from_, &c, 1) != 1) throw std::runtime_error("the worker has died");
       if (c == '\n') break;
@@ -89,7 +90,7 @@ class Child {
   double Number(const std::string& line, const std::string& name) {
     const std::string answer = Ask(line);
     const size_t at = answer.find("\"" + name + "\": ");
-    if (at == std::string::npos) throw std::runtime_error("the worker does not tell " + name);
+    if (at == std::string::npos) throw std::runtime_error("the worker does not report " + name);
     return std::atof(answer.c_str() + at + name.size() + 4);
   }
 

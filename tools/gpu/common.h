@@ -1,7 +1,8 @@
 // What the programs of ./dev gpu share: options, memory, waiting, and lines of results.
 //
-// They use the run-time seam (lib/device/runtime.h), so that the same program runs on a GPU and, for
-// rehearsals, on the host implementation. Every line of results is on the disk before the next case.
+// They use the interface lib/device/runtime.h, so the same program runs on a GPU and, for
+// rehearsals, on the simulated GPU. Every line of results is on the disk before the next case
+// begins.
 #ifndef FRUGAL_TOOLS_GPU_COMMON_H_
 #define FRUGAL_TOOLS_GPU_COMMON_H_
 
@@ -37,7 +38,8 @@ inline void Check(const Result& r, const char* what) {
                            std::to_string(r.code) + ")");
 }
 
-// Processors that this process may use: a container may have fewer than the machine, by a quota of time.
+// Processors that this process may use: a time quota can give a container fewer than the machine
+// has.
 inline uint32_t Cores() {
   uint32_t n = frugal::cpu_count();
   if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
@@ -79,7 +81,7 @@ class Options {
     const std::string value = Str(name, "");
     return value.empty() ? fallback : std::stod(value);
   }
-  // After all have been asked for.
+  // Throws if there are other options; called after all have been read.
   void NoOthers() const {
     if (!arguments_.empty()) throw std::runtime_error("unknown option " + arguments_[0]);
   }
@@ -116,7 +118,7 @@ class Json {
   std::string text_;
 };
 
-// Lines go to stdout and, if there is a file, to its end.
+// Writes lines to stdout and, if there is a file, to its end.
 class Results {
  public:
   explicit Results(const std::string& path) {
@@ -134,7 +136,7 @@ class Results {
     printf("%s\n", text.c_str());
     fflush(stdout);
     if (file_ == nullptr) return;
-    // A run that is cut off has kept what it has found.
+    // So a run that is cut off keeps its results.
     if (fprintf(file_, "%s\n", text.c_str()) < 0 || fflush(file_) != 0 || fsync(fileno(file_)) != 0)
       throw std::runtime_error("cannot write results");
   }
@@ -227,7 +229,8 @@ class Lane {
   // `own` false: the default stream of the device.
   explicit Lane(std::shared_ptr<Runtime> runtime, bool own = true)
       : runtime_(std::move(runtime)), own_(own) {
-    if (own_) Check(runtime_->create_stream(frugal::device::Priority::kNormal, &stream_), "a stream");
+    if (own_)
+      Check(runtime_->create_stream(frugal::device::Priority::kNormal, &stream_), "a stream");
     Check(runtime_->create_event(&event_), "an event");
   }
   ~Lane() {
@@ -243,11 +246,12 @@ class Lane {
     return event_;
   }
   void After(Event e) { Check(runtime_->wait(stream_, e), "waiting in a stream"); }
-  // Until everything that was given to the stream is done.
+  // Waits until all work of the stream is done.
   void Wait() {
     Mark();
-    // Awake: what is measured is shorter than a sleep.
-    for (bool passed = false; !passed; bench::CpuRelax()) Check(runtime_->query(event_, &passed), "waiting");
+    // Polls without sleep: the measured work is shorter than a sleep.
+    for (bool passed = false; !passed; bench::CpuRelax())
+      Check(runtime_->query(event_, &passed), "waiting");
   }
   template <class T, class U>
   void Copy(Ptr<T> to, Ptr<U> from, size_t bytes) {
@@ -255,7 +259,8 @@ class Lane {
   }
   template <class Arguments>
   void Launch(Kernel kernel, const Shape& shape, const Arguments& arguments) {
-    Check(runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments, sizeof arguments, stream_),
+    Check(runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments, sizeof arguments,
+                           stream_),
           "launching");
   }
 
@@ -266,7 +271,7 @@ class Lane {
   bool own_;
 };
 
-// Host memory to the device, at once.
+// Copies host memory to the device, and waits.
 template <class T>
 OnDevice<T> Uploaded(const std::shared_ptr<Runtime>& runtime, const T* from, size_t count) {
   Pinned<T> pinned(runtime, count);

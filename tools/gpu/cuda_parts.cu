@@ -1,12 +1,12 @@
-#include <cuda_runtime_api.h>
+# include <cuda_runtime_api.h>
 
-#include "cuda_parts.h"
+# include "cuda_parts.h"
 
 namespace gpu_tools {
 namespace {
 
-// As plain as it gets: a thread for each 16 bytes, all of them at once, everything else left to the
-// compiler and the hardware.
+// The plainest gather: a thread for each 16 bytes, all of them at once. The compiler and the
+// hardware do the rest.
 __global__ void gpu_bench_bare_gather(const float4* __restrict__ table,
                                       const uint32_t* __restrict__ index, float4* __restrict__ out,
                                       uint32_t count, uint32_t vectors) {

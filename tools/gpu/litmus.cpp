@@ -1,20 +1,24 @@
-// Who sees whose writes: the orderings that the engine relies on (docs/cuda.md, section 7), tried with
-// its own kernels.
+// Which writes the host and the device see: tries the orderings that the engine relies on
+// (docs/cuda.md "When the host may touch what") with its own kernels.
 //
-//     gpu_litmus --device cuda:0 [--rounds N] [--seconds S] [--seed N] [--results FILE] [--broken] [--no-readers]
-//     gpu_litmus --device cuda:0 --info       what the device is, as a line of JSON
+//     gpu_litmus --device cuda:0 [--rounds N] [--seconds S] [--seed N] [--results FILE] [--broken]
+//         [--no-readers]
+//     gpu_litmus --device cuda:0 --info       describes the device in a line of JSON
 //
-// A round is one row of 16 bytes that one side writes and the other side reads in the order that is to be
-// held; many rows go through one launch. Rows under test have even places, or with copies the middle of
-// 16; the others, in the same 128-byte lines, are written all the while by the other side, or where both are
-// the device by a third stream, and must keep what it wrote. What the host writes for kernels, other kernels
-// read meanwhile, whose results are of no interest: the lines are in the device's caches. Every value is a
-// stamp that grows from launch to launch: an older one is a stale read, a newer one a write that went ahead
-// of a read. A mode has passed when all N rounds of it were made and none of them was bad: one that the
-// seconds end before has not.
+// In a round one side writes a row of 16 bytes and the other side reads it, in the order under
+// test. A launch has many rows. Rows under test have even places, with copies the middle ones
+// of 16. The other rows, in the same 128-byte lines, are written all the while: by the other side,
+// or by a third stream if both sides are the device. They must keep those writes. Other kernels
+// meanwhile read what the host writes for kernels, so that the lines are in the device's caches;
+// their results do not matter.
 //
-// --broken takes each ordering away, to show that its loss would be seen: every mode has to find stale
-// reads then. --no-readers leaves those other kernels out: to ThreadSanitizer they are the data races that they are.
+// Every value is a stamp that grows from launch to launch. An older stamp is a stale read, a newer
+// one a write that overtook a read. A mode passes when it has made all N rounds and none was bad. A
+// mode that ran out of its seconds has not passed.
+//
+// --broken takes each ordering away, to show that its loss would be found: then every mode has to
+// find stale reads. --no-readers leaves the other kernels out, since they are data races, which
+// ThreadSanitizer reports.
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -34,7 +38,7 @@ constexpr uint32_t kTested = kPlaces / 2;
 constexpr uint32_t kMostRows = 32;             // of a launch
 constexpr uint32_t kChain = 8;                 // launches between two waits of the host
 constexpr uint32_t kDelayBytes = 1u << 20;
-constexpr uint32_t kLongDelayBytes = 1u << 27;  // of a GPU: tens of microseconds, longer than a launch
+constexpr uint32_t kLongDelayBytes = 1u << 27;  // tens of microseconds of a GPU, more than a launch
 
 struct alignas(16) Row {
   uint32_t word[4];
@@ -42,7 +46,8 @@ struct alignas(16) Row {
 
 Row RowOf(uint32_t stamp) { return {{stamp * 4, stamp * 4 + 1, stamp * 4 + 2, stamp * 4 + 3}}; }
 
-// Memory that another agent writes is read and written word by word, as it is there.
+// Both sides write this memory concurrently, so it is read and written word by word, as it is
+// there.
 void Write(Row* to, const Row& row) {
   for (int i = 0; i < 4; ++i) __atomic_store_n(&to->word[i], row.word[i], __ATOMIC_RELAXED);
 }
@@ -56,8 +61,8 @@ struct Count {
   uint64_t rounds = 0, launches = 0;
   uint64_t stale = 0;  // older than what was written before the read
   uint64_t early = 0;  // newer: written after the read
-  uint64_t wrong = 0;  // of another place, or garbage
-  uint64_t lost = 0;   // writes of neighbours that are gone
+  uint64_t wrong = 0;  // another place's value, or garbage
+  uint64_t lost = 0;   // lost writes of neighbours
   uint64_t bad() const { return stale + early + wrong + lost; }
 
   void Check(const Row& row, uint32_t stamp) {
@@ -83,7 +88,7 @@ constexpr uint32_t kBlockPlaces = 16, kRunFrom = 3, kRunRows = 10;
 bool IsOdd(uint32_t place) { return place % 2 == 1; }
 bool IsBesideRuns(uint32_t place) { return place % kBlockPlaces - kRunFrom >= kRunRows; }
 
-// A host thread that writes its places of an area over and over, and sees that nobody else does.
+// A host thread that repeatedly writes its places of an area, and checks that nothing else does.
 class Neighbour {
  public:
   explicit Neighbour(Row* area, bool (*has)(uint32_t) = IsOdd) : area_(area) {
@@ -115,14 +120,14 @@ class Neighbour {
         last[p] = RowOf(stamp);
         Write(&area_[p], last[p]);
       }
-      std::this_thread::yield();  // the others may have one core
+      std::this_thread::yield();  // there may be only one core
     }
     for (uint32_t p : places_) check(p);
   }
 
   Row* area_;
   std::vector<uint32_t> places_;
-  uint64_t lost_ = 0;  // read when the thread has ended
+  uint64_t lost_ = 0;  // read after the thread has ended
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };
@@ -239,8 +244,8 @@ class Litmus {
     return count;
   }
 
-  // A kernel of one stream writes, a kernel of another that waits for the first one's event reads; and
-  // back: the next write waits for the read. The host waits for none of it.
+  // A kernel of one stream writes. A kernel of another stream waits for the first kernel's event,
+  // then reads. The next write waits for the read. The host waits for neither.
   Count DeviceToDevice(bool in_host_memory) {
     std::unique_ptr<Neighbour> neighbour;
     if (in_host_memory) neighbour = std::make_unique<Neighbour>(host_.data());
@@ -262,7 +267,7 @@ class Litmus {
         stamp[d] = ++stamp_;
         for (uint32_t i = 0; i < n[d]; ++i) Write(&packed_[d * kMostRows + i], RowOf(stamp[d]));
       }
-      // Its neighbours on the device are written by a third stream.
+      // A third stream writes the neighbours on the device.
       if (!in_host_memory) Neighbours(noise_, area, noise_stamp);
       for (uint32_t d = 0; d < depth; ++d) {
         DeviceDelay(*a);
@@ -292,8 +297,8 @@ class Litmus {
     return count;
   }
 
-  // The way of a row through a step: host row, device memory, hand-over in host memory, host row. Each
-  // step adds 1 to what it has read, so that what is lost once stays lost.
+  // The way of a row through a step: host row, device memory, rank gradients in host memory, host
+  // row. Each step adds 1 to the value that it has read, so a lost write stays lost.
   Count RoundTrip() {
     Neighbour rows(host_.data()), sums(hosts_.data());
     const uint32_t from = ++stamp_;
@@ -314,7 +319,7 @@ class Litmus {
         const uint32_t p = Place(0, i);
         const Row row = Read(&hosts_[p]);
         c->Check(row, expected[p]);
-        // From here on with what was read: an error is counted once.
+        // Continues with the value that was read, so an error is counted once.
         expected[p] = row.word[0] / 4 + 1;
         Write(&host_[p], RowOf(expected[p]));
         stamp_ = std::max(stamp_, expected[p]);
@@ -357,11 +362,12 @@ class Litmus {
   }
   void DeviceDelay(Lane& s) {
     if (random_.Below(3) == 0)
-      Check(runtime_->fill(delay_.raw(), 1, 1 + random_.Below(settings_.delay_bytes), s.stream()), "a delay");
+      Check(runtime_->fill(delay_.raw(), 1, 1 + random_.Below(settings_.delay_bytes), s.stream()),
+            "a delay");
   }
 
   frugal::device::Extent extent() {
-    // Few or many blocks, so that rows are read by one processor or by several.
+    // Few or many blocks, so that one processor reads the rows, or several.
     return {.processors = 8, .link_blocks = 4, .threads = random_.Below(2) ? 32u : 256u};
   }
 
@@ -376,15 +382,16 @@ class Litmus {
   // Rows one after the other to the chosen places of `out`.
   void Scatter(Lane& s, uint32_t d, uint32_t n, Ptr<float> from, bool device, Ptr<float> out) {
     if (device) {
-      for (uint32_t i = 0; i < n; ++i) lists_[d * 2 * kMostRows + kMostRows + i] = frugal::device::Source::line(i).word;
+      for (uint32_t i = 0; i < n; ++i)
+        lists_[d * 2 * kMostRows + kMostRows + i] = frugal::device::Source::line(i).word;
     }
     GatherArgs a{};
     a.part.slots = a.part.start = identity_.seen();
     a.part.positions = Places(d);
     Launch(s, &a, n, from, device, Places(d) + kMostRows, out);
   }
-  void Launch(Lane& s, GatherArgs* a, uint32_t n, Ptr<float> from, bool device, Ptr<uint32_t> source,
-              Ptr<float> out) {
+  void Launch(Lane& s, GatherArgs* a, uint32_t n, Ptr<float> from, bool device,
+              Ptr<uint32_t> source, Ptr<float> out) {
     a->part.distinct = n;
     (device ? a->lines : a->host) = {from, 4};
     (device ? a->hbm_items : a->host_items) = n;
@@ -414,7 +421,7 @@ class Litmus {
     a.dim = 4;
     s.Launch(Kernel::fill_lines, frugal::device::fill_shape(a, extent()), a);
   }
-  // As other trainers on the device would: a kernel that reads a whole area, while it is written.
+  // A kernel that reads a whole area while it is written, as other trainers on the device would.
   void OthersRead(const Pinned<Row>& area) {
     if (settings_.readers)
       Gather(noise_, 0, kPlaces, area.seen<float>(), false, ignored_.at<float>(), true);
@@ -440,8 +447,8 @@ class Litmus {
   bench::Random random_;
   uint32_t stamp_ = 0;
   Pinned<Row> host_, hosts_;    // areas with places
-  Pinned<Row> packed_, back_;   // rows one after the other
-  Pinned<uint32_t> lists_;      // of each launch of a chain: places, sources
+  Pinned<Row> packed_, back_;   // contiguous rows
+  Pinned<uint32_t> lists_;      // for each launch of a chain: places, sources
   Pinned<uint32_t> identity_;
   OnDevice<Row> device_, given_, ignored_;
   OnDevice<char> delay_;
@@ -461,8 +468,9 @@ int Main(int argc, char** argv) {
   settings.seconds = options.Num("--seconds", 25);
   settings.broken = options.Flag("--broken");
   settings.readers = !options.Flag("--no-readers");
-  // What is not ordered has to be seen to run apart, also where a GPU starts kernels fast.
-  settings.delay_bytes = settings.broken && device.starts_with("cuda:") ? kLongDelayBytes : kDelayBytes;
+  // Unordered work has to be out of order, also on a GPU that starts kernels fast.
+  settings.delay_bytes =
+      settings.broken && device.starts_with("cuda:") ? kLongDelayBytes : kDelayBytes;
   const auto seed = static_cast<uint64_t>(options.Num("--seed", 1));
   const bool info = options.Flag("--info");
   Results results(options.Str("--results", ""));
@@ -509,8 +517,9 @@ int Main(int argc, char** argv) {
                      .Count("wrong", c.wrong)
                      .Count("neighbours_lost", c.lost)
                      .Set("seconds", static_cast<double>(bench::NowNs() - start) * 1e-9)
-                     .Set("aim", settings.broken ? "stale reads are found"
-                                                 : std::to_string(settings.rounds) + " rounds, 0 stale")
+                     .Set("aim", settings.broken
+                                     ? "stale reads are found"
+                                     : std::to_string(settings.rounds) + " rounds, 0 stale")
                      .Raw("met", met ? "true" : "false"));
     failed += !met;
     all.rounds += c.rounds;

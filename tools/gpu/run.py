@@ -1,9 +1,9 @@
 """./dev gpu: everything that needs a GPU, and its rehearsal without one.
 
-What runs is built from this folder alone, with CMake, ninja, a C++ compiler and, for cuda:N, nvcc. Each
-command ends within 8 minutes, its build included, and adds a line of JSON to gpu-results.jsonl after every
-case, in $OUT or build/gpu-results: a run that is cut off has kept what it has found, and the next one of
-the same commit on the same GPU goes on behind it.
+The programs are built from this tree alone, with CMake, ninja, a C++ compiler and, for cuda:N, nvcc. Each command ends
+within 8 minutes, its build included. After every case it adds a line of JSON to gpu-results.jsonl, in $OUT or
+build/gpu-results. So a run that is cut off keeps its results, and the next run of the same commit on the same GPU
+continues after them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TOOLS = ('memcheck', 'racecheck', 'initcheck', 'synccheck')
 
 
 class Run:
-  """One command: its clock, its results, its counts."""
+  """A run of one command: its clock, its results, its counts."""
 
   def __init__(self, args):
     self.args = args
@@ -43,7 +43,7 @@ class Run:
     self.results = folder / 'gpu-results.jsonl'
     if self.results.exists() and not self.results.read_bytes()[-1:] in (b'', b'\n'):
       with open(self.results, 'ab') as f:
-        f.write(b'\n')  # behind the last line of a machine that went away
+        f.write(b'\n')  # ends the last line, which a lost machine left incomplete
     self.on_gpu = args.device.startswith('cuda:')
     self.build_folder = ROOT / 'build' / ('gpu-native' if self.on_gpu else 'gpu-sim')
     self.logs = ROOT / 'build/logs'
@@ -64,7 +64,7 @@ class Run:
     print(text, flush=True)
 
   def outcome(self, met, **fields):
-    """A case of ours: True, False, or None for one that could not be run."""
+    """Counts and writes a case. `met`: True, False, or None for one that could not run."""
     if met is None:
       self.skipped += 1
     elif met:
@@ -78,7 +78,7 @@ class Run:
     self.outcome(None, **fields, skipped='the time is over')
 
   def done_before(self, case, params):
-    """Whether an earlier run has told of a case, which is then not run again."""
+    """Whether an earlier run has the result of a case, which then does not run again."""
     if key_of({'case': case, 'params': params}) not in self.earlier:
       return False
     self.before += 1
@@ -111,7 +111,7 @@ class Run:
     return True
 
   def open(self):
-    """Tells what the device is, by the engine's own eyes, and what earlier runs on it have told."""
+    """Writes what the device is, as the engine sees it, and reads the results of earlier runs on it."""
     code, out = self.call([self.program('gpu_litmus'), '--device', self.args.device, '--info'],
                           timeout=min(100.0, self.left() - 5))
     told = re.search(r'^\{"gpu".*\}$', out, flags=re.M)
@@ -127,10 +127,10 @@ class Run:
     return True
 
   def call(self, command, log=None, timeout=None, echo=False):
-    """(exit status or None if the time was over, output)."""
+    """Returns (exit status, or None if the time was over; output)."""
     try:
-      # In a group of its own: killed with all that it has started. Where GPUs are of several kinds, CUDA would number
-      # the fastest first, and nvidia-smi does not.
+      # In a process group of its own, so that the processes that it starts are killed with it. With several kinds of
+      # GPUs CUDA would number the fastest first, which nvidia-smi does not.
       process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                  stderr=subprocess.STDOUT, start_new_session=True,
                                  env={**os.environ, 'CUDA_DEVICE_ORDER': 'PCI_BUS_ID'})
@@ -166,8 +166,8 @@ class Run:
           f'{self.skipped} skipped, {self.before} done before, {self.unmet} aims not met, '
           f'{time.monotonic() - self.start:.0f} s; results: {self.results}')
     if self.over:
-      print('The time was over: the same command again goes on, with --done FILE where these results are not.')
-    # On a GPU something must have been run, now or, where nothing is left to do, before.
+      print('The time was over: the same command again continues, with --done FILE where these results are not.')
+    # On a GPU at least one case must have passed, now or, if no case is left to do, before.
     ran = self.passed + (0 if self.over else self.before) + (0 if self.on_gpu else self.skipped)
     return 0 if self.failed == 0 and ran > 0 else 1
 
@@ -192,7 +192,7 @@ def commit(told):
 
 
 def is_commit(text):
-  """Of results of anything else nobody could tell what they are of: it may have had changes."""
+  """Only a commit's hash says exactly which tree results belong to: anything else may have had changes."""
   return re.fullmatch('[0-9a-f]{40}', text) is not None
 
 
@@ -201,7 +201,7 @@ def key_of(case):
 
 
 def earlier(files, wanted):
-  """The lines of cases that such runs have told of: not skipped, not failed."""
+  """The lines of cases that such runs have finished: not skipped, not failed."""
   lines = {}
   for begin, cases, _ in read_runs(files):
     if {k: begin.get(k) for k in wanted} != wanted:
@@ -214,7 +214,7 @@ def earlier(files, wanted):
 
 
 def nvidia_smi(device, fields):
-  """Of cuda:N, which is the N-th of CUDA_VISIBLE_DEVICES: nvidia-smi sees them all."""
+  """Asks nvidia-smi about cuda:N. That is the N-th of CUDA_VISIBLE_DEVICES, and nvidia-smi lists all GPUs."""
   number = device.split(':')[1]
   visible = [v.strip() for v in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')]
   if all(v.isdecimal() for v in visible):
@@ -238,7 +238,7 @@ def versions(device):
 
 
 def architecture(device):
-  """What CMake takes as the architecture: that of the GPU."""
+  """The GPU's architecture, in CMake's form."""
   capability = nvidia_smi(device, 'compute_cap')
   return capability.replace('.', '') if re.fullmatch(r'\d+\.\d', capability) else 'native'
 
@@ -289,8 +289,10 @@ def oracle(run):
 
 
 def own_lines(run, command, most, kept):
-  """A program that writes its lines into the results itself; it gets `most` seconds, and leaves `kept`.
-  Its cases, and whether the time was over before it was done."""
+  """Runs a program that itself adds its lines to the results. It gets at most `most` seconds, and `kept` remain.
+
+  Returns its cases, and whether the time was over before it was done.
+  """
   limit = min(most, run.left() - kept)
   code, out = run.call([*command, '--results', str(run.results)], timeout=limit, echo=True)
   cases = [json.loads(line) for line in out.splitlines() if re.match(r'\{"case".*\}$', line)]
@@ -315,7 +317,7 @@ def litmus(run):
   rounds = '2000' if run.args.quick or not run.on_gpu else '1000000'
   device = ['--device', run.args.device]
   for more, most, kept in ((['--rounds', rounds, '--seconds', '35'], 240.0, 60),
-                           # That a lost ordering would be seen.
+                           # Shows that a lost ordering would be found.
                            (['--rounds', '20000' if run.on_gpu else '2000', '--seconds', '5', '--broken'], 60.0, 5)):
     _, over = own_lines(run, [run.program('gpu_litmus'), *device, *more], most, kept)
     if over:
@@ -341,7 +343,7 @@ def sanitize(run):
         run.no_time(case='sanitize', params=params)
         continue
       if not sanitizer:
-        # The rehearsal runs the programs, and nothing that is measured by them is claimed.
+        # The rehearsal runs the programs and uses none of their measurements.
         why = 'no compute-sanitizer' if run.on_gpu else 'the host implementation has no compute-sanitizer'
         code, out = run.call(program, timeout=min(100.0, run.left() - 5))
         if code == 0:
@@ -350,8 +352,8 @@ def sanitize(run):
           run.outcome(False, case='sanitize', params=params, exit=code, error=out[-1500:])
         continue
       began = time.monotonic()
-      # Memcheck takes a poll of an event that has not passed yet for an error. The engine looks at what
-      # each call of CUDA answers by itself.
+      # Memcheck reports a poll of an event that has not passed yet as an error. The engine itself checks the status of
+      # each CUDA call.
       polls = ['--report-api-errors', 'no'] if tool == 'memcheck' else []
       code, out = run.call([sanitizer, '--tool', tool, *polls, '--error-exitcode', '9', '--print-limit', '20',
                             *program], timeout=min(120.0, run.left() - 5))
@@ -395,7 +397,7 @@ def check_torch(run):
 
 
 def pack(target):
-  """The packed tree, and its size."""
+  """Packs the tree, and prints its size."""
   target = pathlib.Path(target).resolve()
   if output(['git', 'status', '--porcelain', '-uno']):
     print('gpu pack: there are changes that are not committed; they are not in it', file=sys.stderr)
@@ -412,7 +414,7 @@ def pack(target):
 
 
 def rehearse(args):
-  """All from the packed tree, in a fresh folder, without what a machine with a GPU may lack."""
+  """Runs all commands from the packed tree, in a new folder, without packages that a machine with a GPU may lack."""
   folder = ROOT / 'build/gpu-rehearsal'
   shutil.rmtree(folder, ignore_errors=True)
   archive = pack(folder / 'frugal.tar.gz')
@@ -424,7 +426,7 @@ def rehearse(args):
                  '-DCMAKE_DISABLE_FIND_PACKAGE_mimalloc=ON -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON '
                  '-DCMAKE_DISABLE_FIND_PACKAGE_CapnProto=ON'}
   bad = []
-  # The second time nothing is left to do but what could not be done.
+  # The second `bench` only has the cases left that could not run.
   names = ('oracle', 'litmus', 'torch', 'sanitize', 'bench', 'bench')
   for name in names:
     command = ['./dev', 'gpu', name, '--device', args.device, '--quick', '--python', args.python]
@@ -435,7 +437,7 @@ def rehearse(args):
     if code != 0 or seconds > 480:
       bad.append(name)
   lines = [json.loads(line) for line in (out / 'gpu-results.jsonl').read_text().splitlines()]
-  # Whoever reads the results must be able to tell what they are of.
+  # Results have to name their commit.
   for line in lines:
     if 'begin' in line and not is_commit(line['commit']):
       bad.append(f'the commit of {line["begin"]}')
@@ -452,18 +454,18 @@ def rehearse(args):
 
 
 def read_runs(files):
-  """[the line that began it, its cases, the line that ended it or None]."""
+  """A list with [first line, cases, last line or None] of each run."""
   runs = []
   for file in files:
     for text in pathlib.Path(file).read_text().splitlines():
       try:
         line = json.loads(text)
       except json.JSONDecodeError:
-        continue  # the last line of a machine that went away
+        continue  # the incomplete last line of a lost machine
       if 'begin' in line:
         runs.append([line, [], None])
       elif not runs:
-        continue  # the file has lost its head
+        continue  # the beginning of the file is missing
       elif 'end' in line:
         runs[-1][2] = line
       elif 'gpu' in line:
@@ -474,7 +476,7 @@ def read_runs(files):
 
 
 def record(files):
-  """Adds what results files tell to docs/gpu-record.md."""
+  """Adds the results in files to docs/gpu-record.md."""
 
   def cell(value):
     if isinstance(value, dict):
@@ -487,9 +489,9 @@ def record(files):
     if not begin['device'].startswith('cuda:'):
       sys.exit(f'gpu record: results of {begin["device"]} are not of a GPU')
     if not any(case['case'] not in ('build', 'device') for case in cases):
-      continue  # nothing was run
+      continue  # no case has run
     if not begin.get('gpu') or not is_commit(begin['commit'][:40]):
-      sys.exit(f'gpu record: the {begin["begin"]} of {begin["date"]} does not tell its GPU and its commit')
+      sys.exit(f'gpu record: the {begin["begin"]} of {begin["date"]} does not name its GPU and its commit')
     runs.append((begin, cases, end))
     out += ['', f'## {begin["begin"]}, {begin["date"]}', '',
             f'Commit {begin["commit"]}; {begin["gpu"]}, driver {begin["driver"]}, CUDA {begin["cuda"]}, '
@@ -533,13 +535,13 @@ def main():
   parser.add_argument('--quick', action='store_true')
   parser.add_argument('--only', help='bench: cases with this text')
   parser.add_argument('--python', default=sys.executable, help='bench and torch: where torch may be')
-  parser.add_argument('--commit', help='what the results are of, where there is no git')
+  parser.add_argument('--commit', help='the commit of the results, where there is no git')
   parser.add_argument('--done', action='append', default=[], metavar='FILE',
-                      help='results of earlier runs: what they have told is not run again')
-  parser.add_argument('--again', action='store_true', help='run what has been run, too')
+                      help='results of earlier runs: their cases do not run again')
+  parser.add_argument('--again', action='store_true', help='also run cases that have results')
   args = parser.parse_args()
   if os.sep in args.python:
-    # Programs run elsewhere. Not resolved: a virtual environment's python is a link.
+    # Programs run in other folders. Links are kept: a virtual environment's python is one.
     args.python = os.path.abspath(args.python)
   if args.commit and not is_commit(args.commit):
     parser.error('a commit is 40 hexadecimal digits')
@@ -555,9 +557,9 @@ def main():
   if args.command == 'record':
     return record(args.files)
   if args.device.startswith('cuda:') and not is_commit(commit(args.commit)[:40]):
-    sys.exit(f'gpu {args.command}: which commit is this? Neither git nor {HERE}/commit tells. Name it with '
+    sys.exit(f'gpu {args.command}: which commit is this? Neither git nor {HERE}/commit has it. Name it with '
              '--commit $(git rev-parse HEAD) of the tree that this is a copy of, or unpack what '
-             './dev gpu pack makes, which knows it.')
+             './dev gpu pack makes, which has it.')
   for file in args.done:
     if not os.access(file, os.R_OK):
       parser.error(f'cannot read {file}')

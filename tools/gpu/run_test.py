@@ -1,5 +1,5 @@
-"""Does ./dev gpu go on where it stopped, and tell what its results are of? With programs that stand for
-those that need a GPU.
+"""./dev gpu continues where it stopped, and its results name their commit and GPU. Other programs replace those that
+need a GPU.
 
     run_test.py
 """
@@ -21,7 +21,7 @@ LITMUS = '''#!/bin/sh
 echo "$CUDA_DEVICE_ORDER" >"${0%/*}/order"
 echo '{"gpu": "NVIDIA of tests", "compute": 90}'
 '''
-# Of a GPU with number 2 by the bus.
+# For a GPU that has number 2 on the bus.
 NVIDIA_SMI = '''#!/bin/sh
 test "$*" = '--id=2 --query-gpu=compute_cap --format=csv,noheader' && echo 9.0
 '''
@@ -154,7 +154,7 @@ class RunTest(unittest.TestCase):
   def test_record(self):
     self.gpu('bench', '--commit', HASH)
     text = self.results.read_text()
-    # A run that did not come to its first case tells nothing.
+    # A run that did not come to its first case has no results.
     self.results.write_text(text + json.dumps({'begin': 'litmus', 'device': 'cuda:0'}) + '\n')
     self.assertEqual(self.gpu('record', str(self.results))[0], 0)
     page = (self.root / 'docs/gpu-record.md').read_text()

@@ -1,9 +1,10 @@
-"""frugal.torch with a trainer on a device beside one on the CPU: outputs and rows, bit for bit.
+"""Compares frugal.torch with a trainer on a device with one on the CPU: outputs and rows, bit for bit.
 
     torch_check.py --device cuda:0 --engine build/.../libfrugal.so --results FILE
 
-A line of JSON for each case. Gradients are new in every step; a row that is more frequent than a run of 32 positions is in
-every third batch. With `--device sim:N` both sides are on the CPU, which shows that this program works.
+Prints a line of JSON for each case. Gradients are new in every step. Every third batch has a row with more than 32
+occurrences, so its fold has several runs. With `--device sim:N` both sides are on the CPU, which only shows that this
+program works.
 """
 
 import argparse
@@ -159,7 +160,7 @@ def main():
     line = {'case': 'torch', 'params': params, 'aim': 'bit for bit', 'met': True}
     try:
       line['figures'] = {'floats_compared': run(**params)}
-    except Exception as e:  # a case that fails is told, and the next one run
+    except Exception as e:  # prints a case that fails, and runs the next one
       failed += 1
       line.update(met=False, error=f'{e}\n{traceback.format_exc()[-1200:]}')
     tell({**line, 'seconds': round(time.monotonic() - began, 2)})

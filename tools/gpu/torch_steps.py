@@ -1,17 +1,17 @@
-"""torch beside the engine: whole steps, and index_select into pinned memory with a copy.
+"""torch, to compare with the engine: whole steps, and index_select into pinned memory with a copy.
 
-A worker of gpu_bench: reads a command a line, answers with a line of JSON.
+A worker of gpu_bench: reads one command a line, and replies with a line of JSON.
 
 prepare side=gather|torch_gpu|torch_cpu rows dim batch keys_file device
         optimizer=sgd|adam|rowwise_adagrad (not for gather)
 run     side seconds|steps: seconds of a step or, side gather, of an index_select of a batch on the CPU
         into pinned memory and its copy to the device
-free    gives the tables back
+free    releases the tables
 
-torch_gpu: nn.Embedding(sparse=True) on the device, as one would where the table fits. torch_cpu: the
-same on the CPU, with copies of rows to the device and of gradients back. torch has no row-wise Adagrad:
-Adagrad, with as many floats of state as the row has, stands for it. The backward pass of the rest of
-the model is a copy of a pattern, as on the engine's side.
+torch_gpu: nn.Embedding(sparse=True) on the device, for tables that fit. torch_cpu: the same on the CPU,
+with copies of rows to the device and of gradients back. torch has no row-wise Adagrad: Adagrad replaces
+it, which has as many floats of state as the row has elements. The backward pass of the rest of the model
+is a copy of a pattern, as on the engine's side.
 """
 
 import json

@@ -1,13 +1,13 @@
 // frugal-top: what a running engine does, in a terminal.
 //
-//     frugal-top ADDRESS               of the controller at that address
-//     frugal-top --from FILE           of a file that a program keeps writing frugal_metrics to
-//         --interval SECONDS           between two looks; default 1
-//         --once                       one look: means since the engine was opened
-//         --json                       a line of JSON for each look
+//     frugal-top ADDRESS               asks the controller at that address
+//     frugal-top --from FILE           reads a file to which a program writes frugal_metrics
+//         --interval SECONDS           time between two reads; default 1
+//         --once                       reads once: means since the engine was opened
+//         --json                       prints a line of JSON for each read
 //
-// It sees the C ABI alone, and of that the text of frugal_metrics: all numbers, and the time between two
-// texts, are the engine's own.
+// It uses only the C ABI, and of that the text of frugal_metrics: all numbers, and the time between
+// two texts, are the engine's own.
 #include <unistd.h>
 
 #include <cerrno>
@@ -50,7 +50,7 @@ class Source {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.service = address.c_str();
     config.flags = FRUGAL_OBSERVE;
-    config.timeout_ms = 3000;  // for somebody to serve it
+    config.timeout_ms = 3000;  // waits so long for a controller at the address
     return Ok(frugal_open(&config, &engine_));
   }
   void From(const std::string& file) { file_ = file; }
@@ -62,7 +62,8 @@ class Source {
       all << file.rdbuf();
       *text = all.str();
       if (file) return true;
-      std::fprintf(stderr, "frugal-top: '%s' cannot be read: %s\n", file_.c_str(), std::strerror(errno));
+      std::fprintf(stderr, "frugal-top: '%s' cannot be read: %s\n", file_.c_str(),
+                   std::strerror(errno));
       return false;
     }
     for (;;) {
@@ -110,7 +111,7 @@ struct Sample {
   }
 };
 
-// The text of a label, whose escapes go.
+// The text of a label, without its escapes.
 std::string Unescaped(const std::string& text) {
   std::string out;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -124,7 +125,7 @@ std::string Unescaped(const std::string& text) {
   return out;
 }
 
-// False: it is no text of frugal_metrics, or the beginning of one.
+// Returns false if it is no text of frugal_metrics, or an incomplete one.
 bool Parse(const std::string& text, Sample* out) {
   *out = {};
   std::istringstream lines(text);
@@ -143,7 +144,8 @@ bool Parse(const std::string& text, Sample* out) {
     }
     const size_t quote = name.find('"', brace);
     if (quote == std::string::npos || name.size() < quote + 3) return false;
-    out->labelled[name.substr(0, brace)][Unescaped(name.substr(quote + 1, name.size() - quote - 3))] = value;
+    out->labelled[name.substr(0, brace)]
+                 [Unescaped(name.substr(quote + 1, name.size() - quote - 3))] = value;
   }
   return out->has("uptime_seconds");
 }
@@ -172,10 +174,11 @@ struct View {
   double steps = 0, rows = 0, keys = 0, created = 0, aborted = 0;  // a second
   double hit_rate = -1;    // -1: no cache was asked
   double stall = 0;        // share of the trainers' time spent at gates
-  double deferred = 0;     // share of the written rows that waited
+  double deferred = 0;     // share of the written rows that were deferred
   double writing = 0;      // processors that apply updates
   double pending_rows = 0, pending_bytes = 0, pending_peak = 0;
-  double hbm_bytes = 0, cache_bytes = 0, host_bytes = 0;  // the tiers: caches on GPUs and in host memory, tables
+  // The tiers: caches on GPUs and in host memory, tables.
+  double hbm_bytes = 0, cache_bytes = 0, host_bytes = 0;
   std::vector<Trainer> trainers;
   std::vector<Table> tables;
 };
@@ -205,13 +208,15 @@ View Between(const Sample& before, const Sample& now) {
   v.pending_rows = now("pending_rows");
   v.pending_bytes = now("pending_bytes");
   v.pending_peak = now("pending_bytes_peak");
-  const auto value = [](const std::map<std::string, double>& of, const std::string& label, double none = 0) {
+  const auto value = [](const std::map<std::string, double>& of, const std::string& label,
+                        double none = 0) {
     const auto at = of.find(label);
     return at == of.end() ? none : at->second;
   };
   for (const auto& [rank, inside] : now.of("trainer_in_step")) {
-    // Less than before: another trainer has joined with the rank, and its counters began then.
-    const auto gained = [&](const std::map<std::string, double>& then, const std::map<std::string, double>& since) {
+    // Less than before: a new trainer has this rank, and its counters began at 0.
+    const auto gained = [&](const std::map<std::string, double>& then,
+                            const std::map<std::string, double>& since) {
       const double has = value(since, rank), had = value(then, rank);
       return has < had ? has : has - had;
     };
@@ -219,13 +224,22 @@ View Between(const Sample& before, const Sample& now) {
     t.rank = rank;
     t.in_step = inside != 0;
     t.step = value(now.of("trainer_step"), rank, -1);
-    t.looked_up = Share(gained(before.of("trainer_keys_looked_up_total"), now.of("trainer_keys_looked_up_total")), v.span);
-    t.pushed = Share(gained(before.of("trainer_keys_pushed_total"), now.of("trainer_keys_pushed_total")), v.span);
-    const double hits = gained(before.of("trainer_cache_hits_total"), now.of("trainer_cache_hits_total"));
-    const double misses = gained(before.of("trainer_cache_misses_total"), now.of("trainer_cache_misses_total"));
+    t.looked_up = Share(
+        gained(before.of("trainer_keys_looked_up_total"), now.of("trainer_keys_looked_up_total")),
+        v.span);
+    t.pushed =
+        Share(gained(before.of("trainer_keys_pushed_total"), now.of("trainer_keys_pushed_total")),
+              v.span);
+    const double hits =
+        gained(before.of("trainer_cache_hits_total"), now.of("trainer_cache_hits_total"));
+    const double misses =
+        gained(before.of("trainer_cache_misses_total"), now.of("trainer_cache_misses_total"));
     if (hits + misses > 0) t.hit_rate = hits / (hits + misses);
-    t.stall = Share(gained(before.of("trainer_gate_wait_seconds_total"), now.of("trainer_gate_wait_seconds_total")), v.span);
-    const double hbm = value(now.of("trainer_hbm_cache_bytes"), rank), host = value(now.of("trainer_host_cache_bytes"), rank);
+    t.stall = Share(gained(before.of("trainer_gate_wait_seconds_total"),
+                           now.of("trainer_gate_wait_seconds_total")),
+                    v.span);
+    const double hbm = value(now.of("trainer_hbm_cache_bytes"), rank),
+                 host = value(now.of("trainer_host_cache_bytes"), rank);
     t.cache_bytes = hbm + host;
     v.hbm_bytes += hbm;
     v.cache_bytes += host;
@@ -247,7 +261,10 @@ std::string Format(const char* format, double value) {
 std::string Large(double value, double unit, const char* const* names) {
   int i = 0;
   for (; value >= unit * 0.9995 && i < 5; ++i) value /= unit;
-  return Format(i == 0 && value == std::floor(value) ? "%.0f" : value < 10 ? "%.2f" : value < 100 ? "%.1f" : "%.0f",
+  return Format(i == 0 && value == std::floor(value) ? "%.0f"
+                : value < 10                         ? "%.2f"
+                : value < 100                        ? "%.1f"
+                                                     : "%.0f",
                 value) +
          names[i];
 }
@@ -264,13 +281,17 @@ std::string Bytes(double value) {
 
 std::string Percent(double share) { return Format("%.1f %%", share * 100); }
 
-// A name for a terminal: no control characters, which would be commands to it, and not too wide.
+// A name for a terminal: without control characters, which the terminal would obey, and not too
+// wide.
 std::string Plain(const std::string& name) {
   std::string out;
-  const auto byte = [&](size_t i) { return i < name.size() ? static_cast<unsigned char>(name[i]) : 0u; };
+  const auto byte = [&](size_t i) {
+    return i < name.size() ? static_cast<unsigned char>(name[i]) : 0u;
+  };
   for (size_t i = 0; i < name.size(); ++i) {
     if (out.size() >= 32) return out + "...";
-    const bool two = byte(i) == 0xc2 && byte(i + 1) >= 0x80 && byte(i + 1) < 0xa0;  // U+0080 to U+009F in UTF-8
+    // U+0080 to U+009F in UTF-8.
+    const bool two = byte(i) == 0xc2 && byte(i + 1) >= 0x80 && byte(i + 1) < 0xa0;
     out += two || byte(i) < 0x20 || byte(i) == 0x7f ? '?' : name[i];
     i += two;
   }
@@ -280,25 +301,31 @@ std::string Plain(const std::string& name) {
 std::string Text(const View& v) {
   std::string out;
   const auto line = [&](const std::string& text) { out += text + '\n'; };
-  line("frugal  up " + Format("%.0f s", v.uptime) + "   health " + frugal_status_name(v.health) + "   committed step " +
-       (v.committed < 0 ? "none" : Format("%.0f", v.committed)) + "   ranks " + std::to_string(v.trainers.size()) +
-       " of " + Format("%.0f", v.world));
-  line("steps/s " + Number(v.steps) + "   rows/s " + Number(v.rows) + "   keys/s " + Number(v.keys) + "   new rows/s " +
-       Number(v.created) + (v.aborted > 0 ? "   aborts/s " + Number(v.aborted) : ""));
-  line("stall " + Percent(v.stall) + "   cache hits " + (v.hit_rate < 0 ? "-" : Percent(v.hit_rate)) + "   deferred " +
-       Percent(v.deferred) + "   writing " + Format("%.2f cores", v.writing));
-  line("pending " + Number(v.pending_rows) + " rows, " + Bytes(v.pending_bytes) + " (peak " + Bytes(v.pending_peak) + ")");
-  line("tiers   caches on GPUs " + Bytes(v.hbm_bytes) + ", caches in host memory " + Bytes(v.cache_bytes) +
-       ", tables in host memory " + Bytes(v.host_bytes));
+  line("frugal  up " + Format("%.0f s", v.uptime) + "   health " + frugal_status_name(v.health) +
+       "   committed step " + (v.committed < 0 ? "none" : Format("%.0f", v.committed)) +
+       "   ranks " + std::to_string(v.trainers.size()) + " of " + Format("%.0f", v.world));
+  line("steps/s " + Number(v.steps) + "   rows/s " + Number(v.rows) + "   keys/s " +
+       Number(v.keys) + "   new rows/s " + Number(v.created) +
+       (v.aborted > 0 ? "   aborts/s " + Number(v.aborted) : ""));
+  line("stall " + Percent(v.stall) + "   cache hits " +
+       (v.hit_rate < 0 ? "-" : Percent(v.hit_rate)) + "   deferred " + Percent(v.deferred) +
+       "   writing " + Format("%.2f cores", v.writing));
+  line("pending " + Number(v.pending_rows) + " rows, " + Bytes(v.pending_bytes) + " (peak " +
+       Bytes(v.pending_peak) + ")");
+  line("tiers   caches on GPUs " + Bytes(v.hbm_bytes) + ", caches in host memory " +
+       Bytes(v.cache_bytes) + ", tables in host memory " + Bytes(v.host_bytes));
   if (!v.trainers.empty()) {
     line("\n  rank         step  where      keys/s   pushed/s    stall     hits      cache");
     for (const Trainer& t : v.trainers) {
       char row[160];
       std::snprintf(row, sizeof(row), "%6s %12s  %-7s %9s  %9s %8s %8s %10s", t.rank.c_str(),
                     t.step < 0 ? "-" : Format("%.0f", t.step).c_str(),
-                    t.in_step ? "inside" : t.step < 0 ? "joined" : "between", Number(t.looked_up).c_str(),
-                    Number(t.pushed).c_str(), Percent(t.stall).c_str(),
-                    t.hit_rate < 0 ? "-" : Percent(t.hit_rate).c_str(), Bytes(t.cache_bytes).c_str());
+                    t.in_step    ? "inside"
+                    : t.step < 0 ? "joined"
+                                 : "between",
+                    Number(t.looked_up).c_str(), Number(t.pushed).c_str(), Percent(t.stall).c_str(),
+                    t.hit_rate < 0 ? "-" : Percent(t.hit_rate).c_str(),
+                    Bytes(t.cache_bytes).c_str());
       line(row);
     }
   }
@@ -306,8 +333,8 @@ std::string Text(const View& v) {
     line("\n        rows      memory  table");
     for (const Table& t : v.tables) {
       char row[160];
-      std::snprintf(row, sizeof(row), "%12s %11s  %s", Number(t.rows).c_str(), Bytes(t.bytes).c_str(),
-                    Plain(t.name).c_str());
+      std::snprintf(row, sizeof(row), "%12s %11s  %s", Number(t.rows).c_str(),
+                    Bytes(t.bytes).c_str(), Plain(t.name).c_str());
       line(row);
     }
   }
@@ -333,7 +360,9 @@ std::string Json(const View& v) {
     if (out.back() != '{') out += ',';
     out += '"' + name + "\":" + value;
   };
-  const auto number = [&](const std::string& name, double value) { field(name, Format("%.17g", value)); };
+  const auto number = [&](const std::string& name, double value) {
+    field(name, Format("%.17g", value));
+  };
   number("uptime", v.uptime);
   number("seconds", v.span);
   field("health", Quoted(frugal_status_name(v.health)));
@@ -351,8 +380,9 @@ std::string Json(const View& v) {
   number("pending_rows", v.pending_rows);
   number("pending_bytes", v.pending_bytes);
   number("pending_bytes_peak", v.pending_peak);
-  field("tiers", "{\"hbm_caches\":" + Format("%.0f", v.hbm_bytes) + ",\"host_caches\":" +
-                     Format("%.0f", v.cache_bytes) + ",\"host_tables\":" + Format("%.0f", v.host_bytes) + "}");
+  field("tiers", "{\"hbm_caches\":" + Format("%.0f", v.hbm_bytes) +
+                     ",\"host_caches\":" + Format("%.0f", v.cache_bytes) +
+                     ",\"host_tables\":" + Format("%.0f", v.host_bytes) + "}");
   std::string list;
   for (const Trainer& t : v.trainers)
     list += std::string(list.empty() ? "" : ",") + "{\"rank\":" + t.rank +
@@ -361,12 +391,13 @@ std::string Json(const View& v) {
             ",\"keys_per_second\":" + Format("%.17g", t.looked_up) +
             ",\"pushed_per_second\":" + Format("%.17g", t.pushed) +
             ",\"hit_rate\":" + (t.hit_rate < 0 ? "null" : Format("%.17g", t.hit_rate)) +
-            ",\"stall\":" + Format("%.17g", t.stall) + ",\"cache_bytes\":" + Format("%.0f", t.cache_bytes) + "}";
+            ",\"stall\":" + Format("%.17g", t.stall) +
+            ",\"cache_bytes\":" + Format("%.0f", t.cache_bytes) + "}";
   field("trainers", "[" + list + "]");
   list.clear();
   for (const Table& t : v.tables)
-    list += std::string(list.empty() ? "" : ",") + "{\"name\":" + Quoted(t.name) + ",\"rows\":" + Format("%.0f", t.rows) +
-            ",\"bytes\":" + Format("%.0f", t.bytes) + "}";
+    list += std::string(list.empty() ? "" : ",") + "{\"name\":" + Quoted(t.name) +
+            ",\"rows\":" + Format("%.0f", t.rows) + ",\"bytes\":" + Format("%.0f", t.bytes) + "}";
   field("tables", "[" + list + "]");
   return out + "}\n";
 }
@@ -407,12 +438,15 @@ int Run(int argc, char** argv) {
       std::fprintf(stderr, "frugal-top: this is no text of frugal_metrics\n");
       return kFailed;
     }
-    // A text that has been seen says nothing new; an engine that is younger than before is another.
+    // A text that was read before has no news. An uptime that is less than before is another
+    // engine's.
     if (now("uptime_seconds") < before("uptime_seconds")) before = {};
     if (first || now("uptime_seconds") != before("uptime_seconds")) view = Between(before, now);
     before = now;
     const std::string shown = json ? Json(view) : screen ? "\033[H\033[J" + Text(view) : Text(view);
-    if (std::fwrite(shown.data(), 1, shown.size(), stdout) != shown.size() || std::fflush(stdout) != 0) return kFailed;
+    if (std::fwrite(shown.data(), 1, shown.size(), stdout) != shown.size() ||
+        std::fflush(stdout) != 0)
+      return kFailed;
     if (once) return 0;
     std::this_thread::sleep_for(std::chrono::duration<double>(interval));
   }

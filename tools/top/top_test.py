@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""frugal-top on texts of frugal_metrics: what it computes from one, what from two, and what it refuses.
+"""frugal-top on texts of frugal_metrics: what it computes from one text and from two, and what it refuses.
 
-    top_test.py PROGRAM [LIBRARY]    with a library: on what an engine of it tells, too
+    top_test.py PROGRAM [LIBRARY]    with a library: also on the metrics of its engine
 """
 import ctypes
 import json
@@ -50,8 +50,10 @@ frugal_trainer_hbm_cache_bytes{rank="1"} 4096
 '''
 # Four seconds later: 100 steps, and now a cache was asked.
 SECOND = (FIRST.replace('committed_total 50', 'committed_total 150').replace('uptime_seconds 10', 'uptime_seconds 14')
-          .replace('committed_step 49', 'committed_step 149').replace('gate_wait_seconds_total 2', 'gate_wait_seconds_total 6')
-          .replace('rows_updated_total 1000', 'rows_updated_total 1400').replace('rows_deferred_total 250', 'rows_deferred_total 450')
+          .replace('committed_step 49', 'committed_step 149')
+          .replace('gate_wait_seconds_total 2', 'gate_wait_seconds_total 6')
+          .replace('rows_updated_total 1000', 'rows_updated_total 1400')
+          .replace('rows_deferred_total 250', 'rows_deferred_total 450')
           .replace('looked_up_total{rank="0"} 3000', 'looked_up_total{rank="0"} 3400')
           .replace('looked_up_total{rank="1"} 1000', 'looked_up_total{rank="1"} 200')  # another, since a moment ago
           .replace('hits_total{rank="0"} 10', 'hits_total{rank="0"} 40')
@@ -111,7 +113,7 @@ class Top(unittest.TestCase):
         first, second = told['trainers']
         self.assertEqual((first['keys_per_second'], first['hit_rate'], first['stall']), (100, 0.75, 0.25))
         self.assertEqual(second['keys_per_second'], 50)
-        # Another engine, younger: since its opening.
+        # Another engine, opened later: means since its opening.
         self.write(FIRST)
         for line in top.stdout:
           told = json.loads(line)
@@ -127,8 +129,8 @@ class Top(unittest.TestCase):
     self.assertEqual(done.returncode, 0)
     self.assertNotIn('\033', done.stdout)
     for words in ('health FRUGAL_OK', 'committed step 49', 'steps/s 5', 'rows/s 100', 'stall 10.0 %', 'cache hits -',
-                  'pending 12 rows, 1.50 KiB (peak 4.00 KiB)', '2.00 MiB  a "b"?\\c', 'inside', 'joined', 'caches on GPUs 4.00 KiB', 'tables in host memory 2.00 MiB',
-                  '25.0 %'):
+                  'pending 12 rows, 1.50 KiB (peak 4.00 KiB)', '2.00 MiB  a "b"?\\c', 'inside', 'joined',
+                  'caches on GPUs 4.00 KiB', 'tables in host memory 2.00 MiB', '25.0 %'):
       self.assertIn(words, done.stdout)
 
   def test_names_are_no_commands_to_a_terminal(self):
@@ -150,7 +152,7 @@ class Top(unittest.TestCase):
     self.assertEqual((done.returncode, done.stderr), (0, ''))
     told = json.loads(done.stdout)
     self.assertEqual((told['committed_step'], told['world_size'], told['trainers']), (None, 1, []))
-    # Every name that the program asks for is one that engines tell.
+    # Engines have every metric that the program asks for.
     asked = set(re.findall(r'(?:now|before|more|rate|has|of)\("([a-z_]+)"\)', SOURCE.read_text()))
     known = set(re.findall(r'# HELP frugal_(\w+) ', text.value.decode()))
     self.assertGreater(len(asked), 15)
