@@ -93,7 +93,7 @@ struct Table {
   std::string name;
   frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
   std::vector<uint64_t> universe;  // the keys that the script uses
-  bool reserving_paused = false;              // has room for only some of them; its keys are never declared
+  bool reserving_paused = false;   // has room for only some of them; its keys are never declared
 };
 
 struct Rank {
