@@ -365,7 +365,7 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
     m.values = slabs(l.value_pitch);
     m.state = slabs(l.state_pitch);
     if (table_config->key_space == FRUGAL_HASHED)
-      m.index = slabs(8) + slabs(1) + slabs(Holders::kPlaceBytes) +
+      m.index = slabs(8) + slabs(1) + slabs(Holders::kSlotBytes) +
                 KeyIndex::peak_bytes(table_config->rows);
     else if (table_config->flags & FRUGAL_TABLE_LAZY)
       m.index = slabs(1);

@@ -115,7 +115,7 @@ Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, siz
 
 // A call of a step that has found no places: makes it again until it finds some.
 template <class Call>
-Status Engine::with_places(Trainer& t, const Vector<Access>& accesses, Call call) {
+Status Engine::with_slots(Trainer& t, const Vector<Access>& accesses, Call call) {
   struct Wake {
     Workers& workers;
     ~Wake() { workers.wake(); }
@@ -127,7 +127,7 @@ Status Engine::with_places(Trainer& t, const Vector<Access>& accesses, Call call
   Status s = FRUGAL_ERR_BUSY;
   const auto help = [&] {
     return std::any_of(accesses.begin(), accesses.end(), [&](const Access& a) {
-      return !a.whole && own(*a.table).rows.tier() && free_places(own(*a.table), t.step);
+      return !a.whole && own(*a.table).rows.tier() && free_slots(own(*a.table), t.step);
     });
   };
   const Status waited = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t,
@@ -246,7 +246,7 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
   };
   Status s = engine_.with_room(ops, n, find);
   if (s == FRUGAL_ERR_BUSY)
-    s = engine_.with_places(t_, accesses, [&] { return engine_.with_room(ops, n, find); });
+    s = engine_.with_slots(t_, accesses, [&] { return engine_.with_room(ops, n, find); });
   return s == FRUGAL_OK ? engine_.await_loaded(t_, accesses) : s;
 }
 

@@ -299,7 +299,7 @@ class Engine final : public Session, private DataPath {
   Status with_room(const frugal_op* ops, size_t n, Call call);
   // --- stored_rows.cpp: rows that may be far
   bool load_one();
-  bool free_places(Table& table, uint64_t step);
+  bool free_slots(Table& table, uint64_t step);
   bool revoke_later(Table& table, uint64_t step);
   template <class Choose>
   bool give_up_cache(Choose choose);
@@ -313,7 +313,7 @@ class Engine final : public Session, private DataPath {
                     uint64_t* created);
   Status remove_stored(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
   template <class Call>
-  Status with_places(Trainer& t, const Vector<Access>& accesses, Call call) REQUIRES(t.call_mu);
+  Status with_slots(Trainer& t, const Vector<Access>& accesses, Call call) REQUIRES(t.call_mu);
   Status await_loaded(Trainer& t, const Vector<Access>& accesses) REQUIRES(t.call_mu);
   std::atomic<uint32_t> tiered_tables_{0};  // that there have been
   // --- access.cpp

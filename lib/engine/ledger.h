@@ -15,7 +15,7 @@
 // told as committed, and that before the first row is written; a row's mark follows its last byte;
 // an update leaves the list when all rows are written, and its memory is given back afterwards.
 //
-// Rows that an uncommitted step has created bear its mark in their flags (storage/places.h); a
+// Rows that an uncommitted step has created bear its mark in their flags (storage/slot_map.h); a
 // committed step's marks are taken away before the next one commits, so mark_of(committed) tells
 // nothing but a row that is there.
 #pragma once

@@ -20,7 +20,7 @@ namespace frugal {
 // read must be linked, if priorities matter at all. (The marks of uncommitted rows tell a step from
 // the 62 after it.)
 inline uint64_t most_ahead(const frugal_config& c) {
-  return c.staleness >= kRing ? Places::kMarks - 2 : Window::kHorizon - 2;
+  return c.staleness >= kRing ? SlotMap::kMarks - 2 : Window::kHorizon - 2;
 }
 
 class StepGate : public Gate {

@@ -42,7 +42,7 @@ bool Engine::loading_until(uint64_t step) {
 
 // One unit of what may make places of a table free, for the sake of `step`. False: others have to
 // let go.
-bool Engine::free_places(Table& table, uint64_t step) {
+bool Engine::free_slots(Table& table, uint64_t step) {
   if (workers_.help(true)) return true;
   // A row that is loading and that nobody wants any more leaves when it is there.
   if (table.rows.tier()->loading() && load_one()) return true;
@@ -152,19 +152,19 @@ Status Engine::await_loading(Table& table, const uint32_t* slots, size_t n) {
 namespace {
 
 // Keys of an operation outside steps, some of which have places, which it holds.
-struct HeldPlaces {
-  explicit HeldPlaces(StoredRows& of) : tier(of) {}
-  ~HeldPlaces() {
+struct HeldSlots {
+  explicit HeldSlots(StoredRows& of) : tier(of) {}
+  ~HeldSlots() {
     tier.release_hold(there.data(), there.size());
     tier.promise_no_more(promised);
   }
-  HeldPlaces(const HeldPlaces&) = delete;
+  HeldSlots(const HeldSlots&) = delete;
   // Once it has been right. `room`: all keys that have no row are to get one.
   Status find(const Vector<uint64_t>& keys, bool room) {
     slots.resize(keys.size());
     there.reserve(keys.size());
     uint64_t* const promise = room ? &promised : nullptr;
-    FRUGAL_TRY(tier.find_places(keys.data(), keys.size(), slots.data(), promise));
+    FRUGAL_TRY(tier.find_slots(keys.data(), keys.size(), slots.data(), promise));
     for (const uint32_t s : slots)
       if (s < kMissingSlot) there.push_back(s);
     return FRUGAL_OK;
@@ -188,7 +188,7 @@ Status Engine::put_stored(Table& t, const uint64_t* keys, size_t n,
   const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
   frugal_op op = FRUGAL_OP_INIT;
   op.table = reinterpret_cast<frugal_table*>(t.handle);
-  HeldPlaces room(*t.rows.tier());
+  HeldSlots room(*t.rows.tier());
   FRUGAL_TRY(with_room(&op, 1, [&] { return room.find(Vector<uint64_t>(keys, keys + n), true); }));
   Vector<size_t> all(n), later;
   for (size_t i = 0; i < n; ++i) all[i] = i;
@@ -196,7 +196,7 @@ Status Engine::put_stored(Table& t, const uint64_t* keys, size_t n,
     Vector<uint64_t> of(all.size());
     for (size_t k = 0; k < all.size(); ++k) of[k] = keys[all[k]];
     later.reserve(all.size());
-    HeldPlaces placed(*t.rows.tier());
+    HeldSlots placed(*t.rows.tier());
     FRUGAL_TRY(placed.find(of, false));
     FRUGAL_TRY(await_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
@@ -235,7 +235,7 @@ Status Engine::remove_stored(Table& t, Vector<uint64_t> keys, uint64_t* deleted)
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   for (Vector<uint64_t> later; !keys.empty(); keys.swap(later), later.clear()) {
     later.reserve(keys.size());
-    HeldPlaces placed(*t.rows.tier());
+    HeldSlots placed(*t.rows.tier());
     FRUGAL_TRY(placed.find(keys, false));
     FRUGAL_TRY(await_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());

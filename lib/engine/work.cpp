@@ -62,7 +62,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   bool gave_up;
   const bool found = declarations_.next_to_resolve(up_to, &item, &gave_up);
   if (gave_up) workers_.progress();  // a gate may have waited for one
-  if (!found) return gate && item.batch && free_places(*item.table(), item.batch->step);
+  if (!found) return gate && item.batch && free_slots(*item.table(), item.batch->step);
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   TrainerRef trainer;

@@ -115,9 +115,9 @@ Status TableReadout::open(const ControllerMemory& controller_memory, const Sourc
 
 // Is there a row in the slot, as of the last committed step?
 bool TableReadout::exists(uint32_t slot) const {
-  const uint8_t flag = flags_[slot], mark = Places::flag_mark(flag);
-  return Places::flag_exists(flag) &&
-         (mark == 0 || (committed_ != kNoStep && mark == Places::mark_of(committed_)));
+  const uint8_t flag = flags_[slot], mark = SlotMap::flag_mark(flag);
+  return SlotMap::flag_exists(flag) &&
+         (mark == 0 || (committed_ != kNoStep && mark == SlotMap::mark_of(committed_)));
 }
 
 Status TableReadout::index_keys() {

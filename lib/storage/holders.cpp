@@ -2,27 +2,27 @@
 
 namespace frugal {
 
-void Holders::carry(uint32_t place) {
-  more_[place] += 1;
-  at(place) = static_cast<Count>(kMore | (kMost - 1 - kPiece));
+void Holders::carry(uint32_t slot) {
+  more_[slot] += 1;
+  at(slot) = static_cast<Count>(kMore | (kMost - 1 - kPiece));
 }
 
 // (Where the map has the place this takes no memory.)
-void Holders::hold(uint32_t place, uint64_t times) {
-  if (times >= kMost) more_[place] = times / kPiece;
-  at(place) = static_cast<Count>(times < kMost ? times : kMore | times % kPiece);
+void Holders::hold(uint32_t slot, uint64_t times) {
+  if (times >= kMost) more_[slot] = times / kPiece;
+  at(slot) = static_cast<Count>(times < kMost ? times : kMore | times % kPiece);
 }
 
-void Holders::release_more(uint32_t place, uint64_t times) {
-  FRUGAL_ASSERT(times <= count(place));
-  const uint64_t left = count(place) - times;
-  if (left < kMost) more_.erase(place);
-  hold(place, left);
+void Holders::release_more(uint32_t slot, uint64_t times) {
+  FRUGAL_ASSERT(times <= count(slot));
+  const uint64_t left = count(slot) - times;
+  if (left < kMost) more_.erase(slot);
+  hold(slot, left);
 }
 
-uint64_t Holders::count(uint32_t place) const {
-  const Count c = at(place);
-  return (c & kMost) + (c & kMore ? more_.at(place) * kPiece : 0);
+uint64_t Holders::count(uint32_t slot) const {
+  const Count c = at(slot);
+  return (c & kMost) + (c & kMore ? more_.at(slot) * kPiece : 0);
 }
 
 }  // namespace frugal

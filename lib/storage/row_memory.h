@@ -122,7 +122,7 @@ class RowMemory : public HeapObject {
   void initialize(uint32_t slot, uint64_t key);
 
  private:
-  friend class Places;
+  friend class SlotMap;
   friend class RowWrite;
   uint64_t most_rows_ = 0;
   RowLayout layout_;

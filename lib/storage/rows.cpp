@@ -11,41 +11,41 @@ Status Rows::open(const Config& c, MemoryBudget* budget, Tier tier) {
   hashed_ = c.hashed;
   lazy_ = c.lazy || c.hashed;
   FRUGAL_TRY(RowMemory::open(c, budget));
-  const uint64_t places = tier.store ? std::min(c.capacity, tier.places) : c.capacity;
-  FRUGAL_TRY(places_.open(c, places, budget));
+  const uint64_t slots = tier.store ? std::min(c.capacity, tier.slots) : c.capacity;
+  FRUGAL_TRY(slots_.open(c, slots, budget));
   if (!tier.store) return FRUGAL_OK;
-  tier_ = std::make_unique<StoredRows>(places_, *this, std::move(tier));
+  tier_ = std::make_unique<StoredRows>(slots_, *this, std::move(tier));
   return tier_->open(budget);
 }
 
 Status Rows::pin_next(bool* any) {
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   return RowMemory::pin_next(any);
 }
 
 void Rows::unpin() {
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   RowMemory::unpin();
 }
 
 Status Rows::take_state(State* s) {
-  Lock lock(places_.mu);  // no row is begun
-  if (tier_ && tier_->stored(places_) + tier_->being_written(places_) != 0)
+  Lock lock(slots_.mu);  // no row is begun
+  if (tier_ && tier_->stored(slots_) + tier_->being_written(slots_) != 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "rows of the table that are not in memory have state of its kind");
   if (hashed_) {
-    FRUGAL_TRY(fill_state(s, 0, places_.handed_out()));  // free slots have memory, too
+    FRUGAL_TRY(fill_state(s, 0, slots_.handed_out()));  // free slots have memory, too
   } else if (lazy_) {
     for (uint64_t i = 0; i < capacity(); ++i)
-      if (!places_.flag_slabs().committed(i))
+      if (!slots_.flag_slabs().committed(i))
         i |= SlabArray::kSlab - 1;  // a flag is a byte: the next slab
-      else if (places_.flag(static_cast<uint32_t>(i))) FRUGAL_TRY(fill_state(s, i, 1));
+      else if (slots_.flag(static_cast<uint32_t>(i))) FRUGAL_TRY(fill_state(s, i, 1));
   }
   return RowMemory::take_state(s);
 }
 
 void Rows::watch(RowWatcher* watcher, RowWatcher* former) {
-  Lock lock(places_.mu);  // rows may be begun just now: the same hear of them before and after
+  Lock lock(slots_.mu);  // rows may be begun just now: the same hear of them before and after
   RowMemory::watch(watcher, former);
 }
 
@@ -98,10 +98,10 @@ Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint
 
 Status Rows::begin_rows(const uint32_t* slots, size_t n) {
   if (hashed_ || !lazy_) return FRUGAL_OK;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
-    if (s != kNoSlot) FRUGAL_TRY(places_.begin_dense(s));
+    if (s != kNoSlot) FRUGAL_TRY(slots_.begin_dense(s));
   }
   return FRUGAL_OK;
 }
@@ -118,22 +118,22 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   }
   size_t i = 0;  // places of slots[0, i) are held
   Status status = FRUGAL_OK;
-  for (size_t at = 0; at < n && status == FRUGAL_OK; at += Places::kAtOnce) try {
-    const size_t end = std::min(n, at + Places::kAtOnce);
-    Lock lock(places_.mu);
-    places_.index().find(keys + at, end - at, slots + at);
+  for (size_t at = 0; at < n && status == FRUGAL_OK; at += SlotMap::kAtOnce) try {
+    const size_t end = std::min(n, at + SlotMap::kAtOnce);
+    Lock lock(slots_.mu);
+    slots_.index().find(keys + at, end - at, slots + at);
     for (; i < end; ++i) {
       uint32_t& s = slots[i];
       if (padding && keys[i] == *padding) {
         s = kNoSlot;
       } else if (missing == Missing::kLeave) {
-        if (s == KeyIndex::kNone || !places_.exists(s)) s = kMissingSlot;
+        if (s == KeyIndex::kNone || !slots_.exists(s)) s = kMissingSlot;
       } else {
         // A duplicate within the chunk may have added it just now.
-        if (s == KeyIndex::kNone) s = places_.index().find(keys[i]);
-        if (s == KeyIndex::kNone && (status = places_.add(keys[i], &s)) != FRUGAL_OK) break;
+        if (s == KeyIndex::kNone) s = slots_.index().find(keys[i]);
+        if (s == KeyIndex::kNone && (status = slots_.add(keys[i], &s)) != FRUGAL_OK) break;
         // Few tables have rows that are reserved only: nobody looks for them there.
-        if (has_reserved() && places_.flag(s) == Places::kReserved) places_.holders.hold(s);
+        if (has_reserved() && slots_.flag(s) == SlotMap::kReserved) slots_.holders.hold(s);
       }
     }
   } catch (const std::bad_alloc&) {
@@ -159,35 +159,35 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
 
 void Rows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
   if (tier_) return tier_->release_hold(slots, n, start);
-  for (size_t at = 0; at < n && has_reserved(); at += Places::kAtOnce) {
-    Lock lock(places_.mu);
-    for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
+  for (size_t at = 0; at < n && has_reserved(); at += SlotMap::kAtOnce) {
+    Lock lock(slots_.mu);
+    for (size_t i = at; i < std::min(n, at + SlotMap::kAtOnce); ++i) {
       const uint32_t s = slots[i];
-      if (s >= kMissingSlot || places_.flag(s) != Places::kReserved) continue;
-      if (!places_.holders.release_hold(s, start ? start[i + 1] - start[i] : 1)) places_.free(s);
+      if (s >= kMissingSlot || slots_.flag(s) != SlotMap::kReserved) continue;
+      if (!slots_.holders.release_hold(s, start ? start[i + 1] - start[i] : 1)) slots_.free(s);
     }
   }
 }
 
 void Rows::create(uint32_t s, uint8_t mark) {
-  FRUGAL_ASSERT(places_.flag(s) == Places::kReserved && places_.holders.held(s));
-  if (!tier_) places_.holders.clear(s);
-  places_.create(s, mark);
+  FRUGAL_ASSERT(slots_.flag(s) == SlotMap::kReserved && slots_.holders.held(s));
+  if (!tier_) slots_.holders.clear(s);
+  slots_.create(s, mark);
 }
 
 void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {
   if (!hashed_) return;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   if (created) {
     // Room for the list first: no row exists that is not in it.
     size_t most = 0;
     for (size_t i = 0; i < n; ++i)
-      most += slots[i] < kMissingSlot && !places_.exists(slots[i]);
+      most += slots[i] < kMissingSlot && !slots_.exists(slots[i]);
     created->reserve(created->size() + most);
   }
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
-    if (s >= kMissingSlot || places_.exists(s)) continue;
+    if (s >= kMissingSlot || slots_.exists(s)) continue;
     create(s, 0);
     if (created) created->push_back(s);
   }
@@ -196,22 +196,22 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
 void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_commit,
                Vector<uint32_t>* created, Vector<uint32_t>* earlier) {
   if (!hashed_) return;
-  Lock lock(places_.mu);
-  if (!has_reserved() && places_.uncommitted() == 0) return;
-  const uint8_t mark = Places::mark_of(step);
+  Lock lock(slots_.mu);
+  if (!has_reserved() && slots_.uncommitted() == 0) return;
+  const uint8_t mark = SlotMap::mark_of(step);
   // Marks are those of uncommitted steps: by how many steps they are behind the first of these.
-  auto age = [first = Places::mark_of(next_commit)](uint8_t m) {
-    return (m + Places::kMarks - first) % Places::kMarks;
+  auto age = [first = SlotMap::mark_of(next_commit)](uint8_t m) {
+    return (m + SlotMap::kMarks - first) % SlotMap::kMarks;
   };
   auto is_later = [&](uint8_t flag) {
-    return Places::flag_mark(flag) != 0 && age(Places::flag_mark(flag)) > age(mark);
+    return SlotMap::flag_mark(flag) != 0 && age(SlotMap::flag_mark(flag)) > age(mark);
   };
   // Room for the lists first: no row changes that is not in one.
   size_t most_created = 0, most_earlier = 0;
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
-    const uint8_t flag = places_.flag(slots[i]);
-    most_created += !Places::flag_exists(flag);
+    const uint8_t flag = slots_.flag(slots[i]);
+    most_created += !SlotMap::flag_exists(flag);
     most_earlier += is_later(flag);
   }
   created->reserve(created->size() + most_created);
@@ -219,11 +219,11 @@ void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_com
   for (size_t i = 0; i < n && most_created + most_earlier != 0; ++i) {
     const uint32_t s = slots[i];
     if (s >= kMissingSlot) continue;
-    if (!places_.exists(s)) {
+    if (!slots_.exists(s)) {
       create(s, mark);
       created->push_back(s);
-    } else if (is_later(places_.flag(s))) {
-      places_.mark(s, mark);
+    } else if (is_later(slots_.flag(s))) {
+      slots_.mark(s, mark);
       earlier->push_back(s);
     }
   }
@@ -231,33 +231,33 @@ void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_com
 
 void Rows::commit(const uint32_t* slots, size_t n, uint64_t step) {
   if (!hashed_) return;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   for (size_t i = 0; i < n; ++i) {
     const uint32_t s = slots[i];
-    if (!places_.exists(s) || Places::flag_mark(places_.flag(s)) != Places::mark_of(step)) continue;
-    places_.mark(s, 0);
-    if (tier_) tier_->committed(places_, s);
+    if (!slots_.exists(s) || SlotMap::flag_mark(slots_.flag(s)) != SlotMap::mark_of(step)) continue;
+    slots_.mark(s, 0);
+    if (tier_) tier_->committed(slots_, s);
   }
 }
 
 void Rows::undo(const uint32_t* slots, size_t n) {
   if (!hashed_) return;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   for (size_t i = 0; i < n; ++i)
-    if (places_.exists(slots[i]) && Places::flag_mark(places_.flag(slots[i])) != 0)
+    if (slots_.exists(slots[i]) && SlotMap::flag_mark(slots_.flag(slots[i])) != 0)
       remove(slots[i]);
 }
 
 void Rows::tell_slots(std::atomic<uint64_t>* count) {
-  Lock lock(places_.mu);
-  places_.tell_slots(count);
+  Lock lock(slots_.mu);
+  slots_.tell_slots(count);
 }
 
 // A row that exists does so no longer.
 void Rows::remove(uint32_t s) {
-  places_.remove(s);
-  if (tier_) return tier_->removed(places_, s);
-  places_.holders.forget(s);
+  slots_.remove(s);
+  if (tier_) return tier_->removed(slots_, s);
+  slots_.holders.forget(s);
   try {
     holders_unknown_.push_back(s);
   } catch (const std::bad_alloc&) {
@@ -277,8 +277,8 @@ void Rows::list_unknown() {
   // all are gone over only where there is room
   holders_unknown_.reserve(holders_unknown_.size() + unlisted_);
   holders_unknown_.clear();
-  for (uint32_t s = 0; s < places_.handed_out(); ++s)
-    if (places_.flag(s) == Places::kReserved && places_.holders.unknown(s))
+  for (uint32_t s = 0; s < slots_.handed_out(); ++s)
+    if (slots_.flag(s) == SlotMap::kReserved && slots_.holders.unknown(s))
       holders_unknown_.push_back(s);
   unlisted_ = 0;
 }
@@ -317,16 +317,16 @@ void Rows::free_unheld(const Vector<uint64_t>& counts) {
   for (size_t i = 0; i < counts.size(); ++i) {
     const uint32_t s = holders_unknown_[i];
     // Others exist again, or have been free since.
-    if (places_.flag(s) != Places::kReserved || !places_.holders.unknown(s)) continue;
-    places_.holders.clear(s);
+    if (slots_.flag(s) != SlotMap::kReserved || !slots_.holders.unknown(s)) continue;
+    slots_.holders.clear(s);
     if (counts[i] == 0) {
-      places_.free(s);
+      slots_.free(s);
       continue;
     }
     try {
-      places_.holders.hold(s, counts[i]);
+      slots_.holders.hold(s, counts[i]);
     } catch (const std::bad_alloc&) {
-      places_.holders.forget(s);
+      slots_.holders.forget(s);
       holders_unknown_[left++] = s;
     }
   }
@@ -335,11 +335,11 @@ void Rows::free_unheld(const Vector<uint64_t>& counts) {
 }
 
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   uint64_t were = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
-    if (hashed_ && !places_.exists(s)) continue;
+    if (hashed_ && !slots_.exists(s)) continue;
     ++were;
     const uint64_t key = key_of(s);
     if (hashed_) remove(s);
@@ -358,54 +358,54 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
 
 bool Rows::exists(uint32_t slot) {
   if (!hashed_) return true;
-  Lock lock(places_.mu);
-  return places_.exists(slot);
+  Lock lock(slots_.mu);
+  return slots_.exists(slot);
 }
 
 void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
                        Vector<uint32_t>* uncommitted) {
   if (!hashed_) return;
-  for (size_t at = 0; at < n; at += Places::kAtOnce) {
-    Lock lock(places_.mu);
-    if (!has_reserved() && places_.uncommitted() == 0) continue;
-    for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i) {
+  for (size_t at = 0; at < n; at += SlotMap::kAtOnce) {
+    Lock lock(slots_.mu);
+    if (!has_reserved() && slots_.uncommitted() == 0) continue;
+    for (size_t i = at; i < std::min(n, at + SlotMap::kAtOnce); ++i) {
       if (slots[i] >= kMissingSlot) continue;
-      const uint8_t flag = places_.flag(slots[i]);
-      if (flag & Places::kReserved) reserved->push_back(slots[i]);
-      if (Places::flag_mark(flag) != 0) uncommitted->push_back(slots[i]);
+      const uint8_t flag = slots_.flag(slots[i]);
+      if (flag & SlotMap::kReserved) reserved->push_back(slots[i]);
+      if (SlotMap::flag_mark(flag) != 0) uncommitted->push_back(slots[i]);
     }
   }
 }
 
 bool Rows::any_reserved(const uint32_t* slots, size_t n) {
   if (!hashed_ || !has_reserved()) return false;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   return std::any_of(slots, slots + n, [this](uint32_t s) {
-    return s < kMissingSlot && (places_.flag(s) & Places::kReserved);
+    return s < kMissingSlot && (slots_.flag(s) & SlotMap::kReserved);
   });
 }
 
 uint64_t Rows::count() {
   if (!hashed_) return capacity();
-  Lock lock(places_.mu);
-  return places_.existing() + (tier_ ? tier_->stored(places_) : 0);
+  Lock lock(slots_.mu);
+  return slots_.existing() + (tier_ ? tier_->stored(slots_) : 0);
 }
 
 size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   if (tier_) return tier_->enumerate(cursor, keys, capacity);
   size_t n = 0;
-  Lock lock(places_.mu);
-  uint64_t end = hashed_ ? places_.handed_out() : places_.capacity();
+  Lock lock(slots_.mu);
+  uint64_t end = hashed_ ? slots_.handed_out() : slots_.capacity();
   while (n < capacity && *cursor < end) {
     uint32_t s = static_cast<uint32_t>((*cursor)++);
-    if (!hashed_ || places_.exists(s)) keys[n++] = key_of(s);
+    if (!hashed_ || slots_.exists(s)) keys[n++] = key_of(s);
   }
   return n;
 }
 
 uint32_t Rows::mappings(Vector<int>* descriptors) const {
-  const SlabArray* arrays[kArrays] = {&value_slabs(), &state_slabs(), &places_.key_slabs(),
-                                       &places_.flag_slabs()};
+  const SlabArray* arrays[kArrays] = {&value_slabs(), &state_slabs(), &slots_.key_slabs(),
+                                       &slots_.flag_slabs()};
   uint32_t there = 0;
   for (uint32_t i = 0; i < kArrays; ++i) {
     if (arrays[i]->fd() < 0) continue;
@@ -416,9 +416,9 @@ uint32_t Rows::mappings(Vector<int>* descriptors) const {
 }
 
 uint64_t Rows::memory_bytes() {
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   return value_slabs().committed_bytes() + state_slabs().committed_bytes() +
-         places_.memory_bytes() + (tier_ ? tier_->memory_bytes(places_) : 0);
+         slots_.memory_bytes() + (tier_ ? tier_->memory_bytes(slots_) : 0);
 }
 
 }  // namespace frugal

@@ -13,7 +13,7 @@
 #include <memory>
 
 #include "base/heap.h"
-#include "storage/places.h"
+#include "storage/slot_map.h"
 #include "storage/row_memory.h"
 #include "storage/stored_rows.h"
 
@@ -45,15 +45,15 @@ class Rows : public RowMemory {
   Status take_state(State* state);
   // For who looks beside take_state.
   device::RowsView ref_now() {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     return ref();
   }
   uint32_t state_floats() {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     return layout().state_floats;
   }
   size_t exported_bytes(bool with_state) {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     return layout().exported_bytes(with_state);
   }
 
@@ -114,14 +114,14 @@ class Rows : public RowMemory {
   // find rows, or to let go.
   template <class Quiet, class Each>
   void recount(Quiet quiet, Each each);
-  bool has_reserved() const { return places_.reserved() != 0; }
+  bool has_reserved() const { return slots_.reserved() != 0; }
   // Those of `slots` that are reserved only, and those that are uncommitted: at one moment of each
   // row's.
   void collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
                    Vector<uint32_t>* uncommitted);
   bool any_reserved(const uint32_t* slots, size_t n);  // of `slots`
 
-  uint64_t key_of(uint32_t slot) const { return hashed_ ? places_.key_of(slot) : slot; }
+  uint64_t key_of(uint32_t slot) const { return hashed_ ? slots_.key_of(slot) : slot; }
   uint64_t count();
   // Keys of existing rows from slot *cursor on.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
@@ -129,7 +129,7 @@ class Rows : public RowMemory {
   // Who hears of each write from now on; while nobody writes. There may be kMostWatchers.
   // `former` (or null) hears of none any more.
   void watch(RowWatcher* watcher, RowWatcher* former = nullptr);
-  uint64_t capacity() const { return places_.capacity(); }  // places in memory
+  uint64_t capacity() const { return slots_.capacity(); }  // places in memory
   // Which slot has a key: its own number; else resolve() finds it, and the place may become another
   // row's.
   bool keys_are_slots() const { return !hashed_; }
@@ -146,29 +146,29 @@ class Rows : public RowMemory {
   uint32_t mappings(Vector<int>* descriptors) const;
 
  private:
-  void remove(uint32_t slot) REQUIRES(places_.mu);
+  void remove(uint32_t slot) REQUIRES(slots_.mu);
   static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n,
                           const uint32_t* start, Vector<uint64_t>* counts);
-  void list_unknown() REQUIRES(places_.mu);
-  void free_unheld(const Vector<uint64_t>& counts) REQUIRES(places_.mu);
-  void create(uint32_t slot, uint8_t mark) REQUIRES(places_.mu);
+  void list_unknown() REQUIRES(slots_.mu);
+  void free_unheld(const Vector<uint64_t>& counts) REQUIRES(slots_.mu);
+  void create(uint32_t slot, uint8_t mark) REQUIRES(slots_.mu);
 
   bool hashed_ = false, lazy_ = false;
-  Places places_{*this};
+  SlotMap slots_{*this};
   std::unique_ptr<StoredRows> tier_;                // or null
-  Vector<uint32_t> holders_unknown_ GUARDED_BY(places_.mu);  // slots that recount() is to look at
-  uint64_t unlisted_ GUARDED_BY(places_.mu) = 0;    // so many others: there was no memory
+  Vector<uint32_t> holders_unknown_ GUARDED_BY(slots_.mu);  // slots that recount() is to look at
+  uint64_t unlisted_ GUARDED_BY(slots_.mu) = 0;    // so many others: there was no memory
   std::atomic<bool> any_unknown_{false};            // either; changed with the lock held
 };
 
 template <class Quiet, class Each>
 void Rows::recount(Quiet quiet, Each each) {
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   if (!holders_unknown() || !quiet()) return;
   list_unknown();
   Vector<uint64_t> counts(holders_unknown_.size());
   each([&](const uint32_t* slots, size_t n, const uint32_t* start) {
-    places_.mu.assert_held();
+    slots_.mu.assert_held();
     count_holds(holders_unknown_, slots, n, start, &counts);
   });
   free_unheld(counts);

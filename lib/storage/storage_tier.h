@@ -41,7 +41,7 @@ class StorageTier {
 // What a table's rows have behind the memory.
 struct Tier {
   std::unique_ptr<StorageTier> store;  // null: nothing
-  uint64_t places = 0;              // in memory
+  uint64_t slots = 0;              // in memory
   // Rows wanted places in vain, and now there may be some. With the places' lock held.
   std::function<void()> room;
 };

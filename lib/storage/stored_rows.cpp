@@ -27,30 +27,30 @@ void StoredRows::tell_room() {
   room_();
 }
 
-void StoredRows::hold_place(uint32_t s) {
-  const bool idle = places_.flag(s) == Places::kExists && !places_.holders.held(s);
-  places_.holders.hold(s);
+void StoredRows::hold_slot(uint32_t s) {
+  const bool idle = slots_.flag(s) == SlotMap::kExists && !slots_.holders.held(s);
+  slots_.holders.hold(s);
   if (idle) idle_.remove(s);
-  if (places_.flag(s) == Places::kLeaving) places_.mark(s, 0);  // it stays
+  if (slots_.flag(s) == SlotMap::kLeaving) slots_.mark(s, 0);  // it stays
 }
 
 void StoredRows::release(uint32_t s, uint64_t times) {
-  FRUGAL_ASSERT(places_.flag(s) != 0);
-  if (places_.holders.release_hold(s, times)) return;
-  if (places_.flag(s) == Places::kExists) return become_idle(s);
+  FRUGAL_ASSERT(slots_.flag(s) != 0);
+  if (slots_.holders.release_hold(s, times)) return;
+  if (slots_.flag(s) == SlotMap::kExists) return become_idle(s);
   // It is loading, or of a step that is not committed.
-  if (places_.flag(s) != Places::kReserved) return;
-  places_.free(s);
+  if (slots_.flag(s) != SlotMap::kReserved) return;
+  slots_.free(s);
   tell_room();
 }
 
 void StoredRows::hold(const uint32_t* slots, size_t n) {
   size_t held = 0;
   try {
-    for (size_t at = 0; at < n; at += Places::kAtOnce) {
-      Lock lock(places_.mu);
-      for (; held < std::min(n, at + Places::kAtOnce); ++held)
-        if (slots[held] < kMissingSlot) hold_place(slots[held]);
+    for (size_t at = 0; at < n; at += SlotMap::kAtOnce) {
+      Lock lock(slots_.mu);
+      for (; held < std::min(n, at + SlotMap::kAtOnce); ++held)
+        if (slots[held] < kMissingSlot) hold_slot(slots[held]);
     }
   } catch (const std::bad_alloc&) {
     release_hold(slots, held);
@@ -59,38 +59,38 @@ void StoredRows::hold(const uint32_t* slots, size_t n) {
 }
 
 void StoredRows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {
-  for (size_t at = 0; at < n; at += Places::kAtOnce) {
-    Lock lock(places_.mu);
-    for (size_t i = at; i < std::min(n, at + Places::kAtOnce); ++i)
+  for (size_t at = 0; at < n; at += SlotMap::kAtOnce) {
+    Lock lock(slots_.mu);
+    for (size_t i = at; i < std::min(n, at + SlotMap::kAtOnce); ++i)
       if (slots[i] < kMissingSlot) release(slots[i], start ? start[i + 1] - start[i] : 1);
   }
 }
 
-void StoredRows::committed(Places& places, uint32_t s) {
-  are_mine(places);
-  if (!places_.holders.held(s)) become_idle(s);
+void StoredRows::committed(SlotMap& slots, uint32_t s) {
+  are_mine(slots);
+  if (!slots_.holders.held(s)) become_idle(s);
 }
 
-void StoredRows::removed(Places& places, uint32_t s) {
-  are_mine(places);
-  store_->forget(places_.key_of(s));
-  if (places_.holders.held(s)) return;
-  places_.free(s);
+void StoredRows::removed(SlotMap& slots, uint32_t s) {
+  are_mine(slots);
+  store_->forget(slots_.key_of(s));
+  if (slots_.holders.held(s)) return;
+  slots_.free(s);
   tell_room();
 }
 
-uint64_t StoredRows::stored(Places& places) const {
-  are_mine(places);
+uint64_t StoredRows::stored(SlotMap& slots) const {
+  are_mine(slots);
   return stored_;
 }
 
-uint64_t StoredRows::memory_bytes(Places& places) const {
-  are_mine(places);
+uint64_t StoredRows::memory_bytes(SlotMap& slots) const {
+  are_mine(slots);
   return idle_.memory_bytes();
 }
 
-uint64_t StoredRows::being_written(Places& places) const {
-  are_mine(places);
+uint64_t StoredRows::being_written(SlotMap& slots) const {
+  are_mine(slots);
   return leaving_;
 }
 
@@ -116,34 +116,34 @@ Status StoredRows::add(uint64_t key, uint32_t* slot) {
                 "no room for key %s: the table has its %llu rows; create it with more, or delete "
                 "some",
                 number_text(key).c_str(), static_cast<unsigned long long>(memory_.most_rows()));
-  const uint64_t next = places_.handed_out();
-  if (next < places_.capacity()) FRUGAL_TRY(idle_.ensure(static_cast<uint32_t>(next)));
-  if (!stored) return places_.add(key, slot);
+  const uint64_t next = slots_.handed_out();
+  if (next < slots_.capacity()) FRUGAL_TRY(idle_.ensure(static_cast<uint32_t>(next)));
+  if (!stored) return slots_.add(key, slot);
   // Room for one more that is loading, and for those to come back that somebody is about to load.
   if (load_at_ * 2 > to_load_.size()) skip_loaded();
   const size_t least = load_at_ + loading_.load() + 1;
   if (to_load_.capacity() < least) to_load_.reserve(2 * least);
-  FRUGAL_TRY(places_.add(key, slot));
-  places_.load(*slot);
+  FRUGAL_TRY(slots_.add(key, slot));
+  slots_.load(*slot);
   loading_.fetch_add(1);
   to_load_.push_back(*slot);
   return FRUGAL_OK;
 }
 
 // Places for keys that have none; all of them, or (*lacking) none. Others that are found are held.
-Status StoredRows::take_places(const uint64_t* keys, size_t n, const uint64_t* padding,
+Status StoredRows::take_slots(const uint64_t* keys, size_t n, const uint64_t* padding,
                                uint64_t could, uint32_t* slots, uint64_t* lacking) {
   *lacking = 0;
   Vector<uint64_t> absent;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] != KeyIndex::kNone || (padding && keys[i] == *padding)) continue;
-    const uint32_t s = places_.index().find(keys[i]);
+    const uint32_t s = slots_.index().find(keys[i]);
     if (s == KeyIndex::kNone) {
       absent.push_back(keys[i]);
       continue;
     }
-    hold_place(s);
+    hold_slot(s);
     slots[i] = s;
   }
   std::sort(absent.begin(), absent.end());
@@ -158,20 +158,20 @@ Status StoredRows::take_places(const uint64_t* keys, size_t n, const uint64_t* p
     std::sort(here.begin(), here.end());
     here.erase(std::unique(here.begin(), here.end()), here.end());
     const uint64_t all = wanted + here.size();
-    if (all > places_.capacity())
+    if (all > slots_.capacity())
       return fail(FRUGAL_ERR_TABLE_FULL,
                   "%llu rows at a time, and the memory has room for %llu of the table's",
                   static_cast<unsigned long long>(all),
-                  static_cast<unsigned long long>(places_.capacity()));
+                  static_cast<unsigned long long>(slots_.capacity()));
     store_->refused.fetch_add(*lacking - idle_.size(), std::memory_order_relaxed);
     give_back(slots, n, could);
     return FRUGAL_ERR_BUSY;
   }
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] != KeyIndex::kNone || (padding && keys[i] == *padding)) continue;
-    uint32_t s = places_.index().find(keys[i]);
+    uint32_t s = slots_.index().find(keys[i]);
     if (s == KeyIndex::kNone) FRUGAL_TRY(add(keys[i], &s));
-    hold_place(s);
+    hold_slot(s);
     slots[i] = s;
   }
   return FRUGAL_OK;
@@ -184,24 +184,24 @@ Status StoredRows::resolve(const uint64_t* keys, size_t n, const uint64_t* paddi
   if (!leaves) one.emplace(admit_);
   uint64_t could;
   {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     could = idle_.size() + free();
   }
   static_assert(KeyIndex::kNone == kNoSlot);  // which nobody holds
   Status status = FRUGAL_OK;
   try {
-    for (size_t at = 0; at < n; at += Places::kAtOnce) {
-      const size_t to = std::min(n, at + Places::kAtOnce);
-      Lock lock(places_.mu);
-      places_.index().find(keys + at, to - at, slots + at);
+    for (size_t at = 0; at < n; at += SlotMap::kAtOnce) {
+      const size_t to = std::min(n, at + SlotMap::kAtOnce);
+      Lock lock(slots_.mu);
+      slots_.index().find(keys + at, to - at, slots + at);
       size_t i = at;
       try {
         for (; i < to; ++i) {
           const uint32_t s = slots[i];
           slots[i] = KeyIndex::kNone;
           if (s == KeyIndex::kNone || (padding && keys[i] == *padding)) continue;
-          if (leaves && !places_.exists(s)) continue;
-          hold_place(s);
+          if (leaves && !slots_.exists(s)) continue;
+          hold_slot(s);
           slots[i] = s;
         }
       } catch (const std::bad_alloc&) {
@@ -210,7 +210,7 @@ Status StoredRows::resolve(const uint64_t* keys, size_t n, const uint64_t* paddi
       }
     }
     for (uint64_t lacking = 1; !leaves && lacking && status == FRUGAL_OK;) {
-      status = take_places(keys, n, padding, could, slots, &lacking);
+      status = take_slots(keys, n, padding, could, slots, &lacking);
       uint64_t gone = 1;
       for (uint64_t left = lacking; left && gone && status == FRUGAL_OK; left -= gone)
         status = leave(left, &gone);
@@ -225,12 +225,12 @@ Status StoredRows::resolve(const uint64_t* keys, size_t n, const uint64_t* paddi
   return status;
 }
 
-Status StoredRows::find_places(const uint64_t* keys, size_t n, uint32_t* slots,
+Status StoredRows::find_slots(const uint64_t* keys, size_t n, uint32_t* slots,
                                uint64_t* promised) {
   Vector<uint64_t> fresh;
   if (promised) fresh.reserve(n);
-  Lock lock(places_.mu);
-  places_.index().find(keys, n, slots);
+  Lock lock(slots_.mu);
+  slots_.index().find(keys, n, slots);
   for (size_t i = 0; promised && i < n; ++i)
     if (slots[i] == KeyIndex::kNone && !store_->has(keys[i])) fresh.push_back(keys[i]);
   std::sort(fresh.begin(), fresh.end());
@@ -244,7 +244,7 @@ Status StoredRows::find_places(const uint64_t* keys, size_t n, uint32_t* slots,
       if (slots[i] == KeyIndex::kNone)
         slots[i] = kMissingSlot;
       else
-        hold_place(slots[i]);
+        hold_slot(slots[i]);
   } catch (const std::bad_alloc&) {
     while (i-- != 0)
       if (slots[i] != kMissingSlot) release(slots[i], 1);
@@ -256,7 +256,7 @@ Status StoredRows::find_places(const uint64_t* keys, size_t n, uint32_t* slots,
 }
 
 void StoredRows::promise_no_more(uint64_t rows) {
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   promised_ -= rows;
 }
 
@@ -264,35 +264,35 @@ void StoredRows::promise_no_more(uint64_t rows) {
 
 // Some rows that nobody holds leave, up to so many. The store holds a place until it has the row:
 // so nobody writes the same record beside it.
-Status StoredRows::leave(uint64_t places, uint64_t* gone) {
+Status StoredRows::leave(uint64_t wanted, uint64_t* gone) {
   *gone = 0;
   RowLayout layout;
   {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     layout = memory_.layout();
   }
   Vector<uint32_t> slots;
   Vector<uint64_t> keys;
-  const size_t most = std::min<uint64_t>(places, kSome);
+  const size_t most = std::min<uint64_t>(wanted, kSome);
   slots.reserve(most);
   keys.reserve(most);
   Vector<char> bytes(most * layout.bytes() + 64);
   char* const aligned = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
   const device::RowsRef copies = layout.at(aligned, aligned + most * layout.value_pitch);
   {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     // After a take_state the caller looks again.
     if (layout.state_pitch != memory_.layout().state_pitch) return FRUGAL_OK;
     while (slots.size() < most && idle_.size()) {
       const uint32_t s = idle_.oldest();
-      FRUGAL_ASSERT(places_.flag(s) == Places::kExists && !places_.holders.held(s));
-      hold_place(s);
-      places_.leave(s);
+      FRUGAL_ASSERT(slots_.flag(s) == SlotMap::kExists && !slots_.holders.held(s));
+      hold_slot(s);
+      slots_.leave(s);
       const size_t i = slots.size();
       std::memcpy(copies.row(i), memory_.values(s), layout.value_pitch);
       if (layout.state_pitch)
         std::memcpy(copies.state_row(i), memory_.state(s), layout.state_pitch);
-      keys.push_back(places_.key_of(s));
+      keys.push_back(slots_.key_of(s));
       slots.push_back(s);
     }
     leaving_ += slots.size();
@@ -305,21 +305,21 @@ Status StoredRows::leave(uint64_t places, uint64_t* gone) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
                   "no memory to write rows that leave: free memory of the machine and call again");
   }
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   leaving_ -= slots.size();
   for (const uint32_t s : slots) {
-    if (places_.flag(s) == Places::kLeaving && status == FRUGAL_OK) {
-      FRUGAL_ASSERT(places_.holders.count(s) == 1);
-      places_.holders.clear(s);
-      places_.remove(s);
-      places_.free(s);
+    if (slots_.flag(s) == SlotMap::kLeaving && status == FRUGAL_OK) {
+      FRUGAL_ASSERT(slots_.holders.count(s) == 1);
+      slots_.holders.clear(s);
+      slots_.remove(s);
+      slots_.free(s);
       ++stored_;
       ++*gone;
       continue;
     }
-    if (places_.flag(s) == Places::kLeaving) places_.mark(s, 0);
+    if (slots_.flag(s) == SlotMap::kLeaving) slots_.mark(s, 0);
     // It was deleted meanwhile: what has been stored is a row no more.
-    if (!places_.exists(s)) store_->forget(places_.key_of(s));
+    if (!slots_.exists(s)) store_->forget(slots_.key_of(s));
     release(s, 1);
   }
   store_->left.fetch_add(*gone, std::memory_order_relaxed);
@@ -331,9 +331,9 @@ Status StoredRows::leave(uint64_t places, uint64_t* gone) {
 
 size_t StoredRows::first_loading(const uint32_t* slots, size_t from, size_t n) {
   if (!loading()) return n;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   const auto loads = [&](uint32_t s) {
-    return s < kMissingSlot && places_.flag(s) == Places::kLoading;
+    return s < kMissingSlot && slots_.flag(s) == SlotMap::kLoading;
   };
   while (from < n && !loads(slots[from])) ++from;
   return from;
@@ -351,10 +351,10 @@ Status StoredRows::load_some(bool* any) {
   uint64_t keys[kSome];
   size_t n = 0;
   {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     for (; load_at_ < to_load_.size() && n < kSome; ++n) {
       slots[n] = to_load_[load_at_++];
-      keys[n] = places_.key_of(slots[n]);
+      keys[n] = slots_.key_of(slots[n]);
     }
     if (load_at_ == to_load_.size()) skip_loaded();
   }
@@ -368,7 +368,7 @@ Status StoredRows::load_some(bool* any) {
   } catch (const std::bad_alloc&) {
     memory = false;
   }
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   if (!memory || status != FRUGAL_OK) {
     // Another time; there is room for them.
     skip_loaded();
@@ -377,11 +377,11 @@ Status StoredRows::load_some(bool* any) {
     return status;
   }
   for (size_t i = 0; i < n; ++i) {
-    FRUGAL_ASSERT(places_.flag(slots[i]) == Places::kLoading);
-    places_.create(slots[i], 0);
+    FRUGAL_ASSERT(slots_.flag(slots[i]) == SlotMap::kLoading);
+    slots_.create(slots[i], 0);
     --stored_;
     loading_.fetch_sub(1);
-    if (!places_.holders.held(slots[i])) become_idle(slots[i]);
+    if (!slots_.holders.held(slots[i])) become_idle(slots[i]);
   }
   store_->loaded.fetch_add(n, std::memory_order_relaxed);
   return FRUGAL_OK;
@@ -391,12 +391,12 @@ Status StoredRows::load_some(bool* any) {
 
 Status StoredRows::read(uint64_t key, const device::RowsRef& out, bool* there) {
   {
-    Lock lock(places_.mu);
+    Lock lock(slots_.mu);
     *there = store_->has(key);
     // Of a row that was deleted while it was leaving a record may be being written as yet. One that
     // has come in since the caller found no place has been what its record is.
-    const uint32_t s = *there ? places_.index().find(key) : KeyIndex::kNone;
-    if (s != KeyIndex::kNone && places_.flag(s) == Places::kReserved) *there = false;
+    const uint32_t s = *there ? slots_.index().find(key) : KeyIndex::kNone;
+    if (s != KeyIndex::kNone && slots_.flag(s) == SlotMap::kReserved) *there = false;
   }
   const uint32_t first = 0;
   return *there ? store_->load(&key, &first, 1, out) : FRUGAL_OK;
@@ -404,8 +404,8 @@ Status StoredRows::read(uint64_t key, const device::RowsRef& out, bool* there) {
 
 // (Slow with the lock held, so that no row of the key comes in meanwhile. No step is under way.)
 Status StoredRows::put(uint64_t key, const device::RowsView& row, bool* placed, bool* created) {
-  Lock lock(places_.mu);
-  *placed = places_.index().find(key) != KeyIndex::kNone;
+  Lock lock(slots_.mu);
+  *placed = slots_.index().find(key) != KeyIndex::kNone;
   if (*placed) return FRUGAL_OK;
   *created = !store_->has(key);
   FRUGAL_ASSERT(!*created || promised_ != 0);
@@ -416,8 +416,8 @@ Status StoredRows::put(uint64_t key, const device::RowsView& row, bool* placed, 
 }
 
 void StoredRows::forget(uint64_t key, bool* placed, bool* was) {
-  Lock lock(places_.mu);
-  *placed = places_.index().find(key) != KeyIndex::kNone;
+  Lock lock(slots_.mu);
+  *placed = slots_.index().find(key) != KeyIndex::kNone;
   *was = !*placed && store_->has(key);
   if (!*was) return;
   store_->forget(key);
@@ -428,15 +428,15 @@ void StoredRows::forget(uint64_t key, bool* placed, bool* was) {
 // is the next. (So the greatest key but one ends none: it is told again.)
 size_t StoredRows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   Vector<uint64_t> all;
-  Lock lock(places_.mu);
+  Lock lock(slots_.mu);
   store_->keys(&all);
   // A record of a row that is here is an old one.
-  std::erase_if(all, [&](uint64_t key) REQUIRES(places_.mu) {
-    const uint32_t s = places_.index().find(key);
-    return s != KeyIndex::kNone && places_.flag(s) != Places::kLoading;
+  std::erase_if(all, [&](uint64_t key) REQUIRES(slots_.mu) {
+    const uint32_t s = slots_.index().find(key);
+    return s != KeyIndex::kNone && slots_.flag(s) != SlotMap::kLoading;
   });
-  for (uint32_t s = 0; s < places_.handed_out(); ++s)
-    if (places_.exists(s)) all.push_back(places_.key_of(s));
+  for (uint32_t s = 0; s < slots_.handed_out(); ++s)
+    if (slots_.exists(s)) all.push_back(slots_.key_of(s));
   std::erase_if(all, [&](uint64_t key) { return key + 1 < *cursor; });
   const size_t n = std::min(capacity, all.size());
   std::partial_sort(all.begin(), all.begin() + static_cast<ptrdiff_t>(n), all.end(),

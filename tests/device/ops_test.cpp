@@ -294,8 +294,8 @@ size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_str
 
 // Where rows are read: in host rows, lines, or staged rows. Lines hold other values than the host
 // row of their slot, so that it shows which was read.
-struct Places {
-  Places(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
+struct SlotMap {
+  SlotMap(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
          bool all_staged)
       : stride(row_stride(dim)) {
     host = make(d, Where::kHost, filled<float>(rows * stride, random, 0.05));
@@ -355,7 +355,7 @@ struct Places {
 
 class ReadTest : public OpsTest {
  protected:
-  void stage(Random& random, const Batch& batch, const Places& places, uint32_t dim,
+  void stage(Random& random, const Batch& batch, const SlotMap& places, uint32_t dim,
              bool in_order) {
     if (places.to_stage.empty()) return;
     auto rows = make(*runtime_, anywhere(random), places.to_stage);
@@ -379,7 +379,7 @@ TEST_F(ReadTest, GatherRows) {
     const Batch batch = dim > 1000 ? Batch(*runtime_, random, rows, {33}, 4, 2)
                                    : random_batch(*runtime_, random, rows, dim);
     const bool simple = batch.frequent_list.empty() && random.chance(0.5);  // no sources, no items
-    Places places(*runtime_, random, rows, dim, batch, !simple && random.chance(0.8), false);
+    SlotMap places(*runtime_, random, rows, dim, batch, !simple && random.chance(0.8), false);
     stage(random, batch, places, dim, true);
 
     std::vector<Item> items, later;
@@ -427,7 +427,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
   for_seeds(20, [&](Random& random) {
     const uint32_t dim = random.one_of({32u, 64u, 128u}), rows = 200;
     const Batch batch(*runtime_, random, rows, {2, 31, 32, 33, 100}, 200, 5);
-    Places places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
+    SlotMap places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
     ASSERT_EQ(places.stride, dim);
     const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address),
                                 dim * sizeof(float), rows);
@@ -621,7 +621,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     const uint32_t rows = static_cast<uint32_t>(random.from(1, 200));
     const Batch batch = random_batch(*runtime_, random, rows, dim);
     const bool all_staged = random.chance(0.5);
-    Places places(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
+    SlotMap places(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
     stage(random, batch, places, dim, !all_staged);
     const size_t n = batch.slots.size();
     auto memory = make(*runtime_, anywhere(random), std::vector<Source>(n, Source{0x12345678u}));

@@ -353,7 +353,7 @@ struct DeclaredHoldersTest : DeclarationsTest {
     all.recount(*of);
     return !of->rows.holders_unknown();
   }
-  size_t free_places() {
+  size_t free_slots() {
     size_t free = 0;
     for (uint64_t key = 100; free < 2; ++free, ++key) {
       uint32_t slot;
@@ -372,7 +372,7 @@ TEST_F(DeclaredHoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
   const BatchRef first = declare(1, 10);
   resolve();
   undo({10, 11});
-  EXPECT_EQ(free_places(), 0u);
+  EXPECT_EQ(free_slots(), 0u);
   ++of->calls;
   EXPECT_FALSE(sure());
   --of->calls;
@@ -383,9 +383,9 @@ TEST_F(DeclaredHoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
   // Who has done with finding rows looks again: nobody names 11.
   all.resolved(item, false);
   EXPECT_FALSE(of->rows.holders_unknown());
-  EXPECT_EQ(free_places(), 1u);
+  EXPECT_EQ(free_slots(), 1u);
   EXPECT_TRUE(all.take_out(only(first)));
-  EXPECT_EQ(free_places(), 2u);
+  EXPECT_EQ(free_slots(), 2u);
 }
 
 TEST_F(DeclaredHoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
@@ -396,9 +396,9 @@ TEST_F(DeclaredHoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
   ASSERT_TRUE(all.close(only(one)) && all.close(only(other)));
   EXPECT_TRUE(sure());  // both hold the place until they are out
   EXPECT_TRUE(all.take_out(only(one)));
-  EXPECT_EQ(free_places(), 1u);
+  EXPECT_EQ(free_slots(), 1u);
   EXPECT_TRUE(all.take_out(only(other)));
-  EXPECT_EQ(free_places(), 2u);
+  EXPECT_EQ(free_slots(), 2u);
 }
 
 TEST_F(DeclaredHoldersTest, NobodyKnowsThemWhileAStepRetires) {
@@ -418,7 +418,7 @@ TEST_F(DeclaredHoldersTest, NobodyKnowsThemWhileAStepRetires) {
   EXPECT_FALSE(sure());
   all.end_retiring();
   EXPECT_TRUE(sure());
-  EXPECT_EQ(free_places(), 1u);
+  EXPECT_EQ(free_slots(), 1u);
 }
 
 TEST_F(DeclarationsTest, NothingIsEnteredWithoutMemory) {

@@ -23,8 +23,8 @@ struct HoldersTest : testing::Test {
     ASSERT_OK(holders.open(100, nullptr));
     ASSERT_OK(holders.ensure(0, 100));
   }
-  void hold(uint32_t place, uint64_t times) {
-    for (uint64_t i = 0; i < times; ++i) holders.hold(place);
+  void hold(uint32_t slot, uint64_t times) {
+    for (uint64_t i = 0; i < times; ++i) holders.hold(slot);
   }
   Holders holders;
 };
@@ -73,17 +73,17 @@ TEST_F(HoldersTest, RandomOperations) {
   Random random(test_seed());
   std::array<uint64_t, 4> model{};
   for (int i = 0; i < 2000; ++i) {
-    const uint32_t place = static_cast<uint32_t>(random.below(model.size()));
-    uint64_t& count = model[place];
+    const uint32_t slot = static_cast<uint32_t>(random.below(model.size()));
+    uint64_t& count = model[slot];
     if (random.one_in(2)) {
       const uint64_t times = random.below(random.one_in(4) ? 20000 : 5);
-      hold(place, times);
+      hold(slot, times);
       count += times;
     } else if (count) {
       const uint64_t times =
           random.one_in(4) ? count : 1 + random.below(std::min<uint64_t>(count, 30000));
       count -= times;
-      ASSERT_EQ(holders.release_hold(place, times), count != 0);
+      ASSERT_EQ(holders.release_hold(slot, times), count != 0);
     }
     for (uint32_t p = 0; p < model.size(); ++p) {
       ASSERT_EQ(holders.count(p), model[p]);
@@ -130,7 +130,7 @@ TEST_F(HoldersTest, Unknown) {
 
 constexpr uint64_t kPadding = 999;
 
-struct PlacesTest : testing::Test {
+struct SlotMapTest : testing::Test {
   void open(uint64_t capacity) {
     Rows::Config c;
     c.capacity = capacity;
@@ -151,7 +151,7 @@ struct PlacesTest : testing::Test {
 };
 
 // A key that a call names often holds its place as often; part by part, or row by row.
-TEST_F(PlacesTest, HeldAsOftenAsNamed) {
+TEST_F(SlotMapTest, HeldAsOftenAsNamed) {
   open(2);
   std::vector<uint32_t> slots, other;
   ASSERT_OK(resolve({1, kPadding, 1, 2, 1}, Missing::kReserve, &slots));
@@ -168,7 +168,7 @@ TEST_F(PlacesTest, HeldAsOftenAsNamed) {
 }
 
 // Who lets go while another holds takes nothing away.
-TEST_F(PlacesTest, HeldByTwo) {
+TEST_F(SlotMapTest, HeldByTwo) {
   open(1);
   std::vector<uint32_t> a, b, none;
   ASSERT_OK(resolve({1}, Missing::kReserve, &a));
@@ -188,7 +188,7 @@ TEST_F(PlacesTest, HeldByTwo) {
 }
 
 // Places become free and others' in any order, whatever memory there is for it.
-TEST_F(PlacesTest, FreeingTakesNoMemory) {
+TEST_F(SlotMapTest, FreeingTakesNoMemory) {
   open(1000);
   std::vector<uint64_t> keys(1000);
   for (uint64_t i = 0; i < keys.size(); ++i) keys[i] = i * 7;
@@ -211,7 +211,7 @@ TEST_F(PlacesTest, FreeingTakesNoMemory) {
 
 // Declarations, calls, undone and deleted rows in any order, beside a model that knows each of
 // them.
-TEST_F(PlacesTest, RandomLives) {
+TEST_F(SlotMapTest, RandomLives) {
   Random random(test_seed());
   constexpr uint64_t kCapacity = 30, kKeys = 60;
   open(kCapacity);
@@ -221,7 +221,7 @@ TEST_F(PlacesTest, RandomLives) {
   };
   std::vector<Holder> holders;
   std::map<uint64_t, bool> here;  // keys of places that are not free: does the row exist?
-  std::map<uint64_t, uint32_t> place;
+  std::map<uint64_t, uint32_t> slot;
   uint64_t full = 0, freed = 0;
   auto holds = [&](uint64_t key) {
     for (const Holder& h : holders)
@@ -233,7 +233,7 @@ TEST_F(PlacesTest, RandomLives) {
     auto at = here.find(key);
     if (at == here.end() || at->second || holds(key)) return;
     here.erase(at);
-    place.erase(key);
+    slot.erase(key);
     ++freed;
   };
   for (int i = 0; i < 6000; ++i) {
@@ -257,11 +257,11 @@ TEST_F(PlacesTest, RandomLives) {
             continue;
           }
           here.emplace(h.keys[k], false);
-          const uint32_t slot = place.emplace(h.keys[k], h.slots[k]).first->second;
+          const uint32_t slot = slot.emplace(h.keys[k], h.slots[k]).first->second;
           ASSERT_EQ(h.slots[k], slot);
         }
-        for (auto& [k, slot] : place)
-          for (auto& [other, theirs] : place) ASSERT_TRUE(k == other || slot != theirs);
+        for (auto& [k, slot] : slot)
+          for (auto& [other, theirs] : slot) ASSERT_TRUE(k == other || slot != theirs);
         holders.push_back(std::move(h));
       }
     } else if (what < 5 && !holders.empty()) {
@@ -284,7 +284,7 @@ TEST_F(PlacesTest, RandomLives) {
       auto at = here.begin();
       std::advance(at, static_cast<long>(random.below(here.size())));
       const uint64_t key = at->first;
-      ASSERT_EQ(rows.uncreate(&place[key], 1, random.one_in(2)), at->second);
+      ASSERT_EQ(rows.uncreate(&slot[key], 1, random.one_in(2)), at->second);
       const bool existed = at->second;
       at->second = false;
       if (existed) {
@@ -308,9 +308,9 @@ TEST_F(PlacesTest, RandomLives) {
     uint64_t existing = 0;
     for (auto& [key, exists] : here) {
       existing += exists;
-      ASSERT_EQ(rows.key_of(place[key]), key);
-      ASSERT_EQ(rows.exists(place[key]), exists);
-      ASSERT_EQ(rows.values(place[key])[0], first_value(key));
+      ASSERT_EQ(rows.key_of(slot[key]), key);
+      ASSERT_EQ(rows.exists(slot[key]), exists);
+      ASSERT_EQ(rows.values(slot[key])[0], first_value(key));
     }
     ASSERT_EQ(rows.count(), existing);
     ASSERT_EQ(rows.has_reserved(), existing != here.size());

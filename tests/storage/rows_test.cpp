@@ -349,26 +349,26 @@ TEST_F(RowsTest, MarkedRows) {
   const auto* flags = reinterpret_cast<const uint8_t*>(mapping.base);
   Vector<uint32_t> made, earlier;
   for (const uint64_t step : {uint64_t{63}, uint64_t{125}}) {
-    const uint32_t mark = step == 63 ? 1 : Places::kMarks;
+    const uint32_t mark = step == 63 ? 1 : SlotMap::kMarks;
     rows.use(slots.data(), 2, step, step, &made, &earlier);
     for (int i = 0; i < 2; ++i) {
-      EXPECT_TRUE(Places::flag_exists(flags[slots[i]]));
-      EXPECT_EQ(Places::flag_mark(flags[slots[i]]), mark);
+      EXPECT_TRUE(SlotMap::flag_exists(flags[slots[i]]));
+      EXPECT_EQ(SlotMap::flag_mark(flags[slots[i]]), mark);
     }
-    EXPECT_FALSE(Places::flag_exists(flags[slots[2]]));
+    EXPECT_FALSE(SlotMap::flag_exists(flags[slots[2]]));
     rows.commit(slots.data(), 3, step + 1);
-    EXPECT_EQ(Places::flag_mark(flags[slots[0]]), mark) << "of another step";
+    EXPECT_EQ(SlotMap::flag_mark(flags[slots[0]]), mark) << "of another step";
     rows.commit(slots.data(), 3, step);
-    EXPECT_EQ(Places::flag_mark(flags[slots[0]]), 0u);
-    EXPECT_TRUE(Places::flag_exists(flags[slots[0]]));
-    EXPECT_FALSE(Places::flag_exists(flags[slots[2]])) << "a step that is committed creates no row";
+    EXPECT_EQ(SlotMap::flag_mark(flags[slots[0]]), 0u);
+    EXPECT_TRUE(SlotMap::flag_exists(flags[slots[0]]));
+    EXPECT_FALSE(SlotMap::flag_exists(flags[slots[2]])) << "a step that is committed creates no row";
     rows.undo(slots.data(), 2);
-    EXPECT_TRUE(Places::flag_exists(flags[slots[0]])) << "what is there for good is not undone";
+    EXPECT_TRUE(SlotMap::flag_exists(flags[slots[0]])) << "what is there for good is not undone";
     EXPECT_EQ(rows.uncreate(slots.data(), 2, false), 2u);
     rows.use(slots.data(), 2, step, step, &made, &earlier);
     rows.undo(slots.data(), 2);
-    EXPECT_FALSE(Places::flag_exists(flags[slots[0]]));
-    EXPECT_EQ(Places::flag_mark(flags[slots[0]]), 0u) << "the mark of the step that was undone";
+    EXPECT_FALSE(SlotMap::flag_exists(flags[slots[0]]));
+    EXPECT_EQ(SlotMap::flag_mark(flags[slots[0]]), 0u) << "the mark of the step that was undone";
   }
   os_release(&mapping);
   std::atomic<uint64_t> told{0};

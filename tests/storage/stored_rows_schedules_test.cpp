@@ -22,7 +22,7 @@ class World {
   explicit World(Schedule& schedule) : s_(schedule), r_(schedule.random()) {
     Tier tier;
     tier.store = std::make_unique<SlowStore>(1, 0);
-    tier.places = 3 + r_.below(2);
+    tier.slots = 3 + r_.below(2);
     tier.room = [] {};
     const Rows::Config config = rows_config(kKeys, 1, FRUGAL_SGD, true);
     if (rows_.open(config, nullptr, std::move(tier)) != FRUGAL_OK) throw std::bad_alloc();

@@ -41,10 +41,10 @@ class Between final : public StorageTier {
 
 class StoredRowsTest : public ::testing::Test {
  protected:
-  void open(uint64_t rows, uint64_t places) {
+  void open(uint64_t rows, uint64_t slots) {
     Tier tier;
     tier.store = std::make_unique<Between>(&written_, &before_);
-    tier.places = places;
+    tier.slots = slots;
     tier.room = [this] { ++told_; };
     ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(tier)));
   }
@@ -194,20 +194,20 @@ TEST_F(StoredRowsTest, PutsAndDeletionsWantNoPlace) {
   uint64_t promised = 7;
   uint32_t found[4];
   const uint64_t both[] = {2, 3, 5, 3}, one[] = {3, 0, 3};
-  EXPECT_EQ(rows_.tier()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
-  ASSERT_OK(rows_.tier()->find_places(one, 3, found, &promised));
+  EXPECT_EQ(rows_.tier()->find_slots(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(rows_.tier()->find_slots(one, 3, found, &promised));
   EXPECT_EQ(promised, 1);
   ASSERT_OK(rows_.tier()->put(3, row, &placed, &created));
   EXPECT_TRUE(created);
   rows_.tier()->promise_no_more(0);
-  EXPECT_EQ(rows_.tier()->find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  EXPECT_EQ(rows_.tier()->find_slots(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
   rows_.tier()->forget(0, &placed, &was);
   EXPECT_TRUE(was);
   EXPECT_EQ(rows_.count(), 3);
   // What was deleted where it has a place has no record either.
   uint64_t key = 1;
   std::vector<uint32_t> slots(1);
-  ASSERT_OK(rows_.tier()->find_places(&key, 1, slots.data()));
+  ASSERT_OK(rows_.tier()->find_slots(&key, 1, slots.data()));
   EXPECT_EQ(rows_.uncreate(slots.data(), 1, true), 1);
   rows_.unhold_backed(slots.data(), 1);
   EXPECT_EQ(keys(), (std::vector<uint64_t>{2, 3}));
@@ -216,7 +216,7 @@ TEST_F(StoredRowsTest, PutsAndDeletionsWantNoPlace) {
   release_hold(slots);
   // Room that is promised is nobody else's.
   const uint64_t fresh[] = {10, 11};
-  ASSERT_OK(rows_.tier()->find_places(fresh, 2, found, &promised));
+  ASSERT_OK(rows_.tier()->find_slots(fresh, 2, found, &promised));
   EXPECT_EQ(promised, 2);
   EXPECT_EQ(resolve({12}, &slots), FRUGAL_ERR_TABLE_FULL);
   rows_.tier()->promise_no_more(promised);
@@ -260,10 +260,10 @@ TEST_F(StoredRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
   make(2, 6);
   const std::vector<uint64_t> often(40000, 1);
   std::vector<uint32_t> slots(often.size());
-  for (const bool places : {false, true}) {
+  for (const bool slots : {false, true}) {
     for (WithoutMemory without; without.next();)
       without([&] {
-        return places ? rows_.tier()->find_places(often.data(), often.size(), slots.data())
+        return slots ? rows_.tier()->find_slots(often.data(), often.size(), slots.data())
                       : resolve(often, &slots);
       });
     release_hold(slots);
@@ -339,7 +339,7 @@ TEST_F(StoredRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   written_ = [&] {
     const uint64_t key = 7;
     uint32_t slot;
-    ASSERT_OK(rows_.tier()->find_places(&key, 1, &slot));
+    ASSERT_OK(rows_.tier()->find_slots(&key, 1, &slot));
     EXPECT_EQ(rows_.uncreate(&slot, 1, true), 1);
     rows_.unhold_backed(&slot, 1);
     EXPECT_OK(rows_.tier()->read(7, row, &there));

@@ -1,10 +1,10 @@
-#include "storage/places.h"
+#include "storage/slot_map.h"
 
 namespace frugal {
 
 // (Addresses for all rows: so other processes expect it, who know of no places.)
-Status Places::open(const RowMemory::Config& c, uint64_t places, MemoryBudget* budget) {
-  capacity_ = places;
+Status SlotMap::open(const RowMemory::Config& c, uint64_t slots, MemoryBudget* budget) {
+  capacity_ = slots;
   if (c.lazy || c.hashed) FRUGAL_TRY(flags_.reserve(c.capacity, 1, c.shared, budget));
   if (!c.hashed) return FRUGAL_OK;
   FRUGAL_TRY(keys_.reserve(c.capacity, 8, c.shared, budget));
@@ -13,7 +13,7 @@ Status Places::open(const RowMemory::Config& c, uint64_t places, MemoryBudget* b
   return index_.open(capacity_, budget);
 }
 
-Status Places::begin_dense(uint32_t s) {
+Status SlotMap::begin_dense(uint32_t s) {
   FRUGAL_TRY(flags_.ensure(s, 1));
   if (flag(s)) return FRUGAL_OK;
   FRUGAL_TRY(memory_.ensure(s, 1));
@@ -22,7 +22,7 @@ Status Places::begin_dense(uint32_t s) {
   return FRUGAL_OK;
 }
 
-Status Places::add(uint64_t key, uint32_t* slot) {
+Status SlotMap::add(uint64_t key, uint32_t* slot) {
   uint32_t s = free_;
   if (s == kNoSlot) {
     if (next_slot_ >= capacity_)
@@ -41,7 +41,7 @@ Status Places::add(uint64_t key, uint32_t* slot) {
     free_ = static_cast<uint32_t>(keys()[s]);
   else
     ++next_slot_;
-  begin_place(s, key);
+  begin_slot(s, key);
   if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
   reserved_.fetch_add(1, std::memory_order_relaxed);
   *slot = s;
@@ -65,7 +65,7 @@ Status Places::add(uint64_t key, uint32_t* slot) {
 //   leave, updates that are not written hold the place. Its bit of the cache went with the line.
 // - Lines of caches: dropped before a row is deleted. Young rows have none. Where rows may leave,
 //   a line holds the place.
-void Places::begin_place(uint32_t slot, uint64_t key) {
+void SlotMap::begin_slot(uint32_t slot, uint64_t key) {
   FRUGAL_ASSERT(flag(slot) == 0 && !holders.held(slot));
   index_.insert(key, slot);
   keys()[slot] = key;
@@ -73,7 +73,7 @@ void Places::begin_place(uint32_t slot, uint64_t key) {
   flags()[slot] = kReserved;
 }
 
-void Places::free(uint32_t slot) {
+void SlotMap::free(uint32_t slot) {
   FRUGAL_ASSERT(flag(slot) == kReserved && !holders.held(slot));
   FRUGAL_ASSERT(index_.find(key_of(slot)) == slot);
   index_.erase(key_of(slot));
@@ -83,7 +83,7 @@ void Places::free(uint32_t slot) {
   reserved_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-void Places::remove(uint32_t s) {
+void SlotMap::remove(uint32_t s) {
   FRUGAL_ASSERT(exists(s));
   uncommitted_ -= flag_mark(flag(s)) != 0;
   flags()[s] = kReserved;
@@ -91,7 +91,7 @@ void Places::remove(uint32_t s) {
   reserved_.fetch_add(1, std::memory_order_relaxed);
 }
 
-void Places::tell_slots(std::atomic<uint64_t>* count) {
+void SlotMap::tell_slots(std::atomic<uint64_t>* count) {
   slots_told_ = count;
   if (count) count->store(next_slot_);
 }

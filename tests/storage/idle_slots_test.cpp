@@ -1,5 +1,5 @@
 // Of the slots without holders, the one that was released first agrees with a model.
-#include "storage/idle_places.h"
+#include "storage/idle_slots.h"
 
 #include <algorithm>
 #include <list>
@@ -7,12 +7,12 @@
 #include "support/inside.h"
 #include "support/random.h"
 
-namespace frugal::idle_places_test {
+namespace frugal::idle_slots_test {
 
-TEST(IdlePlaces, TheOldestIsTheFirstThatWasLetGo) {
-  IdlePlaces idle;
+TEST(IdleSlots, TheOldestIsTheFirstThatWasLetGo) {
+  IdleSlots idle;
   ASSERT_OK(idle.open(3, nullptr));
-  for (uint32_t place : {0, 1, 2}) ASSERT_OK(idle.ensure(place));
+  for (uint32_t slot : {0, 1, 2}) ASSERT_OK(idle.ensure(slot));
   EXPECT_EQ(idle.size(), 0);
   idle.add(2);
   idle.add(0);
@@ -29,22 +29,22 @@ TEST(IdlePlaces, TheOldestIsTheFirstThatWasLetGo) {
   EXPECT_GT(idle.memory_bytes(), 0);
 }
 
-TEST(IdlePlaces, BesideAModel) {
+TEST(IdleSlots, BesideAModel) {
   constexpr uint32_t kPlaces = 40;
   Random random(1);
-  IdlePlaces idle;
+  IdleSlots idle;
   ASSERT_OK(idle.open(kPlaces, nullptr));
-  for (uint32_t place = 0; place < kPlaces; ++place) ASSERT_OK(idle.ensure(place));
+  for (uint32_t slot = 0; slot < kPlaces; ++slot) ASSERT_OK(idle.ensure(slot));
   std::list<uint32_t> model;
   for (int i = 0; i < 20000; ++i) {
-    const uint32_t place = static_cast<uint32_t>(random.below(kPlaces));
-    const auto at = std::find(model.begin(), model.end(), place);
+    const uint32_t slot = static_cast<uint32_t>(random.below(kPlaces));
+    const auto at = std::find(model.begin(), model.end(), slot);
     if (at == model.end()) {
-      model.push_back(place);
-      idle.add(place);
+      model.push_back(slot);
+      idle.add(slot);
     } else {
       model.erase(at);
-      idle.remove(place);
+      idle.remove(slot);
     }
     ASSERT_EQ(idle.size(), model.size());
     if (!model.empty()) {
@@ -53,4 +53,4 @@ TEST(IdlePlaces, BesideAModel) {
   }
 }
 
-}  // namespace frugal::idle_places_test
+}  // namespace frugal::idle_slots_test

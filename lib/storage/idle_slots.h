@@ -12,29 +12,29 @@
 
 namespace frugal {
 
-class IdlePlaces {
+class IdleSlots {
  public:
-  Status open(uint64_t places, MemoryBudget* budget) {
-    FRUGAL_TRY(links_.reserve(places + 1, sizeof(Link), false, budget));
-    end_ = static_cast<uint32_t>(places);
+  Status open(uint64_t slots, MemoryBudget* budget) {
+    FRUGAL_TRY(links_.reserve(slots + 1, sizeof(Link), false, budget));
+    end_ = static_cast<uint32_t>(slots);
     FRUGAL_TRY(links_.ensure(end_, 1));
     at(end_) = {end_, end_};
     return FRUGAL_OK;
   }
   // Before the first add() of this place.
-  Status ensure(uint32_t place) { return links_.ensure(place, 1); }
+  Status ensure(uint32_t slot) { return links_.ensure(slot, 1); }
   // Nobody holds it any more: it is the newest.
-  void add(uint32_t place) {
+  void add(uint32_t slot) {
     const uint32_t newest = at(end_).before;
-    at(place) = {newest, end_};
-    at(newest).after = place;
-    at(end_).before = place;
+    at(slot) = {newest, end_};
+    at(newest).after = slot;
+    at(end_).before = slot;
     ++size_;
   }
   // Somebody holds it.
-  void remove(uint32_t place) {
-    const Link link = at(place);
-    FRUGAL_ASSERT(at(link.before).after == place && at(link.after).before == place);
+  void remove(uint32_t slot) {
+    const Link link = at(slot);
+    FRUGAL_ASSERT(at(link.before).after == slot && at(link.after).before == slot);
     at(link.before).after = link.after;
     at(link.after).before = link.before;
     --size_;
@@ -48,7 +48,7 @@ class IdlePlaces {
   struct Link {
     uint32_t before, after;
   };
-  Link& at(uint32_t place) const { return reinterpret_cast<Link*>(links_.base())[place]; }
+  Link& at(uint32_t slot) const { return reinterpret_cast<Link*>(links_.base())[slot]; }
 
   SlabArray links_;
   uint32_t end_ = 0;

@@ -24,7 +24,7 @@ namespace frugal {
 constexpr uint32_t kNoSlot = device::kPaddingSlot;       // padding: no row at all
 constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
 
-class Places {
+class SlotMap {
  public:
   // Keys under one lock: other threads get their turn in between.
   static constexpr size_t kAtOnce = 8192;
@@ -39,8 +39,8 @@ class Places {
   static bool flag_exists(uint8_t flag) { return flag & kExists; }
   static uint8_t flag_mark(uint8_t flag) { return flag >> kMarkAt; }
 
-  explicit Places(RowMemory& memory) : memory_(memory) {}
-  Status open(const RowMemory::Config& config, uint64_t places, MemoryBudget* budget);
+  explicit SlotMap(RowMemory& memory) : memory_(memory) {}
+  Status open(const RowMemory::Config& config, uint64_t slots, MemoryBudget* budget);
 
   Mutex mu;  // of the key mapping and of the places, and of the memory that is committed for them
   Holders holders GUARDED_BY(mu);
@@ -83,7 +83,7 @@ class Places {
   }
 
  private:
-  void begin_place(uint32_t slot, uint64_t key) REQUIRES(mu);
+  void begin_slot(uint32_t slot, uint64_t key) REQUIRES(mu);
   uint64_t* keys() const { return reinterpret_cast<uint64_t*>(keys_.base()); }
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
@@ -100,7 +100,7 @@ class Places {
   std::atomic<uint64_t> reserved_{0};  // changed with mu held
 };
 
-inline void Places::create(uint32_t s, uint8_t mark) {
+inline void SlotMap::create(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(s < next_slot_ && !exists(s) && (flag(s) & kReserved) && mark <= kMarks);
   flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
   ++existing_;
@@ -108,18 +108,18 @@ inline void Places::create(uint32_t s, uint8_t mark) {
   reserved_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-inline void Places::mark(uint32_t s, uint8_t mark) {
+inline void SlotMap::mark(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(exists(s));
   uncommitted_ = uncommitted_ + (mark != 0) - (flag_mark(flag(s)) != 0);
   flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
 }
 
-inline void Places::load(uint32_t s) {
+inline void SlotMap::load(uint32_t s) {
   FRUGAL_ASSERT(flag(s) == kReserved);
   flags()[s] = kLoading;
 }
 
-inline void Places::leave(uint32_t s) {
+inline void SlotMap::leave(uint32_t s) {
   FRUGAL_ASSERT(flag(s) == kExists);
   flags()[s] = kLeaving;
 }
