@@ -1,9 +1,9 @@
-// The two shapes of sums of docs/arithmetic.md, "Shapes of sums".
+// The two shapes of sums: docs/arithmetic.md, "Shapes of sums".
 //
 // What: fold32 adds the occurrences of a row, or the rows of a bag; sum16 adds over the elements
 // of a row. Both are fixed down to the order of each addition.
-// Invariants: no term is ever added to a zero that is not written in the definition: fold32 copies
-// its first term (so -0.0 survives), sum16 starts its lanes at +0.
+// Invariants: no term is added to a zero that is not in the definition. fold32 copies its first
+// term (so -0.0 survives), sum16 starts its lanes at +0.
 // Callers: the CPU and device kernels; tests use their own loops.
 #ifndef FRUGAL_ARITH_FOLD_H_
 #define FRUGAL_ARITH_FOLD_H_

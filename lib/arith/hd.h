@@ -1,9 +1,9 @@
-// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share; and
-// what each of the two has its own instruction or function for.
+// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share. And the
+// few functions that differ between the two.
 //
-// What: on the host a body is always inlined. Beside speed that keeps the program right: the CPU
-// kernels are compiled several times with different instruction sets, and an inline function that
-// was emitted by one of them must never be picked by the linker for the others.
+// What: on the host a body is always inlined, for speed and for correctness. The CPU kernels are
+// compiled several times with different instruction sets. If one of them emitted an inline
+// function, the linker could pick it for the others.
 // Invariants: bodies use no containers, no libm and no static data; floating-point code in them
 // is compiled without contraction (-ffp-contract=off, nvcc --fmad=false).
 // Callers: everything in lib/arith, lib/device.
@@ -23,9 +23,9 @@
 
 namespace frugal::arith {
 
-// What a body needs to know of its operand type. A body is written once for T = float and works
-// for a vector of floats as well (GCC and clang vector extensions: + - * / < ?: apply to each
-// lane); a vector type specializes this template for what the operators cannot say.
+// What a body needs to know of its operand type. A body is written once for T = float. It works for
+// a vector of floats as well (GCC and clang vector extensions: + - * / < ?: apply to each lane). A
+// vector type specializes this template for what the operators cannot say.
 template <class T>
 struct Lane;
 

@@ -1,4 +1,4 @@
-// Initial values of rows: docs/arithmetic.md, "Initial values", the same on host and device.
+// Initial values of rows: docs/arithmetic.md, "Initial values"; the same on host and device.
 //
 // What: a hash of (seed, table name, key, column) makes a uniform double, which a distribution
 // turns into the value. Nothing but + - * / and square root in double is used, so that every
@@ -31,7 +31,7 @@ FRUGAL_HD uint64_t mix(uint64_t x) {
   return x;
 }
 
-// The part of the hash that belongs to a table. `name` has `length` bytes.
+// A table's term of the hash. `name` has `length` bytes.
 inline uint64_t table_hash(uint64_t seed, const char* name, size_t length) {
   uint64_t h = 0xcbf29ce484222325u;
   for (size_t i = 0; i < length; ++i) {
@@ -199,7 +199,7 @@ inline InitSpec init_spec(int32_t init_kind, float a, float b, uint64_t rows, ui
   return s;
 }
 
-// What no element of a new row exceeds, of either sign.
+// A bound on the magnitude of every element of a new row.
 inline double initial_bound(const InitSpec& s) {
   const auto size = [](double x) { return x < 0.0 ? -x : x; };
   switch (s.kind) {

@@ -1,7 +1,7 @@
 // The one NaN that rows, optimizer state and pooled outputs hold: 0x7fc00000.
 //
 // What: which NaN an operation gives (sign and payload) differs between instruction sets and with
-// the order of operands, so it is replaced wherever a value is stored.
+// the order of operands. So it is replaced wherever a value is stored.
 // Callers: the optimizer bodies, the kernels, everything that copies a caller's floats into rows.
 #ifndef FRUGAL_ARITH_NAN_H_
 #define FRUGAL_ARITH_NAN_H_

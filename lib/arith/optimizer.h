@@ -1,7 +1,7 @@
 // Optimizers: docs/arithmetic.md, "From the gradient to the update", once for host and device.
 //
-// What: StepScalars holds every number of a step that the equations need; the bodies below are
-// the equations, elementwise, for T = float or a vector of floats.
+// What: StepScalars holds every number of a step that the equations need. The bodies below are the
+// equations, elementwise, for T = float or a vector of floats.
 // Invariants: the order of operations is the documented one; values are returned as they are
 // stored, that is with NaNs canonical.
 // Callers: the engine makes StepScalars once for a table and step; the kernels call the bodies.
@@ -15,7 +15,7 @@
 
 namespace frugal::arith {
 
-// Steps of the update that are in force, as bits of StepScalars::flags.
+// The steps of that section that are in force, as bits of StepScalars::flags.
 enum StepFlags : uint32_t {
   kMeanRanks = 1u << 0,
   kGradScale = 1u << 1,
@@ -61,11 +61,11 @@ struct StepScalars {
 };
 
 // --- What an optimizer is -----------------------------------------------------------------------
-// All that the library asks of a kind: its traits, and its equations (update_element). Whoever goes
-// by the kind has a switch over frugal_optimizer_kind without a default, and is compiled with
-// -Werror=switch; docs/changing.md has the list of them.
+// All that the library needs to know of a kind: its traits, and its equations (update_element).
+// Code that depends on the kind has a switch over frugal_optimizer_kind without a default, and is
+// compiled with -Werror=switch. docs/changing.md, "An optimizer", lists that code.
 
-// Hyper-parameters that some kinds look at, as bits of Optimizer::hypers.
+// Hyper-parameters that only some kinds use, as bits of Optimizer::hypers.
 enum Hyper : uint32_t {
   kEps = 1u << 0,
   kMomentum = 1u << 1,
@@ -82,10 +82,9 @@ enum Hyper : uint32_t {
 struct Optimizer {
   const char* name;
   uint32_t columns;       // of state: 0, 1 or 2
-  bool of_row;            // a column is one float of the row, not one for each element, and there
-                          // is one: update_row() makes the rate of the row from it
+  bool of_row;            // a column is one float a row, not one an element; there is one column
   uint32_t accumulators;  // bit c: column c begins with initial_accumulator, not with 0
-  uint32_t hypers;        // that its equations look at, or its state's beginning
+  uint32_t hypers;        // that its equations or its initial state use
   uint32_t flags;         // FRUGAL_OPT_*, likewise
   bool divides_by_lr;
   // State columns that update_element() gets.
@@ -115,7 +114,7 @@ FRUGAL_HD constexpr Optimizer optimizer_of(int32_t kind) {
 }
 inline constexpr int32_t kLastOptimizer = FRUGAL_FTRL;  // kinds are numbered from 0
 
-// What a kind is at compile time; f(Kind<...>()) for one that is known when it runs.
+// A kind as a type. for_kind() calls f(Kind<...>()) for a kind that is known at run time only.
 template <int32_t kKindIn>
 struct Kind {
   static constexpr int32_t kKind = kKindIn;
@@ -227,8 +226,8 @@ FRUGAL_HD T clamp(T x, float c) {
   return x > high ? high : (x < low ? low : x);
 }
 
-// Steps 1, 2 and 4 of the update: what needs nothing but the element. Step 3 (a NaN skips the
-// row) looks at the result as well as at any point between, since step 4 keeps NaNs.
+// Steps 1, 2 and 4 of that section, which need nothing but the element. Step 3 (a NaN skips the
+// row) may check the result instead, since step 4 keeps NaNs.
 template <class T>
 FRUGAL_HD T scale_gradient(const StepScalars& s, T g) {
   if (s.flags & kMeanRanks) g = g / s.world;
@@ -250,7 +249,7 @@ FRUGAL_HD T add_l2(const StepScalars& s, T g, T w) {
   return g + s.l2 * w;
 }
 
-// Row-wise Adagrad's part that is one for the row: renews the accumulator, returns the rate q.
+// The rate q of a row of row-wise Adagrad, from its accumulator `a`, which this updates.
 FRUGAL_HD float update_row(const StepScalars& s, float sum_of_squares, float& a) {
   const float sum = a + sum_of_squares / s.dim_float;
   const float rate = s.lr / (Lane<float>::root(sum) + s.eps);
@@ -259,7 +258,7 @@ FRUGAL_HD float update_row(const StepScalars& s, float sum_of_squares, float& a)
 }
 
 // Step 7 for one element (or one vector): the optimizer `kKind`. s0 and s1 are the element's state
-// columns (unused ones are left alone); `rate` is update_row's result (row-wise Adagrad only). The
+// columns; unused ones are left alone. `rate` is update_row's result (row-wise Adagrad only). The
 // new weight is not canonical yet: finish_weight() comes next.
 template <int kKind, class T>
 FRUGAL_HD void update_element(const StepScalars& s, T& w, T g, T& s0, T& s1, float rate) {

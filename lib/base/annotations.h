@@ -1,9 +1,9 @@
-// What a lock guards, told so that clang checks it (-Wthread-safety; tests/annotations.sh). Other
-// compilers see nothing.
+// Marks for clang's check of locks (-Wthread-safety; tests/annotations.sh). Other compilers ignore
+// them.
 //
-// A member that is GUARDED_BY(mu) is touched with mu held, a function that REQUIRES(mu) is called
-// so, and one that EXCLUDES(mu) is not. A lambda says it behind its parameters: [&]() REQUIRES(mu)
-// { ... }.
+// A member marked GUARDED_BY(mu) is accessed only while mu is held. A function marked REQUIRES(mu)
+// is called with mu held, one marked EXCLUDES(mu) without it. A lambda has the mark after its
+// parameters: [&]() REQUIRES(mu) { ... }.
 #pragma once
 #ifdef __clang__
 #define FRUGAL_ATTRIBUTE(x) __attribute__((x))

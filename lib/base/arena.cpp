@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kLarge = 4 * kHugePage;          // pieces
 constexpr size_t kSmallSegment = 16 * kHugePage;  // at least
-constexpr size_t kShare = 4;                      // a segment has this part of all, or more
+constexpr size_t kShare = 4;  // a segment is at least 1 / kShare of all of its kind
 constexpr size_t kNowhere = SIZE_MAX;
 
 }  // namespace
@@ -22,7 +22,7 @@ Arena::~Arena() {
 }
 
 Status Arena::open(size_t bytes) try {
-  // Whether the system has such memory is told here, not by who wants a buffer.
+  // A system without such memory is reported here, not by a later call that needs a buffer.
   Mapping first;
   FRUGAL_TRY(os_reserve(kHugePage, true, &first));
   os_release(&first);
@@ -48,7 +48,7 @@ Arena::Segment& Arena::segment_of(size_t at) {
   return *std::prev(next);
 }
 
-// Addresses that nobody has, with a gap behind them.
+// Free addresses from `from` on, with a gap after them; or kNowhere.
 size_t Arena::room(size_t from, size_t bytes) const {
   for (const Segment& s : segments_) {
     if (s.end < from) continue;
@@ -58,7 +58,7 @@ size_t Arena::room(size_t from, size_t bytes) const {
   return from <= mapping_.bytes && bytes <= mapping_.bytes - from ? from : kNowhere;
 }
 
-// With memory for a piece of so many bytes.
+// Adds a segment, with committed memory for a piece of `bytes`.
 Status Arena::add_segment(size_t bytes) {
   const bool large = bytes >= kLarge;
   size_t all = 0;
@@ -77,7 +77,7 @@ Status Arena::add_segment(size_t bytes) {
   make_room(segments_, 1);
   Mapping made;
   Status made_so;
-  // A forked child that kept it would keep the memory.
+  // A forked child that kept the descriptor would keep the memory.
   ForkedDescriptors::open([&] {
     made_so = os_reserve(size, true, &made, false, mapping_.base + at);
     return made.fd;
@@ -109,7 +109,7 @@ Status Arena::add_segment(size_t bytes) {
 Status Arena::take(size_t bytes, char** out) try {
   bytes = in_huge_pages(bytes);
   Lock lock(mu_);
-  // Room for what putting back may want, and one more segment.
+  // Room for the range that put_back() may add, and for one more segment.
   if (const size_t most = taken_ + segments_.size() + 3; free_.capacity() < most)
     free_.reserve(2 * most);
   auto find = [&]() REQUIRES(mu_) {
@@ -149,7 +149,8 @@ Status Arena::take(size_t bytes, char** out) try {
 void Arena::put_back(char* taken, size_t bytes) noexcept {
   bytes = in_huge_pages(bytes);
   const size_t first = offset(taken);
-  // The last descriptor of a segment may take its time: not with this lock.
+  // Closing the last descriptor of a segment may take long, so it is done after the lock is
+  // released.
   struct Closed {
     int fd = -1;
     ~Closed() { ForkedDescriptors::close(fd); }

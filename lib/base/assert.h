@@ -1,8 +1,9 @@
-// What must hold and is nobody's mistake but ours.
+// Assertions about the library's own state. A false one is a bug of the library, never a caller's
+// mistake.
 //
-// FRUGAL_ASSERT(condition): in builds for tests (the option FRUGAL_ASSERTS, which is on with a
-// sanitizer) a condition that does not hold ends the process, with its text and place. In others it
-// is not evaluated: a library does not end its program.
+// FRUGAL_ASSERT(condition): in builds for tests a false condition ends the process and prints its
+// text and source line. (Their option FRUGAL_ASSERTS is on with a sanitizer.) In other builds it is
+// not evaluated: a library does not end its program.
 #pragma once
 #ifdef FRUGAL_ASSERTS
 #include <cstdio>

@@ -18,8 +18,8 @@
 namespace frugal {
 namespace {
 
-// AddressSanitizer takes all of a pool's memory for used: it is told which buffers nobody has.
-// Those that have lain longest are taken first then, so that who still reads one is found.
+// AddressSanitizer takes all of a pool's memory for used, so free buffers are poisoned. The buffer
+// that was free longest is reused first then, so that late reads of it are found.
 #ifdef FRUGAL_ASAN
 constexpr bool kOldestFirst = true;
 void mark_free(char* data, size_t bytes) { __asan_poison_memory_region(data, bytes); }
@@ -31,8 +31,8 @@ void mark_used(char*, size_t) {}
 #endif
 
 constexpr size_t kSmallest = 256;
-constexpr uint64_t kSpan = 16;   // times what is held
-constexpr uint32_t kSteps = 16;  // of a span at most
+constexpr uint64_t kSpan = 16;   // the clock's span, in multiples of `held_`
+constexpr uint32_t kSteps = 16;  // steps of a span at most
 
 // Size classes: 256, 320, 384, 448, 512, 640, ... a quarter of a power of two apart.
 size_t class_of(size_t bytes, size_t* rounded) {
@@ -45,7 +45,7 @@ size_t class_of(size_t bytes, size_t* rounded) {
   size_t quarter = (size_t{1} << log) / 4;
   size_t q = (bytes - (size_t{1} << log) + quarter - 1) / quarter;  // 1..4
   *rounded = (size_t{1} << log) + q * quarter;
-  // Large ones have whole pages, and count as what they have.
+  // Large buffers have whole huge pages, and count with all of them.
   if (*rounded > kHugePage && *rounded % kHugePage != 0)
     return class_of((*rounded / kHugePage + 1) * kHugePage, rounded);
   return (log - 8) * 4 + q;
@@ -115,8 +115,8 @@ void BufferPool::unmap(char* data, size_t bytes) noexcept {
   os_release(&m);
 }
 
-// Of a buffer that nobody has, and that is in no list. (A part of a piece waits for the pool's
-// end.)
+// For a buffer that is not in use, and in no list. (A buffer cut from a piece stays until the
+// pool's end.)
 void BufferPool::release(char* data, size_t capacity) noexcept {
   mark_used(data, capacity);
   held_.fetch_sub(capacity, std::memory_order_relaxed);
@@ -126,7 +126,7 @@ void BufferPool::release(char* data, size_t capacity) noexcept {
     heap_free(data);
 }
 
-// A part of a piece.
+// Cuts a small buffer from a piece.
 Status BufferPool::cut(size_t bytes, char** out) try {
   Lock lock(mu_);
   if (piece_used_ + bytes > kPiece) {
@@ -216,8 +216,9 @@ void BufferPool::trim(int spans) noexcept {
   }
   keep(most);
   if (!arena_ || !arena_->gives_back()) return;
-  // What is kept may lie here and there, and all of a segment is there as long as any of it is. If
-  // buffers that are in use keep it, there is no more to be done about as much.
+  // Free buffers may be spread over segments, and a segment stays whole while any buffer is in it.
+  // So if much is idle, all free buffers are released once. What stays idle then is held by buffers
+  // in use, and as much is not tried again.
   size_t idle = arena_->bytes_idle();
   if (idle <= most / 2) {
     idle = 0;
@@ -225,7 +226,7 @@ void BufferPool::trim(int spans) noexcept {
     keep(0);
     idle = arena_->bytes_idle();
   } else {
-    idle = tried - tried / 8;  // they may have come back since
+    idle = tried - tried / 8;  // those buffers may be free by now
   }
   Lock lock(mu_);
   in_vain_ = idle;
@@ -262,7 +263,7 @@ void BufferPool::keep(size_t bytes) noexcept {
     {
       Lock lock(mu_);
       if (circulation_.kept <= bytes) return;
-      // Lists are in the order of time.
+      // Each list is ordered by `since`.
       Vector<Free>* of = nullptr;
       for (Vector<Free>& list : free_)
         if (!list.empty() && counts(list.front().capacity) && list.front().since <= oldest.since) {

@@ -1,10 +1,10 @@
 // Reusable buffers for keys, pairs and gradients: huge-page memory that circulates.
 //
-// A step needs the same few sizes again and again, so freed buffers are kept by size class and
-// handed out again; nothing is allocated in steady state. Sizes are rounded up to a quarter of a
-// power of two. What is kept is bounded by what was in use of late: those that have lain longest go
-// back to the system. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a
-// Pinner all of a pool's memory is pinned, until it goes back; with an Arena it is that's.
+// A step needs the same few sizes again and again. So freed buffers are kept by size class and used
+// again; in steady state nothing is allocated. Sizes are rounded up to a quarter of a power of two.
+// Recent use bounds what is kept: buffers that were free longest go back to the system.
+// Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner all of a
+// pool's memory is pinned until it goes back. With an Arena all of it comes from the arena.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -23,15 +23,15 @@ namespace frugal {
 
 class BufferPool;
 
-// The engine's limit of memory for tables (frugal_config.host_bytes). What is kept for later
-// counts, too, and makes room where it is wanted and can.
+// The engine's limit of memory for tables (frugal_config.host_bytes). Free buffers of the pools
+// count too; take() releases them when memory is short.
 struct MemoryBudget {
   uint64_t limit = UINT64_MAX;
   std::atomic<uint64_t> used{0};
-  std::atomic<uint64_t> idle{0};  // of that: shared memory that no buffer uses
-  BufferPool* spares[2] = {};  // who makes room
+  std::atomic<uint64_t> idle{0};  // of `used`: shared memory that no buffer uses
+  BufferPool* spares[2] = {};  // pools that release free buffers in take()
   bool add(uint64_t bytes) {
-    // What is refused is never counted: beside it something smaller may fit.
+    // A refused request is never counted, not even briefly: a smaller one may fit meanwhile.
     uint64_t now = used.load(std::memory_order_relaxed);
     do {
       if (now > limit || bytes > limit - now) return false;
@@ -39,7 +39,7 @@ struct MemoryBudget {
     return true;
   }
   bool take(uint64_t bytes);
-  // Of shared memory that no buffer uses: it is there, whatever the limit says.
+  // Counts shared memory that no buffer uses, even beyond the limit: the memory exists.
   void hold(uint64_t bytes) {
     idle.fetch_add(bytes, std::memory_order_relaxed);
     used.fetch_add(bytes, std::memory_order_relaxed);
@@ -74,14 +74,14 @@ class Buffer {
   }
   char* data() const { return data_; }
   size_t capacity() const { return capacity_; }
-  // Of memory that belongs to somebody else, who keeps it as long as it is looked at.
+  // A view of another owner's memory, which the owner keeps while the view is in use.
   static Buffer view(const void* data, size_t bytes) {
     Buffer b;
     b.data_ = static_cast<char*>(const_cast<void*>(data));
     b.capacity_ = bytes;
     return b;
   }
-  // The same, and `owner` is told when the buffer ends.
+  // The same; the end of the buffer calls owner->give_back().
   class Owner {
    public:
     virtual void give_back(char* data, size_t bytes) noexcept = 0;
@@ -105,15 +105,15 @@ class Buffer {
     std::swap(data_, o.data_);
     std::swap(capacity_, o.capacity_);
   }
-  BufferPool* pool_ = nullptr;  // where it goes back to; or to the owner, or nowhere
+  BufferPool* pool_ = nullptr;  // gets the memory back; null: `owner_` does, or it is a view
   Owner* owner_ = nullptr;
   char* data_ = nullptr;
   size_t capacity_ = 0;
 };
 
-// How much of memory that circulates is kept while nobody uses it. Some is in any case, and twice
-// what was in use at most of late: sizes that are not in use at the same time add up. "Of late" is
-// two spans of a clock that hand-outs move on. Guarded by its owner's lock.
+// How much free memory a pool keeps: a fixed amount and twice the recent peak of use. (Twice,
+// because sizes that are not in use at the same time add up.) "Recent" is two spans of a clock,
+// which hand-outs advance. Guarded by its owner's lock.
 class Circulation {
  public:
   explicit Circulation(size_t always) : always_(always) {}
@@ -143,26 +143,26 @@ class BufferPool {
   BufferPool(const BufferPool&) = delete;
   // Before the first buffer is taken.
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
-  // Likewise: its memory comes from an arena, which lives longer.
+  // Also before the first buffer: memory comes from an arena, which lives longer.
   void cut_from(Arena* arena) { arena_ = arena; }
-  // What is kept counts against the budget, and makes room in it.
+  // Free buffers count against the budget, which may release them to make room.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
     budget->spares[budget->spares[0] ? 1 : 0] = this;
   }
-  // Gives back what is kept beyond `bytes`.
+  // Releases free buffers beyond `bytes`, those that were free longest first.
   void keep(size_t bytes) noexcept;
-  // A step has ended. What the last ones have used is kept, what others did before goes back.
+  // A step has ended. Now and then releases buffers that only earlier steps used.
   void end_step() noexcept;
-  // Likewise, of all that was in use before now: who used it has left.
+  // Releases buffers that are kept because of earlier use: their users have left.
   void rest() noexcept;
-  // From now on what lies in the arena stays there, for other processes that look at it when the
-  // pool has ended.
+  // From now on memory from the arena stays there, for other processes that read it after the
+  // pool's end.
   void leave() noexcept { left_.store(true); }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
   Status get(size_t bytes, Buffer* out);
-  // What a buffer of `bytes` bytes takes.
+  // The capacity of a buffer of `bytes` bytes.
   static size_t capacity_for(size_t bytes);
   size_t bytes_held() const { return held_.load(std::memory_order_relaxed); }
   size_t bytes_kept() const {
@@ -176,11 +176,11 @@ class BufferPool {
   struct Free {
     char* data;
     size_t capacity;
-    uint64_t since;  // by the clock
+    uint64_t since;  // by the clock of `circulation_`
   };
   static constexpr size_t kClasses = 256;
-  // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they are kept
-  // for ever, and not counted.
+  // Small buffers of a pool with a Pinner or an Arena are cut from pieces of this size. They are
+  // kept until the pool ends, and not counted.
   static constexpr size_t kPiece = kHugePage;
   void trim(int spans) noexcept;
   Status map(size_t bytes, char** out);
@@ -199,11 +199,11 @@ class BufferPool {
   Vector<char*> pieces_ GUARDED_BY(mu_);
   size_t piece_used_ GUARDED_BY(mu_) = kPiece;  // of the last one
   Vector<Free> free_[kClasses] GUARDED_BY(mu_);
-  std::atomic<size_t> held_{0};  // all that there is
+  std::atomic<size_t> held_{0};  // in use or free
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
   Circulation circulation_ GUARDED_BY(mu_){size_t{64} << 20};  // its clock: bytes handed out
-  size_t in_vain_ GUARDED_BY(mu_) = 0;  // of the arena's memory, what stayed idle with nothing kept
+  size_t in_vain_ GUARDED_BY(mu_) = 0;  // arena bytes that stayed idle with nothing kept
   std::atomic<uint32_t> steps_{0};
 };
 

@@ -1,6 +1,6 @@
-// Waiting with a time-out by the steady clock: by the system's clock a wait takes as much longer as
-// that is set back meanwhile. (The standard library's waits use that one where the C library has no
-// better, and do not tell.)
+// A condition variable whose time-outs are on the monotonic clock. By the system's clock a wait
+// takes longer if that clock is set back meanwhile. (The standard library's waits silently use the
+// system's clock where the C library offers no other.)
 #pragma once
 #include <pthread.h>
 #include <time.h>
@@ -32,7 +32,7 @@ class Condition {
   void wait(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
     while (!done()) sleep(*lock.mutex());
   }
-  // Until it is done, or now_ns() is `at`. Returns whether it is done.
+  // Waits until done() is true, or now_ns() is `at`. Returns whether done() is true.
   template <class AnyLock, class Done>
   bool wait_until(AnyLock& lock, uint64_t at, Done done) NO_THREAD_SAFETY_ANALYSIS {
     while (!done()) {
@@ -58,7 +58,7 @@ class Condition {
 #endif
     all ? pthread_cond_broadcast(&cond_) : pthread_cond_signal(&cond_);
   }
-  // Whether a test's scheduler has let the thread wait.
+  // Waits by a test's scheduler. False: the thread has none.
   bool scheduled(Mutex& mu, uint64_t until) NO_THREAD_SAFETY_ANALYSIS {
 #ifdef FRUGAL_SCHEDULES
     if (Scheduler* s = this_scheduler) {
@@ -76,7 +76,7 @@ class Condition {
   pthread_cond_t cond_;
 };
 
-// For std::unique_lock.
+// A mutex with a time-out, for std::unique_lock.
 class CAPABILITY("mutex") TimedMutex {
  public:
   bool try_lock() TRY_ACQUIRE(true) {

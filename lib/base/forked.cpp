@@ -41,7 +41,7 @@ void ForkedDescriptors::add(int fd) {
   try {
     known().descriptors.push_back(fd);
   } catch (const std::bad_alloc&) {
-    // Then a forked child keeps it: the pidfd tells of its parent's death all the same.
+    // Then a forked child keeps it. The pidfd reports its parent's death all the same.
   }
 }
 

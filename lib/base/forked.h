@@ -1,6 +1,6 @@
 // Descriptors that a child made by fork() must not keep: close-on-exec does not help where nothing
 // is executed. A child that kept a connection, a listening socket or a lock would make its dead
-// parent look alive. They are closed in the child before fork() comes back to it.
+// parent look alive. They are closed in the child before fork() returns there.
 #pragma once
 #include "base/sync.h"
 
@@ -8,7 +8,7 @@ namespace frugal {
 
 class ForkedDescriptors {
  public:
-  // make() gives a new descriptor, or -1; no fork comes between it and its being known.
+  // make() returns a new descriptor, or -1. No fork happens until the descriptor is registered.
   template <class Make>
   static int open(Make make) {
     Lock lock(mutex());
@@ -16,7 +16,7 @@ class ForkedDescriptors {
     if (fd >= 0) add(fd);
     return fd;
   }
-  // The same of two: make(fds) tells whether there are.
+  // The same for two descriptors; make(fds) returns whether it made them.
   template <class Make>
   static bool open(int (&fds)[2], Make make) {
     Lock lock(mutex());
@@ -25,7 +25,7 @@ class ForkedDescriptors {
       if (fd >= 0) add(fd);
     return true;
   }
-  static void close(int fd) noexcept;  // -1 is accepted; any other, too
+  static void close(int fd) noexcept;  // also -1, or a descriptor that is not registered
 
  private:
   static Mutex& mutex();

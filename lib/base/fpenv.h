@@ -1,8 +1,9 @@
 // FpEnvironment: the floating-point environment that the engine computes in.
 //
-// What: saves the calling thread's control register, sets the default (round to nearest even,
-// denormals kept, exceptions masked), and restores what was there when it goes out of scope.
-// Exception flags that the engine's arithmetic raises are not left behind either.
+// What: saves the calling thread's control register and sets the default (round to nearest even,
+// denormals kept, exceptions masked). At the end of its scope it restores the register. Exception
+// flags that the engine's arithmetic raises do not remain either.
+//
 // Invariants: the arithmetic of docs/arithmetic.md holds only inside such a scope. Restoring does
 // not throw or fail.
 // Callers: each call of the interface (capi/frugal.cpp), and each thread of the library

@@ -17,9 +17,9 @@ namespace frugal {
 
 void futex_wait(const uint32_t* word, uint32_t seen, uint64_t ns) {
 #ifdef FRUGAL_SCHEDULES
-  if (Scheduler* s = this_scheduler) {  // whose threads take turns: a look and a wait are one step
+  if (Scheduler* s = this_scheduler) {  // its threads take turns: check and wait are one step
     if (__atomic_load_n(word, __ATOMIC_RELAXED) != seen) return;
-    const char none = 0;  // a wait is behind a mutex there
+    const char none = 0;  // stands for the mutex that a Scheduler's wait needs
     s->wait(word, &none, ns < uint64_t{1} << 60 ? s->now() + ns : UINT64_MAX);  // centuries: never
     return s->unlock(&none);
   }

@@ -7,11 +7,11 @@
 namespace frugal {
 
 // Sleeps while the word is `seen`, at most `ns` (UINT64_MAX: for ever). It may also return early:
-// callers look again.
+// callers check again.
 void futex_wait(const uint32_t* word, uint32_t seen, uint64_t ns);
 
-// What is left of the time of a wait. A sleep counts for no more than it was to take: where this
-// process stands still, as its whole machine may, it cannot tell that what it waits for is late.
+// The time that is left of a wait. A sleep counts at most with its planned length. A process that
+// was stopped, perhaps with its machine, cannot conclude that the awaited event is late.
 class WaitTime {
  public:
   explicit WaitTime(uint64_t ns) : left_(ns) {}
@@ -21,13 +21,13 @@ class WaitTime {
   void slept(uint64_t ns) { left_ -= std::min(slice(), ns); }
 
  private:
-  static constexpr uint64_t kSliceNs = 50'000'000;  // no shorter one counts
+  static constexpr uint64_t kSliceNs = 50'000'000;  // the shortest slice, except the last
   uint64_t left_;
 };
-// Sleeps for one slice of it.
+// Sleeps for one slice of `time`.
 void futex_wait(const uint32_t* word, uint32_t seen, WaitTime* time);
 
-// Wakes all who sleep on the word, in any process.
+// Wakes all threads that sleep on the word, in any process.
 void futex_wake(const uint32_t* word);
 
 }  // namespace frugal

@@ -16,8 +16,8 @@ namespace {
 constexpr uint32_t kIndexBits = 20;
 constexpr uint64_t kIndexMask = (uint64_t{1} << kIndexBits) - 1;
 
-// What a slot has changes with its lock, which is held for some instructions: calls of different
-// trainers do not meet at one lock.
+// Each slot has its own lock, held for a few instructions. So calls of different trainers do not
+// contend for one lock.
 class Slot {
  public:
   std::shared_ptr<void> get(HandleKind kind, uint64_t generation) {
@@ -37,7 +37,7 @@ class Slot {
     ++generation_;
     return std::move(object_);
   }
-  // In a child, where nobody is inside.
+  // In a forked child, where no thread holds it.
   void reset_lock() { locked_.store(false, std::memory_order_relaxed); }
 
  private:
@@ -59,7 +59,7 @@ class Slot {
   std::shared_ptr<void> object_;
 };
 
-// Slots stay where they are, in blocks that come one after the other.
+// Slots never move: they are in blocks, which are allocated one after the other.
 constexpr size_t kBlock = 1024;
 struct Registry : HeapObject {
   std::array<std::atomic<Slot*>, (kIndexMask + kBlock) / kBlock> blocks{};
@@ -70,7 +70,7 @@ struct Registry : HeapObject {
   Slot& slot(size_t index) {
     return blocks[index / kBlock].load(std::memory_order_acquire)[index % kBlock];
   }
-  // Of a handle; null: there has never been one with this number.
+  // The slot of a handle; null: no handle ever had this number.
   Slot* of(uint64_t handle) {
     const uint64_t number = handle & kIndexMask;
     if (number == 0 || !blocks[(number - 1) / kBlock].load(std::memory_order_acquire))
@@ -115,7 +115,7 @@ uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
       return 0;
     }
     index = r.slots;
-    // Removing a handle must not want memory: what it names would stay, out of reach.
+    // handle_remove() must not allocate: if it failed, the object would stay, out of reach.
     if (r.free.capacity() <= index) r.free.reserve(std::max<size_t>(64, index * 2));
     if (index % kBlock == 0) {
       auto* made = static_cast<Slot*>(heap_alloc(kBlock * sizeof(Slot)));
@@ -143,7 +143,7 @@ std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle) {
 }
 
 uint32_t process_generation() {
-  registry();  // from its making on forks are counted
+  registry();  // forks are counted once it exists
   return g_generation.load(std::memory_order_relaxed);
 }
 

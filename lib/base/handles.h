@@ -1,8 +1,8 @@
 // Handles: typed opaque pointers of the C interface that are numbers, not addresses.
 //
-// A handle is (index + 1) in the low 20 bits and a generation above; closing a handle ends its
-// generation, so an old one is told from a new one and nothing is ever dereferenced.
-// Threads: any. A child made by fork() is told apart by process_generation().
+// A handle is (index + 1) in the low 20 bits and a generation above. Closing a handle ends its
+// generation, so a closed handle differs from every later one. No handle is ever dereferenced.
+// Threads: any. A child made by fork() has another process_generation().
 #pragma once
 #include <cstdint>
 #include <memory>

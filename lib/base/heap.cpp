@@ -29,7 +29,7 @@ struct Functions {
 Functions load() {
   Functions f;
 #ifdef FRUGAL_MIMALLOC
-  // RTLD_LOCAL: nobody else's malloc or operator new resolves to it.
+  // RTLD_LOCAL: no other library's malloc or operator new resolves to it.
   if (void* library = dlopen(FRUGAL_MIMALLOC, RTLD_NOW | RTLD_LOCAL)) {
     void* a = dlsym(library, "mi_malloc");
     void* b = dlsym(library, "mi_malloc_aligned");

@@ -1,10 +1,12 @@
-// The engine's own objects live in mimalloc, the host program's malloc stays its own.
+// The engine's own objects live in mimalloc; the host program's malloc stays its own.
 //
 // Rule: an object of the engine derives from HeapObject, and a container is a Vector, Map or String
 // (or takes HeapAllocator). Rows, large keys and gradients are not here: they live in slabs and
-// buffers (storage/slab.h, base/buffer.h). mimalloc is loaded with its names kept to itself:
-// linked, its malloc and operator new could become those of the program. Under sanitizers, and
-// where it is not installed, this is plain malloc.
+// buffers (storage/slab.h, base/buffer.h).
+//
+// The library loads mimalloc at run time and hides its names. If it were linked, its malloc and
+// operator new could become those of the program. Under sanitizers, and where mimalloc is not
+// installed, this is plain malloc.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -42,7 +44,8 @@ struct HeapAllocator {
 
 template <class T>
 using Vector = std::vector<T, HeapAllocator<T>>;
-// For one after the other: reserve() alone would move all that there is each time.
+// Room for `more` elements, which at least doubles: reserve() alone would move all elements each
+// time.
 template <class T>
 void make_room(Vector<T>& v, size_t more) {
   if (v.capacity() - v.size() < more) v.reserve(std::max(2 * v.size(), v.size() + more));

@@ -41,8 +41,7 @@ bool injected_call_failure() {
   return g_fail_call_after.fetch_sub(1, std::memory_order_relaxed) == 1;
 }
 
-// The bytes that a file may have. Beyond them the system would not only refuse, it would send a
-// deadly signal.
+// The most bytes that a file may have. A write beyond them fails, and sends a deadly signal too.
 uint64_t most_of_file() {
   rlimit limit{};
   return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur
@@ -51,9 +50,9 @@ uint64_t most_of_file() {
 
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Shared memory of a size that nobody can change any more.
+// Shared memory whose size cannot change any more.
 Status make_memfd(size_t bytes, int* out) {
-  // Some systems want to be told that it is no program; older ones do not know the flag.
+  // Some systems demand a flag that it is no program; older ones do not know the flag.
   int fd = memfd_create("frugal", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = memfd_create("frugal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) {
@@ -83,7 +82,7 @@ Status make_memfd(size_t bytes, int* out) {
   return FRUGAL_OK;
 }
 
-// Nobody adds a seal any more. Without `others_write` only mappings that there are by now can
+// From now on no seal can be added. Without `others_write` only mappings that exist by now can
 // write.
 Status seal(int fd, bool others_write) {
   if (!others_write && fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0)
@@ -120,14 +119,14 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
   return FRUGAL_OK;
 }
 
-// `used`: of the bytes, from the first on. What is small does without huge pages: its first touch
-// would fill one.
+// `used`: the bytes in use, from the first on. Small memory does without huge pages: its first
+// touch would fill one.
 void advise(char* base, size_t bytes, size_t used) {
   if (used >= kHugePage) madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
   madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
 }
 
-// At *out, where that is not null: in a range of addresses that stays one whatever becomes of this.
+// Maps at *out if that is not null: in a range of addresses, which stays reserved on failure.
 Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
   char* base = *out;
   if (!base) FRUGAL_TRY(reserve_aligned(bytes, PROT_NONE, &base));
@@ -145,8 +144,8 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
         "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
   }
   advise(base, bytes, used);
-  // Into a core dump it does not go: others have it as well, reading its holes would fill them, and
-  // the process is not seen as dead until all is written.
+  // Excluded from core dumps. Other processes have the memory too, and reading its holes would fill
+  // them. And the process is not seen as dead until its dump is written.
   madvise(base, bytes, MADV_DONTDUMP);
   *out = base;
   return FRUGAL_OK;
@@ -162,7 +161,7 @@ Status no_addresses(size_t bytes) {
 
 namespace {
 
-// The number behind `name` at the beginning of a line of a file; `otherwise` where there is none.
+// The number after `name` at the beginning of a line of a file; `otherwise` if there is none.
 uint64_t number_in(const char* path, const char* name, uint64_t otherwise) {
   FILE* f = std::fopen(path, "re");
   if (!f) return otherwise;
@@ -177,7 +176,7 @@ uint64_t number_in(const char* path, const char* name, uint64_t otherwise) {
   return otherwise;
 }
 
-// What the process's control group (v2) and the groups above it leave, as in a container.
+// Memory that the process's control group (v2) and the groups above it leave, as in a container.
 uint64_t group_bytes() {
   constexpr char kRoot[] = "/sys/fs/cgroup";
   char line[512], path[1024];
@@ -197,7 +196,7 @@ uint64_t group_bytes() {
     uint64_t used = number_in(path, "", UINT64_MAX);
     if (limit != UINT64_MAX && used != UINT64_MAX) {
       std::snprintf(path, sizeof path, "%s%s/memory.stat", kRoot, group);
-      // Pages of files it can let go of.
+      // Pages of files, which the kernel can drop.
       used -=
           std::min(used, number_in(path, "inactive_file ", 0) + number_in(path, "active_file ", 0));
       least = std::min(least, limit > used ? limit - used : 0);
@@ -338,11 +337,11 @@ Status os_check_available(uint64_t bytes) {
 namespace {
 
 // Most machines give shared memory no huge pages by themselves, whatever is advised (shmem_enabled
-// is `never`), but do so when they are asked for the very pages (Linux 6.1). A huge page can be
-// made of what has a small one in it. Who asks waits for a thread of the kernel on every processor:
-// for seconds, where others keep a processor busy. So one call asks for all pages, only where a
-// touch was not enough, and only for so many that lookups gain by them. Advice: what is not had
-// comes as small pages.
+// is `never`). They do when asked for the very pages (MADV_COLLAPSE, Linux 6.1), if each has a
+// small page already. The caller waits for a thread of the kernel on every processor: for seconds,
+// where other threads keep a processor busy. So one call asks for all pages. It is made only if
+// touching them was not enough, and from kManyBytes on, where lookups gain by it. It is advice:
+// huge pages that cannot be had are small ones.
 constexpr size_t kManyBytes = size_t{8} << 20;
 
 void take_huge_pages(char* base, size_t bytes) {
@@ -352,7 +351,7 @@ void take_huge_pages(char* base, size_t bytes) {
   bool small = false;
   for (uintptr_t at = from; at < to; at += kHugePage) {
     if (madvise(reinterpret_cast<void*>(at), 1, MADV_POPULATE_WRITE) != 0) return;
-    unsigned char last = 0;  // is in memory, too, where the page is a huge one
+    unsigned char last = 0;  // is in memory, too, if the page is a huge one
     small |= mincore(reinterpret_cast<void*>(at + kHugePage - page), page, &last) != 0 ||
              (last & 1) == 0;
   }
@@ -367,17 +366,17 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
                       "%zu bytes of memory cannot be had; free memory of the machine or raise the "
                       "container's limit",
                       bytes);
-  // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
-  // slab is large enough: tables grow by them.
+  // Without this check an overcommitting kernel would kill the process on a touch, now or later.
+  // Tables grow by slabs, which are large enough to be checked.
   if (bytes >= kManyBytes) FRUGAL_TRY(os_check_available(bytes));
   if (m.fd >= 0 && bytes >= kManyBytes) take_huge_pages(m.base + offset, bytes);
-  // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones
-  // where the machine has them on advice only.
+  // Through the mapping, which is advised to have huge pages. fallocate would give small ones where
+  // the machine gives shared memory huge ones on advice only.
   const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
   if (refused == 0) return FRUGAL_OK;
   if (m.fd >= 0 && refused == EINVAL) {  // before Linux 5.14
-    // In pieces, because a signal undoes a piece: a profiler's may come more often than all would
-    // take. Pieces that were had before a failure stay.
+    // In pieces, because a signal undoes a piece: a profiler's signals may come faster than all
+    // pieces are done. Pieces that were had before a failure stay.
     for (size_t done = 0; done < bytes;) {
       const size_t piece = std::min(bytes - done, kHugePage);
       const int code = posix_fallocate(m.fd, static_cast<off_t>(offset + done),
@@ -409,7 +408,7 @@ int os_read_only(int fd) {
 
 namespace {
 
-// Of one message, and room for one descriptor beside it.
+// The header of one message, with room for one descriptor.
 struct Message {
   iovec bytes;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -488,7 +487,7 @@ Status NewFile::open(const char* path) {
       temporary_ = std::move(name);
       return FRUGAL_OK;
     }
-    // Left behind by another process of that number.
+    // EEXIST: another process of that number has left the file.
     if (errno != EEXIST && errno != EINTR) return refused(errno, "created");
   }
 }

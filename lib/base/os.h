@@ -14,24 +14,23 @@
 namespace frugal {
 
 uint64_t now_ns();          // monotonic
-// Whether the kernel's clock is the counter of this name. The kernel takes one that runs evenly,
-// and alike on all processors.
+// Whether the kernel's clock is the counter of this name. The kernel chooses a counter that runs
+// evenly, and alike on all processors.
 bool os_clock_is(const char* counter);
-uint64_t after_ns(uint64_t ns);  // that much from now; UINT64_MAX: never
-// A time-out's. UINT64_MAX, for ever: that of a negative one, or of one of more than a century.
+uint64_t after_ns(uint64_t ns);  // `ns` from now; UINT64_MAX: never
+// The nanoseconds of a time-out. UINT64_MAX (never) if it is negative, or more than a century.
 constexpr uint64_t ns_of_ms(int64_t ms) {
   return ms < 0 || ms > INT64_MAX / 2'000'000 ? UINT64_MAX : static_cast<uint64_t>(ms) * 1'000'000;
 }
 uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
-// The calling thread does not push others off their processors when it is woken (SCHED_BATCH).
+// From now on the calling thread preempts no other when it is woken (SCHED_BATCH).
 void os_batch_thread();
-// The calling thread runs briefly and is waited for: it may push others off their processors
+// For a thread that runs briefly and that others wait for: it may preempt others when it is woken
 // (Linux 6.12 and later).
 void os_brief_thread();
 int os_processor();  // that the calling thread is on; or -1
-// Calls these around each fork() from now on. Throws std::bad_alloc where there is no memory for
-// that.
+// Calls these around each fork() from now on. Throws std::bad_alloc if there is no memory for that.
 void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)());
 
 // Processors that a thread may run on.
@@ -42,19 +41,19 @@ struct Processors {
   bool has(int processor) const {
     return processor >= 0 && processor < CPU_SETSIZE && CPU_ISSET(processor, &set);
   }
-  // Without one; all if there is no other.
+  // The set without `processor`; unchanged if it has no other.
   Processors but(int processor) const;
-  // From now on the thread, or the calling one, runs on these. False: it goes on where it was.
+  // From now on `thread` (null: the calling one) runs on these. False: it stays where it was.
   bool place(Thread* thread = nullptr) const;
 };
 uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
-// A file descriptor for `what` could not be had, for that errno. OUT_OF_MEMORY, with the limit and
-// what helps.
+// Reports that no file descriptor could be had for `what`, with errno `code`: OUT_OF_MEMORY. The
+// message has the limit and a remedy.
 Status os_no_descriptor(int code, const char* what);
 Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less
 
-// For loops that look again soon.
+// For loops that poll.
 inline void cpu_relax() {
 #ifdef FRUGAL_SCHEDULES
   if (Scheduler* s = this_scheduler) return s->pause();
@@ -78,23 +77,24 @@ constexpr size_t in_huge_pages(size_t bytes) {
   return (bytes + kHugePage - 1) / kHugePage * kHugePage;
 }
 
-// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd,
-// which has no name, sealed at this size. No memory is taken. Unless others write it, too, this
-// mapping is the only one through which shared memory can be written, whoever opens it
-// (F_SEAL_FUTURE_WRITE, Linux 5.1; not before that). `at`: a place of a range, for shared memory.
+// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory. Shared
+// memory is a memfd, which has no name, sealed at this size. No memory is committed. Without
+// `others_write` shared memory can be written through this mapping only, even if another process
+// opens it (F_SEAL_FUTURE_WRITE, from Linux 5.1 on). `at`: an address in a range of
+// os_reserve_range(), for shared memory.
 Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = false,
                   char* at = nullptr);
-// Shared memory that another process is to write, and this one reads. Nothing but its size is
-// sealed until os_seal(): from then on only mappings that there are write it.
+// Shared memory that another process writes and this one reads. Only its size is sealed until
+// os_seal(); from then on only mappings that exist can write it.
 Status os_reserve_to_read(size_t bytes, Mapping* out);
 Status os_seal(const Mapping& mapping);
-// Maps the whole of what os_reserve made in another process. The descriptor may be anything: what
-// is no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On
+// Maps all of the memory that os_reserve() made in another process. The descriptor may be any. One
+// that is no memfd sealed at its size is refused: its owner could truncate it under the mapping. On
 // success it belongs to *out, else to the caller as before.
 Status os_map_shared(int fd, bool writable, Mapping* out);
-// Addresses for shared memory that comes and goes there. Where there is none they read as zeros.
+// Reserves addresses for shared memory that comes and goes. Addresses without memory read as zeros.
 Status os_reserve_range(size_t bytes, Mapping* out);
-// What is there goes. False: it stays.
+// Removes the shared memory at addresses of such a range. False: it stays.
 bool os_empty(char* at, size_t bytes);
 // From now on this process cannot write to the mapping.
 Status os_make_read_only(const Mapping& mapping);
@@ -103,20 +103,20 @@ Status os_make_read_only(const Mapping& mapping);
 Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
-// A descriptor of the same through which nothing can be written, where the system has /proc. -1,
-// and errno: none is left.
+// A read-only descriptor of the same file; without /proc a writable one. -1, and errno: no
+// descriptor is left.
 int os_read_only(int fd);
-// A message, and a descriptor (-1: none), through a socket of messages. At once or not at all, and
-// then it answers errno: EAGAIN where the other side has left too many.
+// Sends a message, and a descriptor (-1: none), through a socket of messages. Does not wait.
+// Returns 0 or the errno: EAGAIN if the receiver has left too many messages unread.
 int os_send(int socket, const void* message, size_t bytes, int fd);
-// The next message, of which it answers the size; it stays the next until it is dropped. 0: there
-// is none. -1, and errno: it cannot be told. The descriptor (-1: none has come, or none is left) is
-// the caller's. *ended: none will come.
+// Copies the next message, which stays the next until os_drop(). Returns its size; 0: there is
+// none; -1, and errno: it cannot be read. *fd is the caller's; -1: none has come, or none is left.
+// *ended: no message will come.
 ssize_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
 void os_drop(int socket);
 
-// A file that comes into being as a whole: written beside its place under another name, and then
-// moved there. Who can read it is its owner alone. What was not published is removed.
+// A file that appears only when it is complete: it is written under another name in the same
+// folder, and then renamed. Only its owner can read it. A file that was not published is removed.
 class NewFile {
  public:
   NewFile() = default;

@@ -1,4 +1,4 @@
-// The seam through which host memory becomes visible to devices.
+// The interface that makes host memory visible to devices.
 #pragma once
 #include <cstddef>
 
@@ -9,10 +9,10 @@ namespace frugal {
 class Pinner {
  public:
   virtual ~Pinner() = default;
-  // Pins whole pages, which are committed; *pinned tells whether: while there is no device it is
-  // not done. Fails with OUT_OF_MEMORY where the limit is reached.
+  // Pins whole pages, which are committed. *pinned: whether it did; while there is no device it
+  // does not. Fails with OUT_OF_MEMORY at the limit of pinned memory.
   virtual Status pin(void* p, size_t bytes, bool* pinned) = 0;
-  // Before the memory is unmapped.
+  // Called before the memory is unmapped.
   virtual void unpin(void* p) noexcept = 0;
 };
 

@@ -38,7 +38,7 @@ RegionPublisher::~RegionPublisher() {
   for (const Reader& r : readers_) r.close();
 }
 
-// False: the system is short of something. That is no reader's fault.
+// False: the system refused, for a reason that is no reader's fault.
 bool RegionPublisher::tell(const RegionNews& news, int fd) noexcept {
   bool told = true;
   std::erase_if(readers_, [&](const Reader& r) {
@@ -55,7 +55,8 @@ bool RegionPublisher::tell(const RegionNews& news, int fd) noexcept {
 void RegionPublisher::unlist(uint64_t shm_address) noexcept {
   const auto of = std::find_if(regions_.begin(), regions_.end(),
                                [&](const Region& r) { return r.shm_address == shm_address; });
-  // Who cannot be told keeps it. No shared address in it is given out any more.
+  // A reader that cannot receive this keeps its mapping. No shared address in it is handed out
+  // again.
   (void)tell({shm_address, of->memory.bytes, 0}, -1);
   regions_.erase(of);
 }
@@ -69,7 +70,7 @@ Status RegionPublisher::come(const Mapping& memory, uint64_t* shm_address,
   if (to_read.fd < 0) return none_left();
   const uint64_t first = next_;
   regions_.push_back({first, memory});
-  next_ += memory.bytes + kHugePage;  // nothing runs on from one into the other
+  next_ += memory.bytes + kHugePage;  // a gap: no range is in two regions
   if (!tell({first, memory.bytes, 1}, to_read.fd)) {
     unlist(first);
     return cannot_tell();

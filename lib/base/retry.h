@@ -1,4 +1,4 @@
-// Calls that nobody else will make.
+// Repeats calls that no later call would make up for.
 #pragma once
 #include <type_traits>
 
@@ -7,8 +7,8 @@
 
 namespace frugal {
 
-// Makes a call again where it throws or answers OUT_OF_MEMORY: it is memory that is short, mostly
-// for a moment. After each try in vain stop(tries) may end that.
+// Repeats a call that throws or returns OUT_OF_MEMORY: memory is short, mostly for a moment. After
+// each try without success stop(tries) may end the loop.
 template <class Call, class Stop>
 Status retry_for_memory(const Call& call, const Stop& stop) noexcept {
   for (int tries = 1;; ++tries) {

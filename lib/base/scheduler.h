@@ -1,9 +1,9 @@
-// The seam under which a test decides which of its threads goes on (tests/support/schedule.h).
+// The interface by which a test decides which of its threads runs next (tests/support/schedule.h).
 //
-// Locks, waits, clocks and spinning of the library come here (base/sync.h, base/condition.h,
-// base/futex.h, base/os.h), and so do some atomics, by schedule_point(). In a build without
-// FRUGAL_SCHEDULES nothing of it is compiled. FRUGAL_ASSERTS, which is for tests alone, too, turns
-// it on; a thread of no schedule pays a look at a pointer there.
+// The library's locks, waits, clocks and polling loops call it (base/sync.h, base/condition.h,
+// base/futex.h, base/os.h), and so do some atomics, by schedule_point(). A build without
+// FRUGAL_SCHEDULES has none of it. FRUGAL_ASSERTS, which is also for tests alone, turns it on.
+// There a thread that belongs to no schedule pays for the read of a pointer.
 #pragma once
 #include <cstdint>
 
@@ -17,16 +17,16 @@ namespace frugal {
 
 class Scheduler {
  public:
-  // Others may go on here.
+  // Other threads may run here.
   virtual void point() = 0;
-  // Others go on here if they can: the thread looks at the same thing again and again.
+  // Other threads run here if they can: the calling thread polls.
   virtual void pause() = 0;
-  // Returns when nobody holds the mutex; it is the calling thread's from then on.
+  // Returns when the calling thread has the mutex.
   virtual void lock(const void* mutex) = 0;
   virtual bool try_lock(const void* mutex) = 0;
   virtual void unlock(const void* mutex) = 0;
-  // Gives the mutex up until the condition is told or now() is `until` (UINT64_MAX: never), or for
-  // no reason.
+  // Releases the mutex until the condition is notified or now() is `until` (UINT64_MAX: never). It
+  // may also return early.
   virtual void wait(const void* condition, const void* mutex, uint64_t until) = 0;
   virtual void notify(const void* condition, bool all) = 0;
   virtual uint64_t now() = 0;
@@ -36,7 +36,7 @@ class Scheduler {
   ~Scheduler() = default;
 };
 
-// Of the calling thread; null: it runs as the system lets it.
+// The calling thread's scheduler; null: the system schedules the thread.
 inline constinit thread_local Scheduler* this_scheduler = nullptr;
 
 inline void schedule_point() {

@@ -1,8 +1,8 @@
 // Status values inside the library, and the thread's last error.
 //
-// Inside the library a failure travels as `Status` (0 or a negative frugal_status); whoever finds
-// it records the message at once with fail(). Exceptions are used by the standard library only
-// (allocation); the C boundary turns them into a status. Nothing here prints.
+// Inside the library a failure is returned as a `Status` (0 or a negative frugal_status). The code
+// that finds it records the message at once with fail(). Only the standard library throws
+// (allocation); the C interface turns exceptions into a status. Nothing here prints.
 #pragma once
 #include <cstdint>
 
@@ -17,32 +17,31 @@ using Status = int32_t;
 // Records `status` and the message, which end_call makes this thread's last error; returns
 // `status`.
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char* format, ...);
-// The same with the errno behind it.
+// The same, with the errno and its text after the message.
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
-// The same with the device's error behind it.
+// The same, with the device's error code.
 [[gnu::format(printf, 3, 4)]] Status fail_device(Status status, int code, const char* format, ...);
-// A failure that fail() has recorded, with "where: " before its message.
+// Puts "where: " before the message of a failure that fail() has recorded.
 [[gnu::format(printf, 2, 3)]] Status fail_in(Status status, const char* where, ...);
-// The same as another thread or process met it: its codes are in the message already.
+// Records a failure of another thread or process; its message has the texts of its codes already.
 Status fail_as(const frugal_error& error);
 
 // A text for a message.
 [[gnu::format(printf, 1, 2)]] String text(const char* format, ...);
-// A number as its caller may have written it: most have signed ones.
+// A number as its caller may have written it: most callers have signed ones.
 String number_text(uint64_t value);
 String number_text(uint32_t value);
 
 const char* status_name(Status status);
-// Around each call through the C boundary; end_call returns its status. False: there is no memory
-// for the thread (base/this_thread.h), in which nothing may be done that can throw.
+// Called around each call of the C interface; end_call returns its status. False: there is no
+// memory for the thread (base/this_thread.h). Then the call does nothing that can throw.
 bool begin_call();
 Status end_call(Status status);
 void last_error(frugal_error* out);
 // What the last fail() of this thread has recorded, before any end_call.
 const char* recorded_message();
 
-// What this thread has recorded is so again at the end: for clean-up after a failure, which may
-// meet others.
+// Restores this thread's recorded failure at its end: clean-up after a failure may record others.
 class KeepError {
  public:
   KeepError() noexcept : thread_(this_thread()) {

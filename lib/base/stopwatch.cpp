@@ -26,13 +26,13 @@ constexpr const char* kSource = "none";
 uint64_t ticks() { return 0; }
 #endif
 
-constexpr uint64_t kLongest = 2'000;        // ns between two clocks that are read together
-constexpr uint64_t kMeasured = 20'000'000;  // ns by which the counter's rate is measured
+constexpr uint64_t kLongest = 2'000;        // ns between two clocks that count as read together
+constexpr uint64_t kMeasured = 20'000'000;  // ns over which the counter's rate is measured
 
 struct Both {
   uint64_t ns, ticks;
 };
-// False: the thread was not running in between.
+// False: the thread was interrupted in between.
 bool read_both(Both* out) {
   out->ns = now_ns();
   out->ticks = ticks();

@@ -1,4 +1,4 @@
-// A clock for durations that are only counted, which costs less than now_ns().
+// A clock for statistics, which costs less than now_ns().
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// Locks that say what they guard (base/annotations.h), and that a test can schedule
+// Locks that state what they guard (base/annotations.h), and that a test can schedule
 // (base/scheduler.h).
 #pragma once
 #include <chrono>
@@ -55,7 +55,7 @@ class SCOPED_CAPABILITY Lock {
   Mutex& mu_;
 };
 
-// One that may be let go of before its end, and one that waits (base/condition.h).
+// A lock that can be released before its end, and with which a Condition can wait.
 class SCOPED_CAPABILITY UniqueLock : public std::unique_lock<Mutex> {
   using Base = std::unique_lock<Mutex>;
 
@@ -86,7 +86,7 @@ inline void sleep_ns(uint64_t ns) {
   std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
 }
 
-// Looks again for a moment: what is waited for is often nearer than a sleep and a wake-up.
+// Polls for a moment: the awaited event is often nearer than a sleep and a wake-up.
 template <class Done>
 bool spin(Done done) {
   int rounds = 64, pauses = 16;

@@ -13,20 +13,20 @@ namespace {
 
 static_assert(std::is_trivially_destructible_v<ThisThread>);
 
-// What the loader takes for a library's objects, of which those that are met here have 32 bytes at
-// most; and for its list of a thread's libraries, where that has become too short.
+// What the loader allocates: for a library's thread_local objects (those used here have 32 bytes at
+// most), and for its list of a thread's libraries. It does the latter if the list is too short.
 constexpr size_t kObjects = 32, kList = 4096;
 
-// In the place of a ThisThread for which there was no memory.
+// The pthread key's value where there was no memory for a ThisThread.
 char g_none;
 
-// Atomic, since it may be made by several threads' first calls at once.
+// Atomic, since the first calls of several threads may make it at once.
 constexpr pthread_key_t kNoKey = ~pthread_key_t{0};
 constinit std::atomic<pthread_key_t> g_key{kNoKey};
 pthread_key_t key() { return g_key.load(std::memory_order_relaxed); }
 
-// When the library is loaded, before objects of it could be made. The first 32 keys of a program
-// take no memory. Where no key is left then, each thread's first call looks for one again.
+// Runs when the library is loaded, before any object of it can be made. The first 32 keys of a
+// program take no memory. If no key is left then, each thread's first call tries again.
 [[gnu::constructor(101)]] void make_key() {
   pthread_key_t made, none = kNoKey;
   const auto free = [](void* p) {
@@ -39,7 +39,7 @@ pthread_key_t key() { return g_key.load(std::memory_order_relaxed); }
 void* found() { return key() == kNoKey ? nullptr : pthread_getspecific(key()); }
 
 [[gnu::noinline]] ThisThread* make() noexcept {
-  // A call whose result nobody looked at would not be made.
+  // The result is used, or the compiler would drop the call.
   const auto touch = []() noexcept {
     asm volatile("" : : "r"(std::uncaught_exceptions()));
     return true;
@@ -74,7 +74,7 @@ const char* no_thread() noexcept {
   return "memory for what the library keeps of a thread is exhausted; free some and call again";
 }
 
-// A block that a thread has just freed is what malloc gives the same thread next.
+// malloc next gives a thread the blocks that it has just freed: so the loader gets these.
 bool touch_thread_locals(bool (*touch)() noexcept) noexcept {
   void* volatile list = std::malloc(kList);
   void* volatile objects = std::malloc(kObjects);

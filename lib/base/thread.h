@@ -20,8 +20,8 @@
 
 namespace frugal {
 
-// A thread as std::thread is one, but for its stack: the system's default follows the program's
-// limit (ulimit -s), which may be less than a call of the library takes.
+// Like std::thread, but for its stack. The system's default follows the program's limit of stacks
+// (ulimit -s), which may be less than a call of the library needs.
 class Thread {
  public:
   static constexpr size_t kLeastStack = size_t{1} << 20;
@@ -69,7 +69,7 @@ class Thread {
   template <class Body>
   static void* main(void* body) {
     const std::unique_ptr<Body> run(static_cast<Body*>(body));
-    const FpEnvironment fp;  // and not the one of the thread that has started this
+    const FpEnvironment fp;  // not that of the thread that has started this one
     (*run)();
     return nullptr;
   }
@@ -77,8 +77,8 @@ class Thread {
   bool joinable_ = false;
 };
 
-// Signals are the program's, not this thread's: all are blocked in it. Throws as Thread does,
-// and std::bad_alloc where there is no memory for what the library keeps of the thread: the body is
+// A thread with all signals blocked: signals are for the program's threads. Throws as Thread does,
+// and std::bad_alloc if there is no memory for what the library keeps of the thread. The body is
 // not run then.
 template <class Body>
 Thread quiet_thread(Body body) {
@@ -92,7 +92,7 @@ Thread quiet_thread(Body body) {
   try {
     made = Thread([&state, word, run = std::move(body)]() mutable {
       const bool whole = this_thread() != nullptr;
-      // The state may be gone as soon as it is told.
+      // Only its address is used from here on: the state may be gone once its value has changed.
       state.store(whole ? kRuns : kEnds);
       futex_wake(word);
       if (whole) run();
@@ -108,7 +108,7 @@ Thread quiet_thread(Body body) {
   throw std::bad_alloc();
 }
 
-// There is no thread, or no memory for one. `else_` is another way out.
+// A thread could not be started, for lack of threads or of memory. `else_` is another remedy.
 inline Status no_thread(const char* what, int code = EAGAIN, const char* else_ = "") {
   return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
                     "%s cannot be started: %sraise the limits of threads and of addresses "

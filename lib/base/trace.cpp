@@ -46,7 +46,7 @@ size_t utf8_bytes(const unsigned char* p, size_t left) {
   if (n == 0 || n > left) return 0;
   for (size_t i = 1; i < n; ++i)
     if ((p[i] & 0xc0) != 0x80) return 0;
-  // Neither longer than it need be, nor a surrogate, nor beyond the last.
+  // Neither overlong, nor a surrogate, nor beyond the last character.
   if ((c == 0xe0 && p[1] < 0xa0) || (c == 0xed && p[1] >= 0xa0) || (c == 0xf0 && p[1] < 0x90) ||
       (c == 0xf4 && p[1] >= 0x90))
     return 0;
@@ -90,7 +90,7 @@ class Writer {
   char piece_[16384];
 };
 
-// Microseconds with three digits behind the point.
+// Microseconds with three digits after the point.
 void put_time(Writer& out, const char* name, uint64_t ns) {
   out.print(",\"%s\":%llu.%03u", name, static_cast<unsigned long long>(ns / 1000),
             static_cast<unsigned>(ns % 1000));
@@ -181,7 +181,7 @@ void Trace::record(TraceEvent event) noexcept {
 
 void Trace::keep(const TraceEvent& event) noexcept {
   users_.fetch_add(1);
-  // What began before this recording did is of another.
+  // A span that began before this recording belongs to another one.
   if (Ring* ring = ring_.load(); ring && event.begin >= ring->begun) {
     const uint64_t n = ring->next.fetch_add(1, std::memory_order_relaxed);
     Slot& slot = ring->slots[n % ring->size];
@@ -194,11 +194,11 @@ void Trace::keep(const TraceEvent& event) noexcept {
   users_.fetch_sub(1);
 }
 
-// Nobody records any more. With mu_ held, as the next.
+// Ends the recording: no thread writes into the ring after this.
 void Trace::end() noexcept {
   on_.store(false);
   ring_.store(nullptr);
-  // Whoever has seen the ring is in the middle of writing 64 bytes.
+  // A thread that has read ring_ is writing 64 bytes.
   for (int spin = 0; users_.load() != 0; ++spin) {
     if (spin < 1000)
       cpu_relax();
@@ -335,7 +335,7 @@ Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const 
     const TraceEvent& e = slot.event;
     WrittenThread& thread = threads[e.thread];
     thread.worker = e.worker;
-    // Ranks that it has made calls for; work in the background is for any.
+    // The ranks whose calls the thread made; work in the background is for any rank.
     if (!e.worker && e.rank != kNoTraceRank && e.span != SpanKind::kResolve &&
         e.span != SpanKind::kLink && e.span != SpanKind::kPlan && thread.ranks.size() < 8 &&
         std::find(thread.ranks.begin(), thread.ranks.end(), e.rank) == thread.ranks.end())

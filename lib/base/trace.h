@@ -1,15 +1,17 @@
-// What the engine did when: spans of its pipeline in a ring, written as a Chrome trace on request.
+// Spans of the engine's work in a ring, written as a Chrome trace on request.
 //
-// A span costs one relaxed load while nothing is recorded. While something is, its end takes a slot of
-// the ring by one atomic addition and writes 64 bytes there: no lock, no allocation, no system call
-// (but for the number of a thread, once). The oldest give way; how many did is told in the file.
+// A span costs one relaxed load while nothing is recorded. Else its end takes a slot of the ring by
+// one atomic addition and writes 64 bytes there. That needs no lock, no allocation and no system
+// call (but for the number of a thread, once). New spans replace the oldest; the file has the
+// number of spans that are missing.
 //
-// A start and a stop may come at any time and from any thread. Who records counts itself in users_
-// before it looks for the ring; who stops takes the ring away first and then waits for the count, so
-// nobody writes into a ring that is being read, or is gone. A slot has a lock of its own, which is only
-// tried: a thread that was held up for a whole round of the ring loses its span, and nobody waits for it.
+// A recording may start and stop at any time, from any thread. A thread that records counts itself
+// in users_ before it reads ring_. A thread that stops clears ring_ first and then waits until
+// users_ is 0. So no thread writes into a ring that is being read, or is gone. A slot has a lock of
+// its own, which is only tried. A thread that was delayed for a whole round of the ring loses its
+// span, and no thread waits for it.
 //
-// Times are CLOCK_MONOTONIC, so that files of several processes of one machine lie side by side.
+// Times are CLOCK_MONOTONIC, so that files of several processes of one machine can be merged.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -21,7 +23,7 @@
 
 namespace frugal {
 
-// What a span is of, its name in the file, and what its count counts.
+// The kinds of spans: identifier, name in the file, what the count counts.
 #define FRUGAL_SPANS(X)                                                                            \
   X(kPrefetch, "prefetch", "keys") X(kResolve, "resolve", "keys") X(kLink, "link", "rows")         \
   X(kPrepare, "prepare", "rows") X(kPlan, "plan", "") X(kWarm, "warm", "rows")                     \
@@ -36,7 +38,7 @@ enum class SpanKind : uint8_t {
 #undef X
 };
 
-// What a gate has waited for; a span of it has a bit for each.
+// What a gate can wait for; its span has a bit for each.
 #define FRUGAL_WAITED_FOR(X)                                                                       \
   X(kOutside, "operation outside steps") X(kAborting, "abort") X(kRanks, "ranks")                  \
   X(kJobs, "apply") X(kDeclared, "declarations") X(kAllPending, "all pending rows")                \
@@ -65,7 +67,7 @@ struct TraceEvent {
   SpanKind span = SpanKind::kPrefetch;
 };
 
-// The calling thread is this flush thread of an engine, from 0 on.
+// Numbers the calling thread as a flush thread of an engine, from 0 on.
 void trace_thread(uint32_t worker);
 uint32_t trace_thread_number();
 
@@ -79,17 +81,18 @@ class Trace {
   Trace& operator=(const Trace&) = delete;
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  void record(TraceEvent event) noexcept;  // that ends now, in this thread
-  void keep(const TraceEvent& event) noexcept;  // that is whole: of another process
+  void record(TraceEvent event) noexcept;  // an event that ends now, in this thread
+  void keep(const TraceEvent& event) noexcept;  // a complete event, of another process
 
-  // EXISTS: there is one already. Tables are told by name_table. `id`: of this recording.
+  // EXISTS: there is one already. name_table() gives tables their names. `id`: of this recording.
   Status start(size_t events, uint64_t* id = nullptr);
-  // Ends the recording, and writes it to a file; null: forgets it. What could not be written is kept for
-  // another try. NOT_FOUND: nothing was started.
+  // Ends the recording, and writes it to a file; null: drops it. A recording that could not be
+  // written is kept for another try. NOT_FOUND: nothing was started.
   Status stop(const char* path);
-  // Ends the recording with that id, if it is there yet, and forgets it.
+  // Ends and drops the recording with that id, if it still exists.
   void forget(uint64_t id) noexcept;
-  // The name by which a span's table is written. Without memory for it, or of too many: its number.
+  // A table's name in the file. Without memory for it, or with too many names, the file has its
+  // number.
   void name_table(uint32_t table, const String& name) noexcept;
 
  private:
@@ -117,7 +120,7 @@ class Trace {
   Mutex mu_;                          // one start or stop at a time, with the writing of the file
   std::unique_ptr<Ring> kept_ GUARDED_BY(mu_);  // the ring, recording or not
   uint64_t last_id_ GUARDED_BY(mu_) = 0;
-  Mutex names_mu_;                    // held for a moment only: who creates a table takes it
+  Mutex names_mu_;                    // held for a moment only: creating a table takes it
   Map<uint32_t, String> names_ GUARDED_BY(names_mu_);
 };
 
@@ -138,8 +141,10 @@ class TraceSpan {
   TraceSpan& table(uint32_t table) { return set([&] { event_.table = table; }); }
   TraceSpan& count(uint64_t count) { return set([&] { event_.count = count; }); }
   TraceSpan& more(uint64_t count) { return set([&] { event_.count += count; }); }
-  TraceSpan& waited(uint32_t bits) { return set([&] { event_.waited |= static_cast<uint8_t>(bits); }); }
-  // There was nothing to do.
+  TraceSpan& waited(uint32_t bits) {
+    return set([&] { event_.waited |= static_cast<uint8_t>(bits); });
+  }
+  // Records nothing: there was nothing to do.
   void drop() { on_ = false; }
 
  private:
@@ -156,13 +161,13 @@ class TraceSpan {
 
   Trace& trace_;
   bool on_;
-  union {  // nothing of it is touched while nothing is recorded
+  union {  // not initialized while nothing is recorded
     TraceEvent event_;
   };
 };
 
-// `out` with the bytes of `text` that a quoted string of JSON, or of a Prometheus label, cannot have as
-// they are written otherwise. What is no UTF-8 comes as \xHH, with the backslash escaped.
+// Appends `text` to `out`, escaped for a quoted string of JSON or of a Prometheus label. Bytes that
+// are no UTF-8 become \xHH, with the backslash escaped.
 void append_escaped(const char* text, size_t bytes, bool json, String* out);
 
 }  // namespace frugal

@@ -1,4 +1,4 @@
-// The C boundary: handles become objects, arguments are checked, exceptions become a status.
+// The C interface: handles become objects, arguments are checked, exceptions become a status.
 #include "frugal.h"
 
 #include <pthread.h>
@@ -34,8 +34,8 @@ Status guarded(F&& body) noexcept {
 }
 
 // What is computed in a call or by a thread of the library (base/thread.h) does not depend on the
-// caller's rounding. And a thread is not cancelled in the middle of a call, which would leave locks
-// and steps behind: at the next point of cancellation after it.
+// caller's rounding. And no thread is cancelled in the middle of a call, which would leave locks
+// held and steps open. Cancellation waits for the next cancellation point after the call.
 template <class F>
 Status guard(F&& body) {
   const FpEnvironment fp;
@@ -52,7 +52,7 @@ uint32_t generation_of(const T& t) {
   return t.session->generation();
 }
 
-// The body with the object of a handle.
+// Calls the body with the object of a handle.
 template <class T, class F>
 Status having(const void* handle, F&& body) {
   const std::shared_ptr<T> object = object_of<T>(handle);
@@ -76,21 +76,22 @@ Status in_table(Status status, const char* name) {
   return name ? fail_in(status, "table '%s'", name) : status;
 }
 
-// Of calls on a table the messages begin with its name.
+// Messages of calls on a table begin with its name.
 template <class F>
 Status with_table(const void* handle, F&& body) {
   return with<AnyTable>(
       handle, [&](const AnyTableRef& t) -> Status { return in_table(body(t), t->name.c_str()); });
 }
 
-// Memory of calls outside steps, which is the host's.
+// Checks pointers of calls outside steps, which must be host memory.
 Status on_host(std::initializer_list<std::pair<const void*, const char*>> all) {
   device::look_for_devices();
   for (const auto& [p, what] : all) FRUGAL_TRY(host_memory(p, what));
   return FRUGAL_OK;
 }
 
-// What a trainer's call answers: its session looks whether its GPU has failed.
+// The status that a trainer's call returns: its session checks whether the trainer's GPU has
+// failed.
 Status told(AnyTrainer& t, Status status) { return t.session->told(t, status); }
 
 Status open_session(const frugal_config& config, SessionRef* out) {
@@ -125,7 +126,7 @@ Status check_timeout(int64_t ms) {
               static_cast<long long>(ms));
 }
 
-// Beyond this there is no such array, or slots and positions would not fit into 32 bits.
+// More are no array, or their slots and positions would not fit into 32 bits.
 Status check_count(size_t n, const char* what) {
   if (n < UINT32_MAX) return FRUGAL_OK;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu %s in one call: at most 2^32 - 2", n, what);
@@ -210,8 +211,8 @@ int32_t frugal_close(frugal_engine* engine) {
         return fail(FRUGAL_ERR_BAD_HANDLE,
                     "the engine is being closed by another thread: leave that to it");
       e->close_ranks();
-      // Before, so that attached processes are told; and again, for who begins to serve it
-      // meanwhile.
+      // Before the shutdown, so that attached processes are notified; and after it, for a thread
+      // that began to serve the engine meanwhile.
       stop_serving(*e);
       e->shutdown();
       stop_serving(*e);

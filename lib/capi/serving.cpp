@@ -10,8 +10,8 @@ namespace {
 
 Mutex g_mutex;
 
-// Null while it starts. Never destroyed: engines may be closed while the program exits. Nor is
-// memory wanted for it, which closing an engine has to do without.
+// Null while a server starts. Never destroyed: engines may be closed while the program exits. It is
+// made without heap memory, which closing an engine must not need.
 using Servers = Map<const Session*, std::unique_ptr<Server>>;
 Servers& servers() REQUIRES(g_mutex) {
   alignas(Servers) static char memory[sizeof(Servers)];
@@ -39,7 +39,8 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   std::unique_ptr<Server> server;
   FRUGAL_TRY(Server::start(address, engine, &server));
   {
-    // Who closes the engine stops its server before and after: one of the two sees the other.
+    // frugal_close() stops the server before and after it closes the engine. So either that call
+    // finds the server, or this one finds the engine closed.
     Lock lock(g_mutex);
     if (!engine->closed()) {
       servers()[engine.get()] = std::move(server);

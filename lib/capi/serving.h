@@ -1,4 +1,4 @@
-// Engines of this process that others can attach to.
+// Serves engines of this process, so that other processes can attach to them.
 #pragma once
 #include <memory>
 
@@ -10,7 +10,7 @@ class Engine;
 class Session;
 
 Status serve(const std::shared_ptr<Engine>& engine, const char* address);
-// Before a session is closed. Nothing is to be done if nobody serves it.
+// Called before and after a session is closed. Does nothing if the session is not served.
 void stop_serving(const Session& session);
 
 }  // namespace frugal

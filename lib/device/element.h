@@ -1,9 +1,10 @@
-// What rows are stored as, and the one place where that becomes fp32 and fp32 becomes that.
+// The element type in which rows are stored, and its only conversions from and to fp32.
 //
-// What: values and state of rows are Elements. What optimizers compute with, gradients, their sums,
-// and what callers give and get are fp32 whatever an Element is. Where it is fp32, too, all of this
-// is a copy of the same bits, or nothing. Who moves rows as they are copies bytes.
-// Callers: the kernels, and who exports and imports rows.
+// What: values and state of rows are Elements. Optimizers compute with fp32. Gradients, their sums,
+// and callers' inputs and outputs are fp32, whatever an Element is. If that is fp32 too, a
+// conversion is a copy of the same bits, or nothing. Code that moves rows as they are copies bytes.
+//
+// Callers: the kernels, and the code that exports and imports rows.
 #ifndef FRUGAL_DEVICE_ELEMENT_H_
 #define FRUGAL_DEVICE_ELEMENT_H_
 
@@ -22,7 +23,7 @@ using Element = FRUGAL_ELEMENT_PROBE;  // tests/element.sh alone, which compiles
 using Element = float;
 #endif
 
-// Numbers in memory that are fp32 as they lie there.
+// Whether numbers of this type are fp32 in memory.
 template <class T>
 inline constexpr bool kIsFloat = std::is_same_v<T, float>;
 
@@ -35,7 +36,7 @@ FRUGAL_HD T stored_as(float x) {
   return static_cast<T>(x);
 }
 
-// n of them.
+// Convert n elements.
 inline void load_elements(const Element* from, float* to, size_t n) {
   if constexpr (kIsFloat<Element>) memcpy(to, from, n * sizeof(float));
   else
@@ -46,7 +47,7 @@ inline void store_elements(const float* from, Element* to, size_t n) {
   else
     for (size_t i = 0; i < n; ++i) to[i] = stored_as<Element>(from[i]);
 }
-// n floats that were made of elements become those again, from where they lie on.
+// Converts n floats that were made of elements back to elements, at the same address.
 inline Element* stored_in_place(float* floats, size_t n) {
   Element* const to = reinterpret_cast<Element*>(floats);
   if constexpr (!kIsFloat<Element>)

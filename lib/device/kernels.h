@@ -24,7 +24,7 @@ namespace frugal::device {
 inline constexpr uint32_t kPaddingSlot = 0xffffffffu;  // reads as zeros, is no term of a bag
 inline constexpr uint32_t kMissingSlot = 0xfffffffeu;  // reads as zeros, counts as a term of zeros
 
-// What lies `bytes` behind p.
+// The address `bytes` after p.
 template <class T>
 FRUGAL_HD T* behind(T* p, size_t bytes) {
   return (T*)((const char*)p + bytes);  // const or not, as T is
@@ -44,7 +44,7 @@ struct RowsAt {
   FRUGAL_HD E* state_row(size_t slot) const { return behind(state, slot * state_pitch); }
   FRUGAL_HD E* second_column(E* state_row) const { return behind(state_row, state_second); }
 };
-// For who reads, and for who may write: of a table's rows that is RowWrite alone
+// RowsView is for readers, RowsRef for writers: of a table's rows that is RowWrite alone
 // (storage/row_write.h).
 using RowsView = RowsAt<const Element>;
 struct RowsRef : RowsAt<Element> {
@@ -60,7 +60,7 @@ struct GradSource {
   const float* divisor;  // per gradient row: divides the gradient (mean pooling); or NULL
 };
 
-struct Undo;  // what the update kernels tell of each row that they write (undo.h)
+struct Undo;  // what the update kernels record of each row that they write (undo.h)
 
 struct Kernels {
   const char* name;  // "baseline", "avx2", "avx512"
@@ -76,7 +76,7 @@ struct Kernels {
   void (*gather_pointers)(const Element* const* rows, size_t n, uint32_t dim, float* out,
                           size_t out_stride, bool streaming);
 
-  // Pooled lookup of bags first .. last - 1; bag b has keys offsets[b] .. offsets[b + 1] - 1 and
+  // Pooled lookup of bags first .. last - 1. Bag b has keys offsets[b] .. offsets[b + 1] - 1 and
   // goes to out + b * out_stride bytes. `weights` (one a key) or NULL; `mean` divides by the number
   // of terms. kPaddingSlot is no term.
   void (*pool)(const RowsView& rows, const uint32_t* slots, const uint64_t* offsets, size_t first,

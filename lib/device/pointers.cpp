@@ -13,18 +13,19 @@
 namespace frugal::device {
 namespace {
 
-// cuPointerGetAttribute of the driver, which is asked only if the program has loaded it: before
-// that no pointer is one of its own. (Not by its header, which builds without CUDA do not have.)
+// cuPointerGetAttribute of the driver, which is called only if the program has loaded the driver:
+// before that no pointer is one of the driver's. (Not by its header, which builds without CUDA
+// lack.)
 using PointerGetAttribute = int (*)(void* data, int attribute, unsigned long long pointer);
 constexpr int kMemoryType = 2, kIsManaged = 8;  // CU_POINTER_ATTRIBUTE_...
 constexpr uint32_t kTypeDevice = 2;             // CU_MEMORYTYPE_DEVICE
 
 std::atomic<PointerGetAttribute> g_attribute{nullptr};
-std::atomic<uint64_t> g_loads{0};  // libraries that the process had ever loaded at the last look
+std::atomic<uint64_t> g_loads{0};  // libraries that the process had ever loaded at the last check
 
-// dl_iterate_phdr takes a lock of the loader's, which glibc does not give back in a child whose
-// fork came in the middle: the child's next dlopen, or look, would wait for ever. So no fork comes
-// in the middle.
+// dl_iterate_phdr takes a lock of the loader, which glibc does not release in a child that was
+// forked meanwhile. The child's next dlopen or check would wait for ever. So no fork happens
+// meanwhile.
 std::mutex& asking() {
   static std::mutex& mutex = []() -> std::mutex& {
     static constinit std::mutex made;
@@ -34,8 +35,8 @@ std::mutex& asking() {
   return mutex;
 }
 
-// To ask for one that is not there takes 50 us; to ask whether anything has come since, a tenth of
-// one.
+// Asking for a library that is not loaded takes 50 us; asking whether any was loaded since takes a
+// tenth of a microsecond.
 uint64_t loads() {
   uint64_t adds = 0;
   std::lock_guard<std::mutex> lock(asking());

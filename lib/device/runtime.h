@@ -1,13 +1,15 @@
-// The run-time seam of accelerators: memory, streams, events, launches.
+// The run-time interface of accelerators: memory, streams, events, launches.
 //
 // What: everything that the engine asks of a GPU. Two implementations: cuda/ on the CUDA run-time
-// library, and that of tests on the host (tests/sim), which a program of tests registers. Kernels
+// library, and the simulated GPU of the tests (tests/sim), which a test program registers. Kernels
 // are named by their number in ops/kernels.h.
+//
 // Invariants: no call changes the calling thread's current device or its last CUDA error. Errors
-// are results, never exceptions. Work of a stream runs in order; work of different streams in any
-// order that events do not forbid. All sizes and offsets are 64-bit. Threads: any, several at once;
-// one stream is fed by one thread at a time. Callers: the engine's part for GPUs, slabs and buffer
-// pools that pin memory.
+// are results, never exceptions. Work of a stream runs in order. Work of different streams runs in
+// any order that events do not forbid. All sizes and offsets are 64-bit. Threads: any, several at
+// once; one thread at a time gives work to a stream.
+//
+// Callers: the engine's part for GPUs, slabs and buffer pools that pin memory.
 #ifndef FRUGAL_DEVICE_RUNTIME_H_
 #define FRUGAL_DEVICE_RUNTIME_H_
 
@@ -21,7 +23,7 @@
 namespace frugal::device {
 
 // An address that kernels may use: device memory, or host memory that is pinned and mapped. Only
-// simt.h's load and store look behind it; on the host it is a number.
+// simt.h's load and store dereference it; on the host it is a number.
 template <class T>
 struct Ptr {
   uint64_t address = 0;
@@ -41,7 +43,7 @@ enum class ErrorKind : int32_t {
   kFault         // sticky: a kernel failed; nothing works on this device any more
 };
 
-// `code` and `text` as the CUDA run-time tells them; `call` is what was asked for.
+// `code` and `text` as the CUDA run-time library returns them; `call` is what was asked for.
 struct Result {
   ErrorKind kind = ErrorKind::kNone;
   int32_t code = 0;
@@ -91,8 +93,8 @@ class Runtime {
 
   virtual Result alloc(size_t bytes, Ptr<char>* out) = 0;  // aligned to 256 bytes
   virtual void free(Ptr<char> p) = 0;
-  // Pins and maps host memory, for every device of the process; page-aligned, not yet pinned. Where
-  // the process itself cannot write, `read_only`: then kernels do not either.
+  // Pins and maps host memory, for every device of the process; page-aligned, not yet pinned.
+  // `read_only`: the process cannot write the memory, and kernels do not either.
   virtual Result pin(void* p, size_t bytes, bool read_only) = 0;
   Result pin(void* p, size_t bytes) { return pin(p, bytes, false); }
   virtual void unpin(void* p) = 0;
@@ -108,7 +110,7 @@ class Runtime {
   virtual Result record(Event e, Stream s) = 0;
   virtual Result wait(Stream s, Event e) = 0;         // what follows in `s` comes after `e`
   virtual Result query(Event e, bool* passed) = 0;    // never waits
-  // Waits until `e` has passed or about `timeout_ns` are over (*passed tells). Sleeps.
+  // Waits until `e` has passed (then *passed is true) or about `timeout_ns` are over. Sleeps.
   virtual Result synchronize(Event e, uint64_t timeout_ns, bool* passed) = 0;
   virtual Result capturing(Stream s, bool* out) = 0;
 
@@ -128,11 +130,11 @@ struct DeviceKind {
   bool (*any_memory)();                 // has there been memory of any of them?
   bool (*is_memory)(uint64_t address);  // is this some of theirs?
 };
-// Makes a kind known: one of a process, before the first call that names a device. `kind` stays.
+// Registers a kind: one of a process, before the first call that names a device. `kind` stays.
 void register_devices(const DeviceKind* kind);
 const DeviceKind* registered_devices();  // or null
 
-// Does the name begin as those of a kind of devices that there is?
+// Whether the name begins as those of a known kind of devices.
 bool names_device(const char* name);
 
 // Opens "cuda:N", or one of the kind that is registered: several calls for one device give the same

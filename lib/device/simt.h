@@ -1,12 +1,16 @@
-// What kernel bodies are written in: threads of a block, memory that kernels see.
+// The language of kernel bodies: threads of a block, and memory that kernels see.
 //
-// What: the one header with target-dependent code, but for arithmetic's, arith/hd.h. Compiled by
-// nvcc it is CUDA's built-ins; compiled for the host it is calls into tests/sim, which runs a
-// block's threads as fibers and checks every access. Invariants: bodies call load and store for all memory
-// but their own variables and shared(). No load goes through the read-only cache (host rows change
-// between kernels). add() is for device memory alone: nothing on the device reads, modifies and
-// writes host memory. A warp is 32 threads, all of which take part in shuffle and ballot, which
-// order no memory; threads of a block are a multiple of 32. Callers: ops/*.h.
+// What: the one header with target-dependent code, except arithmetic's, arith/hd.h. Compiled by
+// nvcc it is CUDA's built-ins. Compiled for the host it is calls into tests/sim, which runs a
+// block's threads as fibers and checks every access (docs/cuda.md, "simt.h").
+//
+// Invariants: bodies call load and store for all memory but their own variables and shared(). No
+// load goes through the read-only cache (host rows change between kernels). add() is for device
+// memory alone: nothing on the device reads, modifies and writes host memory. A warp is 32 threads,
+// all of which take part in shuffle and ballot. These two order no memory. Threads of a block are a
+// multiple of 32.
+//
+// Callers: ops/*.h.
 #ifndef FRUGAL_DEVICE_SIMT_H_
 #define FRUGAL_DEVICE_SIMT_H_
 
@@ -56,9 +60,10 @@ FRUGAL_DEVICE char* shared() {
   return frugal_shared;
 }
 
-// In PTX, since the compiler takes an address that was a number for a generic one. (Told better by
-// __cvta_global_to_generic, nvcc 13.0 does not end on reduce_runs.) Volatile: the compiler leaves
-// accesses in the order of the body; what is to be in flight together has to stand together there.
+// In PTX, since the compiler takes an address that was a number for a generic one. (With
+// __cvta_global_to_generic instead, nvcc 13.0 does not end on reduce_runs.) Volatile: the compiler
+// keeps accesses in the order of the body. So accesses that should be in flight together must be
+// next to each other there.
 template <class T>
 FRUGAL_DEVICE T load(Ptr<T> p) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);

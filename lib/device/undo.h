@@ -1,11 +1,12 @@
-// What the writers of rows tell of each row before and behind its write, for who finds the memory
-// after this process was killed between any two instructions (engine/ledger.h).
+// What the writers of rows record before and after each write. Another process reads it if this one
+// was killed between any two instructions (engine/ledger.h).
 //
-// In the order of the program: the row as it was is copied, `slot` tells whose copy that is, the
-// row is written, and then it is told to be. The compiler may move no store across any of that. The
-// machine's own order is no matter: a killed thread has done what its program says up to some
-// instruction.
-// Callers: the kernels, and RowWrite::store for rows that none of them writes. All is inline, for
+// In the order of the program: the row is copied (its before-image), and `slot` names the row. The
+// row is written, and then the write is recorded. The compiler may move no store across any of
+// that. The machine's own order does not matter: a killed thread has done what its program says up
+// to some instruction.
+//
+// Callers: the kernels, and RowWrite::store for rows that no kernel writes. All is inline, since
 // files of wide instruction sets include it (device/cpu/vectors.inc).
 #ifndef FRUGAL_DEVICE_UNDO_H_
 #define FRUGAL_DEVICE_UNDO_H_
@@ -21,13 +22,13 @@ struct Undo {
   uint64_t* progress;  // becomes a written row's slot + 1; or NULL, and then ...
   uint8_t* marks;      // ... marks[rows[i]] becomes 1 for entry i of the call; or NULL, too
   const uint32_t* rows;
-  // For tests: tells in place of these, when entry i has been copied, and when it is written. Then
-  // progress and marks are NULL. Else NULL.
+  // For tests: called instead of these stores, when entry i has been copied, and when it is
+  // written. Then progress and marks are NULL. Else NULL.
   void (*instead)(const Undo& undo, const RowsRef& of, uint32_t slot, size_t i, bool written);
   void* context;  // of that
 
-  // Before entry i of a call, which is that row, is written; copy() copies the row to values and
-  // state.
+  // Called before entry i of a call, which is that row, is written. copy() copies the row to values
+  // and state.
   template <class Copy>
   FRUGAL_HD void keep(const RowsRef& of, uint32_t row, size_t i, Copy copy) const {
     copy();
@@ -38,7 +39,7 @@ struct Undo {
       instead(*this, of, row, i, false);
     program_order();
   }
-  // It is written.
+  // Called after the write.
   FRUGAL_HD void tell(const RowsRef& of, uint32_t row, size_t i) const {
     program_order();
     if (progress != nullptr)

@@ -1,9 +1,9 @@
 // The paper's baseline (Exp #4): a binary heap with a lock for each node.
 //
-// Each operation locks nodes hand over hand along one path of the tree, a pop from the root down,
-// a push or a rise from the leaf up (child and parent are always taken parent first), as in
-// concurrent heaps with per-node locks. Kept for comparison; the two-level queue is what is used.
-// A change of priority moves the entry's node, which is found through place[id].
+// Each operation locks nodes along one path of the tree, by lock coupling, as concurrent heaps do.
+// A pop goes from the root down, a push or a rise from the leaf up; child and parent are always
+// locked parent first. It is kept for comparison; the engine uses the two-level queue. A change of
+// priority moves the entry's node, which is found through place_[id].
 #include <atomic>
 #include <mutex>
 
@@ -36,12 +36,12 @@ class TreeHeap final : public Queue {
     place_.resize(capacity, 0);
     node_.resize(size_t{capacity} + 1, 0);
     prepared_.reserve(capacity);
-    // Called with no operation under way, so fresh locks are as good as the old ones.
+    // No operation is under way, so all locks are free and may be replaced.
     auto* locks = static_cast<SpinLock*>(heap_alloc(sizeof(SpinLock) * (size_t{capacity} + 1)));
     heap_free(locks_);
     locks_ = locks;
     for (size_t i = 0; i <= capacity; ++i) new (&locks_[i]) SpinLock;
-    prio_.resize(capacity, 0);  // last: it tells that all is there
+    prio_.resize(capacity, 0);  // last: its size says that all is there
   }
 
   void set_next_commit(uint64_t next_commit) override { next_commit_ = next_commit; }
@@ -74,7 +74,7 @@ class TreeHeap final : public Queue {
       sink(place_[id]);
   }
 
-  // Once each, so there is room; what their marks are is asked when they are committed.
+  // Each id once, so there is room. The commit reads their marks.
   void prepare(const uint32_t* ids, size_t n, uint8_t) override {
     for (size_t i = 0; i < n; ++i) {
       if (place_[ids[i]] == kPrepared) continue;
@@ -170,7 +170,8 @@ class TreeHeap final : public Queue {
 
   SpinLock size_lock_;
   SpinLock* locks_ = nullptr;
-  // Changed with its lock held. Who sinks holds locks of nodes, which come behind that one.
+  // Changed with size_lock_ held. sink() only reads it: it holds locks of nodes, which come after
+  // that lock.
   std::atomic<size_t> size_{0};
   uint64_t next_commit_ = 0;
   const uint8_t* marks_ = nullptr;

@@ -1,11 +1,11 @@
-// The two-level queue: a ring of priorities, each with its own bag of places.
+// The two-level queue: a ring of priorities, each with its own bucket of items.
 //
-// A change of priority appends the entry to the new bag and leaves the old place stale: its owner
-// skips it. (An entry that leaves a bag and comes back stands there twice; the first place serves
-// it, the second is stale.) A bag is a list of fixed blocks from a pool: appending is a store, a
-// pop copies pieces of blocks, a prepared bag joins the queue by linking its list. A 64-bit mask of
-// bags in use finds the lowest priority in O(1). After as many moves as half of the places, these
-// are rewritten without the stale ones, so memory stays proportional to the entries that are
+// A change of priority appends an item to the new bucket and leaves the old item stale: its owner
+// skips it. (An entry that leaves a bucket and comes back is in it twice: the first item serves it,
+// the second is stale.) A bucket is a list of fixed blocks from a pool. An append is a store, a pop
+// copies pieces of blocks, a prepared bucket joins the queue by linking its list. A 64-bit mask of
+// buckets in use finds the lowest priority in O(1). After as many moves as half of the items, these
+// are rewritten without the stale ones. So memory stays proportional to the entries that are
 // queued.
 #include <algorithm>
 #include <bit>
@@ -21,13 +21,13 @@ constexpr uint32_t kBlock = 509;
 
 struct Block {
   Block* next;
-  uint32_t begin, end, pad;  // end: of a bag's last block, see Bag
+  uint32_t begin, end, pad;  // end: of a bucket's last block, see Bag
   uint32_t ids[kBlock];
 };
 static_assert(sizeof(Block) <= 2056);
 
-// `at` is where the next place goes and `stop` where its block ends, so that an append touches the
-// bag and the place, not the block's head. Null, both, if the bag is empty.
+// A bucket. `at` is where the next item goes and `stop` where its block ends. So an append touches
+// the bucket and the item, not the block's head. Both are null if the bucket is empty.
 struct Bag {
   uint32_t* at = nullptr;
   uint32_t* stop = nullptr;
@@ -55,7 +55,7 @@ class TwoLevelQueue final : public Queue {
     FRUGAL_ASSERT(prio <= kInfinity);
     Bag& bag = bags_[prio];
     if (bag.at == bag.stop) {
-      begin_block(bag);  // or nothing has changed
+      begin_block(bag);  // throws before anything has changed
       mark(prio);
     }
     *bag.at++ = id;
@@ -63,8 +63,8 @@ class TwoLevelQueue final : public Queue {
   }
 
   void move(uint32_t id, uint8_t prio) override {
-    // Before the new place, which the mark may not name yet. A rewrite of n places is paid for by
-    // n/2 moves.
+    // Before the new item is added, since the mark may not have its priority yet. n/2 moves pay for
+    // a rewrite of n items.
     if (moves_ > 4096 && moves_ > places_ / 2) compact();
     push(id, prio);
     ++moves_;
@@ -140,9 +140,10 @@ class TwoLevelQueue final : public Queue {
     if (prio != kInfinity) live_ |= uint64_t{1} << prio;
   }
 
-  // Drops stale places. Of an entry that stands in a bag more than once one place is kept.
+  // Drops stale items. Of an entry that is in a bucket more than once, one item is kept.
   void compact() {
-    // Blocks for the largest bag first: halfway there is no way back. Without memory: another time.
+    // Blocks for the largest bucket first: halfway there is no way back. Without memory: another
+    // time.
     uint64_t most = 0, free = 0;
     for (const Bag& b : bags_) {
       uint64_t places = 0;
@@ -180,7 +181,7 @@ class TwoLevelQueue final : public Queue {
     }
   }
 
-  // Another block for a bag whose last one is full.
+  // Adds a block to a bucket whose last one is full.
   void begin_block(Bag& bag) {
     Block* b = pool_;
     if (b)
@@ -220,9 +221,9 @@ class TwoLevelQueue final : public Queue {
   Bag bags_[kRing + 1], prepared_[kRing + 1];
   uint64_t live_ = 0;
   uint64_t places_ = 0, prepared_places_ = 0;
-  uint64_t moves_ = 0;  // since places were rewritten: so many are stale at most
+  uint64_t moves_ = 0;  // since items were rewritten: at most so many are stale
   const uint8_t* marks_ = nullptr;
-  Vector<uint64_t> seen_;  // a bit for each entry, while a bag is rewritten
+  Vector<uint64_t> seen_;  // a bit for each entry, while a bucket is rewritten
   Block* pool_ = nullptr;
 };
 

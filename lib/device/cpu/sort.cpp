@@ -1,6 +1,6 @@
 // Radix sort of (slot, position) pairs. See sort.h.
 //
-// Speed: a pass costs its elements and its buckets; two passes of 12 bits sort 65,536 keys of a
+// Speed: a pass costs its elements and its buckets. Two passes of 12 bits sort 65,536 keys of a
 // table of 16 M rows faster than three of 8. For few keys the buckets cost more than the keys, so
 // the number of passes is chosen by what both cost. The first pass builds the pairs.
 #include "device/cpu/sort.h"

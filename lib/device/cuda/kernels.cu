@@ -7,7 +7,7 @@ namespace frugal::device {
 
 // C names, so that tools and the checks of the fat binary know kernels by the names of the list.
 // The arguments are no __grid_constant__: with that nvcc 13.0 compiles some of the bodies forever
-// (its code generators before sm_100), and it saves nothing once a body is inlined.
+// (its code generators before sm_100). And it saves nothing once a body is inlined.
 extern "C" {
 #define X(name, Arguments) \
   __global__ void frugal_##name(Arguments arguments) { name##_body(arguments); }

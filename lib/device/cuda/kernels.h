@@ -1,5 +1,5 @@
-// The kernels as the CUDA run-time library takes them: what kernels.cu, which nvcc compiles, gives
-// to runtime.cpp, which the host's compiler compiles.
+// The kernels as the CUDA run-time library takes them. nvcc compiles kernels.cu, which defines
+// them; the host's compiler compiles runtime.cpp, which launches them.
 #ifndef FRUGAL_DEVICE_CUDA_KERNELS_H_
 #define FRUGAL_DEVICE_CUDA_KERNELS_H_
 

@@ -1,8 +1,8 @@
-// The run-time seam on the CUDA run-time library, which is linked statically: its state, its last
-// error too, is another than that of the library that the host program uses. What both share is the
-// driver, and there the calling thread's current context and capture mode; Scope gives these back.
+// The Runtime on the CUDA run-time library, which is linked statically. Its state, also its last
+// error, is not that of the library that the host program uses. Both share the driver, which has
+// the calling thread's current context and capture mode; Scope restores these.
 //
-// The driver does not work in a child of fork() once the parent has used it: such a child gets
+// The driver does not work in a child of fork() once the parent has used it. Such a child gets
 // errors from every call here, and must not use the engine of its parent.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -21,7 +21,7 @@
 namespace frugal::device {
 namespace {
 
-// Waits of up to this are not worth a sleep, which takes some 60 us more than it says.
+// Shorter waits poll: a sleep takes some 60 us more than was asked for.
 constexpr uint64_t kSpinNs = 200'000;
 constexpr uint64_t kFirstSleepNs = 5'000;
 constexpr uint64_t kLongestSleepNs = 50'000;
@@ -74,19 +74,19 @@ ErrorKind kind_of_error(cudaError_t code) {
     case cudaErrorStreamCaptureImplicit:
     case cudaErrorCapturedEvent:
     case cudaErrorStreamCaptureWrongThread:
-    // Of one call; the device is there.
+    // Errors of one call; the device still works.
     case cudaErrorSymbolNotFound:
     case cudaErrorNotPermitted:
     case cudaErrorNotSupported:
       return ErrorKind::kMisuse;
     default:
-      // Kernels that went wrong, memory that failed, contexts that are gone; and what is not known
-      // to be harmless.
+      // Kernels that went wrong, memory that failed, contexts that are gone, and errors that are
+      // not known to be harmless.
       return ErrorKind::kFault;
   }
 }
 
-// The result of a call. One that failed leaves no last error behind.
+// The result of a call. After a failed one the last error is cleared.
 Result told(cudaError_t code, const char* call) {
   if (code == cudaSuccess) return {};
   cudaGetLastError();
@@ -127,9 +127,9 @@ struct Driver {
   }
 };
 
-// While it lives the device is current, and calls that CUDA thinks unsafe beside a capture are
-// allowed: none of ours goes to a stream that is being captured. Afterwards the thread's context,
-// be it none or one that the run-time library does not know, and its mode are as before.
+// While it lives, the device is current, and calls that CUDA considers unsafe during a capture are
+// allowed. (None of them is on a stream that is being captured.) Afterwards the thread's context
+// and mode are as before, even if it had no context or one that the run-time library does not know.
 class Scope {
  public:
   Scope(const Driver& driver, int device) : driver_(driver) {
@@ -190,7 +190,7 @@ class CudaRuntime final : public Runtime {
                                               cudaHostRegisterPortable | cudaHostRegisterMapped |
                                                   (read_only ? cudaHostRegisterReadOnly : 0));
     Result result = told(code, "cudaHostRegister");
-    // How the system's refusals to lock memory are told.
+    // Codes by which the system refuses to lock memory.
     if (code == cudaErrorOperatingSystem || code == cudaErrorNotSupported ||
         code == cudaErrorNotPermitted)
       result.kind = ErrorKind::kOutOfMemory;
@@ -260,7 +260,7 @@ class CudaRuntime final : public Runtime {
     const uint64_t start = now_ns();
     uint64_t sleep = kFirstSleepNs;
     for (;;) {
-      // The time is taken first: a thread that was held up asks once more before it gives up.
+      // The time is taken first: a thread that was delayed polls once more before it gives up.
       const uint64_t over = now_ns() - start;
       const Result result = query_in_scope(e, passed);
       if (!result.ok() || *passed || over >= timeout_ns) return result;
@@ -279,7 +279,7 @@ class CudaRuntime final : public Runtime {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaError_t code = cudaStreamIsCapturing(stream_of(s), &status);
     const Result result = told(code, "cudaStreamIsCapturing");
-    // The legacy default stream beside a capture: what goes into it would end that capture.
+    // The legacy default stream during a capture: work in it would end that capture.
     *out = code == cudaErrorStreamCaptureImplicit ||
            (result.ok() && status != cudaStreamCaptureStatusNone);
     return code == cudaErrorStreamCaptureImplicit ? Result() : result;
@@ -323,7 +323,7 @@ class CudaRuntime final : public Runtime {
     FRUGAL_CUDA_TRY(cudaPointerGetAttributes, &attributes, p);
     switch (attributes.type) {
       case cudaMemoryTypeHost:
-        // Pinned by somebody without being mapped, or mapped to another address.
+        // Pageable: pinned by the program without being mapped, or mapped to another address.
         *out = attributes.devicePointer == p ? Memory::kPinned : Memory::kPageable;
         return {};
       case cudaMemoryTypeDevice:
@@ -338,7 +338,7 @@ class CudaRuntime final : public Runtime {
     }
   }
 
-  // Pageable memory would be copied behind the caller's back, while the host waits.
+  // CUDA would copy pageable memory while the host waits, without an error.
   Result check_usable(Ptr<char> p, const char* call) {
     Memory kind = Memory::kPageable;
     const Result result = kind_in_scope(pointer_of(p), &kind);
@@ -376,7 +376,7 @@ Result CudaRuntime::check_attribute(cudaDeviceAttr attribute, const char* missin
 Result CudaRuntime::open(uint32_t index) {
   int count = 0;
   Result result = told(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-  // Whatever keeps the driver from counting: there is no device that could be used.
+  // The driver cannot count devices, for whatever reason: there is none that could be used.
   if (!result.ok()) result.kind = ErrorKind::kNoDevice;
   if (result.ok() && index >= static_cast<uint32_t>(count))
     result = told(cudaErrorInvalidDevice, "cudaGetDeviceCount");
@@ -412,8 +412,8 @@ Result CudaRuntime::open(uint32_t index) {
   info_.pins_read_only = pins_read_only != 0;
   FRUGAL_CUDA_TRY(cudaDeviceGetStreamPriorityRange, &lowest_priority_, &highest_priority_);
 
-  // Code is loaded when it is first asked for, which takes long and may wait for the device: now,
-  // and not in a step.
+  // Code is loaded at its first use, which takes long and may wait for the device. So all of it is
+  // loaded now, and not in a step.
   const CudaKernels kernels = cuda_kernels();
   for (uint32_t i = 0; i < kernels.count; ++i) {
     cudaFuncAttributes attributes{};
@@ -427,7 +427,7 @@ Result CudaRuntime::open(uint32_t index) {
 Result open_cuda(uint32_t index, std::shared_ptr<Runtime>* out) {
   const auto runtime = std::allocate_shared<CudaRuntime>(HeapAllocator<CudaRuntime>());
   Result result = runtime->open(index);
-  // Nothing of the caller's is in it that could be misused.
+  // No argument of the caller could be wrong here, so the device is unusable.
   if (result.kind == ErrorKind::kMisuse) result.kind = ErrorKind::kNoDevice;
   if (result.ok()) *out = runtime;
   return result;

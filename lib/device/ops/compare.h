@@ -1,4 +1,4 @@
-// Are the keys of a call those of a declaration? docs/cuda.md, section 5.
+// Compares the keys of a call with the declared ones: docs/cuda.md, "Lookup".
 #ifndef FRUGAL_DEVICE_OPS_COMPARE_H_
 #define FRUGAL_DEVICE_OPS_COMPARE_H_
 
@@ -13,7 +13,7 @@ struct SameKeysArgs {
   Ptr<uint32_t> slots;     // one a key
   uint64_t padding;        // the key that kPaddingSlot stands for
   uint64_t count;
-  Ptr<uint32_t> differ;    // a word that becomes 1 if a key is another, and is left alone else
+  Ptr<uint32_t> differ;    // a word that becomes 1 if a key differs, and is not written else
 };
 
 FRUGAL_DEVICE void same_keys_body(const SameKeysArgs& a) {

@@ -1,10 +1,14 @@
-// fold32 on a device: sums of runs, combined pairwise (docs/arithmetic.md).
+// fold32 on a device: sums of runs, combined pairwise (docs/arithmetic.md, "Shapes of sums").
 //
-// What: runs that come one after the other are combined by a binary counter of partial sums, as in
-// arith/fold.h; its levels lie in shared memory, since an array that is indexed by a variable can
-// not stay in registers. Invariants: a pairwise sum of runs, cut into pieces of a power of two runs
-// each, is the pairwise sum of the sums of the pieces, of which the last may be shorter: so pieces
-// are summed in parallel. Callers: reduce.h, pool.h.
+// What: consecutive runs are combined by a binary counter of partial sums, as in arith/fold.h. Its
+// levels are in shared memory, since an array that is indexed by a variable cannot stay in
+// registers.
+//
+// Invariants: runs may be cut into pieces of a power of two runs each, of which the last may be
+// shorter. The pairwise sum of the pieces' sums is the pairwise sum of the runs. So pieces are
+// summed in parallel.
+//
+// Callers: reduce.h, pool.h.
 #ifndef FRUGAL_DEVICE_OPS_FOLD_H_
 #define FRUGAL_DEVICE_OPS_FOLD_H_
 

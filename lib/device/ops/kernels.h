@@ -43,7 +43,7 @@ enum class Kernel : uint32_t {
   kCount
 };
 
-// The one of an optimizer.
+// The update kernel of an optimizer.
 inline Kernel apply_kernel(int32_t kind) {
   switch (static_cast<frugal_optimizer_kind>(kind)) {
     case FRUGAL_SGD:

@@ -1,10 +1,12 @@
-// How rows are cut up among threads: vectors, lane groups, tiles.
+// How rows are divided among threads: vectors, lane groups, tiles.
 //
 // What: a row is read and written in vectors of four floats, or of one where dim or an address does
-// not allow four. A *lane group* of 1 to 32 lanes of a warp handles one *tile* of a row, that is up
+// not allow four. A *lane group* of 1 to 32 lanes of a warp handles one *tile* of a row. That is up
 // to 32 vectors, one a lane: narrow rows share a warp, wide rows are several tiles. All kernels
 // that work elementwise walk over (item, tile) pairs in this way, so they have no loop over
-// columns. Invariants: everything that depends on dim alone is the same in all lanes of a grid.
+// columns.
+//
+// Invariants: everything that depends on dim alone is the same in all lanes of a grid.
 // Callers: the kernel bodies; shapes.h.
 #ifndef FRUGAL_DEVICE_OPS_LANES_H_
 #define FRUGAL_DEVICE_OPS_LANES_H_
@@ -16,7 +18,7 @@
 
 namespace frugal::device {
 
-// Vectors that a lane requests before it uses the first: what hides the time that memory takes.
+// Vectors that a lane requests before it uses the first, which hides the latency of memory.
 inline constexpr uint32_t kInFlight = 4;
 
 // --- Vectors ------------------------------------------------------------------------------------
@@ -54,18 +56,18 @@ FRUGAL_DEVICE void for_elements(uint32_t valid, F f, Vs&... v) {
   if (valid > 3) f(v.w...);
 }
 
-// Rows of floats that may be used four at a time: at `p`, `stride` bytes from row to row.
+// Whether rows of floats can be used four at a time: at `p`, `stride` bytes from row to row.
 FRUGAL_HD bool in_fours(Ptr<float> p, uint64_t stride, uint32_t dim) {
   return dim % 4 == 0 && (p.address | stride) % sizeof(Float4) == 0;
 }
 
-// `p` and `bytes` more.
+// `p` plus `bytes`.
 template <class T>
 FRUGAL_DEVICE Ptr<T> forward(Ptr<T> p, uint64_t bytes) {
   return {p.address + bytes};
 }
 
-// As many numbers as a vector has, where they are no floats.
+// A vector of four numbers that are no floats.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
   T x, y, z, w;
@@ -91,8 +93,8 @@ FRUGAL_DEVICE void store_vector(Ptr<T> row, uint32_t index, V v) {
   }
 }
 
-// The elements of vector `index` of a row of `dim` floats, of which none behind the row is read; +0
-// there. `fours`: the address is that of a Float4.
+// The elements of vector `index` of a row of `dim` floats. Nothing after the row is read; elements
+// there are +0. `fours`: the address is that of a Float4.
 FRUGAL_DEVICE Float4 load_part(Ptr<float> row, uint32_t index, uint32_t dim, bool fours) {
   const uint32_t first = index * 4;
   if (fours && dim - first >= 4) return load_vector<Float4>(row, index);
@@ -102,7 +104,7 @@ FRUGAL_DEVICE Float4 load_part(Ptr<float> row, uint32_t index, uint32_t dim, boo
   return v;
 }
 
-// Elements of vector `index` to a row of `dim` floats, and nothing behind it.
+// Stores vector `index` of a row of `dim` floats, and nothing after the row.
 FRUGAL_DEVICE void store_part(Ptr<float> row, uint32_t index, uint32_t dim, bool fours, Float4 v) {
   const uint32_t first = index * 4;
   if (fours) return store_vector<Float4>(row, index, v);
@@ -129,8 +131,8 @@ FRUGAL_HD Cut cut_rows(uint32_t dim) {
   return cut_vectors((dim + kFloats<V> - 1) / kFloats<V>);
 }
 
-// The way of a lane group through (item, tile) pairs, all tiles of an item before the next: the
-// groups of `blocks` blocks, of which this is number `block`, take turns.
+// The (item, tile) pairs of a lane group, all tiles of an item before the next item. They are dealt
+// in turn to the lane groups of `blocks` blocks, of which this is number `block`.
 class Walk {
  public:
   FRUGAL_DEVICE Walk(const Cut& cut, uint32_t block, uint32_t blocks)

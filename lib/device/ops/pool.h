@@ -11,15 +11,14 @@
 
 namespace frugal::device {
 
-// Bag b has keys offsets[b] .. offsets[b + 1] - 1. Offsets that come from the caller's device
-// memory have been seen by nobody: no key behind the last is read, whatever they say, and `wrong`
-// is told.
+// Bag b has keys offsets[b] .. offsets[b + 1] - 1. Offsets in the caller's device memory were not
+// checked by the host. Whatever they are, no key after the last is read, and `wrong` is set.
 struct BagsPtr {
   Ptr<uint64_t> offsets;
   uint32_t bags;
   uint32_t keys;
-  Ptr<uint32_t>
-      wrong;  // a word that becomes 1 if they do not ascend from 0 to `keys`; null: they do
+  // A word that becomes 1 if offsets do not ascend from 0 to `keys`; null: they do.
+  Ptr<uint32_t> wrong;
 };
 
 struct Bag {
@@ -61,7 +60,7 @@ FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
   }
 }
 
-// Bags to out + b * out_stride bytes.
+// Writes bag b to out + b * out_stride bytes.
 struct PoolArgs {
   RowsPtr host, lines, staged;
   Ptr<Source> places;     // one a key, as place_keys makes them; padding is no term
@@ -73,7 +72,7 @@ struct PoolArgs {
   uint64_t out_stride;    // bytes, a multiple of 4
 };
 
-// A lane group for each tile of a bag: the terms one after the other, a run at a time.
+// A lane group for each tile of a bag. It adds the terms one after the other, a run at a time.
 FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
   const bool fours = in_fours(a.out, a.out_stride, a.dim);
   Walk walk(cut_rows<Float4>(a.dim), block(), blocks());
@@ -124,10 +123,9 @@ FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
 // Lanes of a group that makes a sum16: each holds four of the sixteen.
 inline constexpr uint32_t kSumGroup = arith::kSumLanes / 4;
 
-// The sum over the caller's group of kSumGroup lanes, in all of them: lane l + lane l + 8, then +
-// 4,
-// + 2, + 1. Which operand is on the left changes no bit (of a sum that is no NaN). All lanes of the
-// warp take part.
+// The sum over the caller's group of kSumGroup lanes, in all of them. It adds lanes l and l + 8,
+// then l and l + 4, and so on with 2 and 1. The order of two operands changes no bit (of a sum that
+// is no NaN). All lanes of the warp take part.
 FRUGAL_DEVICE float finish_sum16(Float4 acc) {
   auto add_of = [](Float4 v, uint32_t mask) {
     return v + Float4{shuffle_xor(v.x, mask), shuffle_xor(v.y, mask), shuffle_xor(v.z, mask),

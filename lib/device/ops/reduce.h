@@ -1,4 +1,4 @@
-// Summing the gradients of one rank: docs/cuda.md, section 6.
+// Sums the gradients of one rank: docs/cuda.md, "Push".
 #ifndef FRUGAL_DEVICE_OPS_REDUCE_H_
 #define FRUGAL_DEVICE_OPS_REDUCE_H_
 
@@ -30,18 +30,19 @@ FRUGAL_DEVICE V load_term(const GradPtr& g, uint32_t position, uint32_t index) {
 
 // --- Sums of runs -------------------------------------------------------------------------------
 
-// Distinct rows with at most 32 positions are summed to `sums`. Of the others, the heavy ones, the
-// sums of runs go to `runs`, dim floats each: all runs of the first heavy row, then of the next.
+// Distinct rows with at most kRun positions are summed to `sums`. The others are the frequent rows:
+// the sums of their runs go to `runs`, dim floats each. All runs of the first frequent row come
+// first, then those of the next.
 struct ReduceArgs {
   PartPtr part;
   GradPtr source;
-  Ptr<Item> items;       // the runs of heavy rows in the order of `runs`
+  Ptr<Item> items;       // the runs of frequent rows in the order of `runs`
   uint32_t frequent_runs;  // their number
   uint32_t dim;
-  Ptr<float> sums;       // of distinct rows; the hand-over, in host memory
+  Ptr<float> sums;       // of distinct rows: the rank gradients, in host memory
   uint64_t sums_stride;  // floats
   Ptr<float> runs;
-  Ptr<uint32_t> nan;  // a word that becomes 1 if a term is a NaN, and is left alone else; or null
+  Ptr<uint32_t> nan;  // a word that becomes 1 if a term is a NaN, and is not written else; or null
 };
 
 // The serial sum of a span's terms, `nan` true if one is a NaN.
@@ -101,9 +102,9 @@ FRUGAL_DEVICE void reduce_runs_body(const ReduceArgs& a) {
   }
 }
 
-// --- Sums of heavy rows -------------------------------------------------------------------------
+// --- Sums of frequent rows ----------------------------------------------------------------------
 
-// A row with more than 32 positions, and where its runs begin.
+// A row with more than kRun positions, and where its runs begin.
 struct alignas(8) FrequentRow {
   uint32_t row, first_run;
 };
@@ -140,14 +141,14 @@ FRUGAL_DEVICE V sum_piece(Ptr<float> runs, uint32_t dim, uint64_t first, uint64_
   return fours.finish(last);
 }
 
-// Runs of a piece if `groups` pieces are to hold `n`: a power of two.
+// The runs of a piece, a power of two, so that `groups` pieces hold `n` runs.
 FRUGAL_HD uint64_t runs_of_piece(uint64_t n, uint32_t groups) {
   uint64_t piece = 1;
   while (piece * groups < n) piece *= 2;
   return piece;
 }
 
-// A block for each tile of a heavy row. Each of its lane groups sums a piece; their sums are
+// A block for each tile of a frequent row. Each of its lane groups sums a piece; their sums are
 // combined in shared memory.
 template <class V>
 FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
@@ -172,7 +173,7 @@ FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
                          n - first < piece ? n - first : piece, vector);
     }
     for (uint32_t step = 1; step < pieces; step *= 2) {
-      // Cells that others read in the step before are not written any more.
+      // Cells that other threads read in the round before are not written any more.
       if (group % step == 0) sums[thread()] = sum;
       sync();
       if (group % (2 * step) == 0 && group + step < pieces) {

@@ -1,4 +1,4 @@
-// Reading rows on a device: docs/cuda.md, section 5.
+// Reads rows on a device: docs/cuda.md, "Lookup".
 #ifndef FRUGAL_DEVICE_OPS_ROWS_H_
 #define FRUGAL_DEVICE_OPS_ROWS_H_
 
@@ -9,16 +9,15 @@
 
 namespace frugal::device {
 
-// Rows of a table in host memory (by slot) or in device memory (lines, staged rows; by index).
+// Rows of a table: in host memory (by slot), or in device memory (cached or staged rows; by index).
 struct RowsPtr {
   Ptr<Element> values;  // aligned to 16 bytes
   uint64_t stride;      // elements, a multiple of 16 bytes
 };
 
-// The keys of a part, sorted by row: distinct row i has slot slots[i] and stands at
-// positions[start[i]]
-// .. positions[start[i + 1] - 1] of the batch. Behind them are `zeros` positions that read as zeros
-// (padding, rows that are missing).
+// The keys of a part, sorted by row. Distinct row i has slot slots[i] and is at positions[start[i]]
+// .. positions[start[i + 1] - 1] of the batch. After these come `zeros` positions that read as
+// zeros (padding, rows that are missing).
 struct PartPtr {
   Ptr<uint32_t> slots;
   Ptr<uint32_t> start;
@@ -72,7 +71,7 @@ struct GatherArgs {
 };
 
 // The items of one group of blocks: a row's vector is read once and written to all positions. Rows
-// are read in fours whatever dim is, for they are padded; outputs need not be.
+// are read in fours whatever dim is, for rows are padded; outputs may not be.
 template <bool kFromHbm>
 FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
   const bool fours = in_fours(a.out, a.out_stride, a.dim);
@@ -80,7 +79,7 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
   const uint64_t read = kFromHbm ? a.hbm_items : a.host_items;
   const uint64_t items = kFromHbm ? read + a.part.zeros : read;
   while (walk.item() < items) {
-    // Loads that do not need each other stand together; what is made of them comes after.
+    // Independent loads come first, next to each other; their uses follow.
     Item item[kInFlight];
     uint32_t vector[kInFlight];
     bool reads[kInFlight], zeros[kInFlight];
@@ -145,18 +144,18 @@ struct StageArgs {
   PartPtr part;
   RowsPtr host, staged;
   Ptr<uint32_t> rows;    // distinct rows to copy into HBM; null: the first `count`
-  Ptr<uint32_t> to;      // their places there; null: in order
+  Ptr<uint32_t> to;      // their indexes there; null: in order
   uint32_t count;
   uint32_t dim;
 };
 
-// Rows and state of lines. Columns of state lie in a line as they do in a host row.
+// Values and state of cached rows. State columns are laid out as in a host row.
 struct FillArgs {
   RowsPtr host, lines;
-  RowsPtr host_state,
-      line_state;  // strides: a multiple of 16 bytes or, if state_elements is 1, any
+  // Their strides: a multiple of 16 bytes or, if state_elements is 1, any.
+  RowsPtr host_state, line_state;
   Ptr<uint32_t> slots;
-  Ptr<uint32_t> to;      // lines
+  Ptr<uint32_t> to;      // cache slots
   uint32_t count;
   uint32_t dim;
   uint32_t state_elements;  // of a row, columns with what is between them: 0, 1 or whole vectors
@@ -170,7 +169,7 @@ struct FillArgs {
   static FRUGAL_HD uint32_t vectors_of(uint32_t elements) { return elements / kOfVector; }
 };
 
-// Rows and state are copied as if they lay one behind the other, what is between rows too: all
+// Values and state of a row are copied as one sequence of vectors, with what is between rows: all
 // strides are multiples of a vector.
 template <class SlotOf>
 FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
@@ -223,9 +222,9 @@ FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
   copy_rows(a, [&](uint64_t i) { return load(a.slots + i); });
 }
 
-// --- Places of keys -----------------------------------------------------------------------------
+// --- Sources of keys ----------------------------------------------------------------------------
 
-// Sources of keys, from those of distinct rows.
+// The sources of keys, from those of distinct rows.
 struct PlaceArgs {
   PartPtr part;
   Ptr<Source> source;   // of distinct rows, as in GatherArgs; null: all are host rows
@@ -233,8 +232,8 @@ struct PlaceArgs {
   Ptr<Source> out;      // one a key
 };
 
-// What pool_rows and weight_grads read: the source of each row, at all its positions. The zeros are
-// padding; there is nothing missing in a step.
+// Writes what pool_rows and weight_grads read: the source of each row, at all its positions. The
+// zeros are padding; in a step no row is missing.
 FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   // A lane group of a warp for each row, so that frequent rows do not hold up the others for long.
   Walk walk(Cut{kWarp, kWarp, 1}, block(), blocks());
@@ -257,7 +256,7 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   }
 }
 
-// Vector `index` of the row at a place that is not padding.
+// Vector `index` of the row of a source that is not padding.
 FRUGAL_DEVICE Float4 load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
                                 Source place, uint32_t index) {
   if (place.is_missing()) return {};

@@ -1,9 +1,11 @@
 // How many blocks and threads a kernel gets, and how much shared memory.
 //
 // What: one function a kernel; gather_shape also fills in how its blocks are divided.
-// Invariants: any shape with a multiple of 32 threads up to kBlockThreads, and the shared memory
-// that is told here, gives the same result; the others would only be slower. Callers: whoever
-// launches.
+//
+// Invariants: any shape gives the same result, with a multiple of 32 threads up to kBlockThreads
+// and the shared memory that is computed here. Other shapes are only slower.
+//
+// Callers: the code that launches kernels.
 #ifndef FRUGAL_DEVICE_OPS_SHAPES_H_
 #define FRUGAL_DEVICE_OPS_SHAPES_H_
 
@@ -17,7 +19,7 @@ inline constexpr uint32_t kBlockThreads = 256;  // at most; what kernels are com
 // What a device has.
 struct Extent {
   uint32_t processors = 132;
-  uint32_t link_blocks = 0;  // blocks that read the link to the host; 0: one a processor
+  uint32_t link_blocks = 0;  // blocks that read over the PCIe bus; 0: one a processor
   uint32_t threads = kBlockThreads;  // of a block
 };
 
@@ -27,20 +29,20 @@ inline Shape shape_of(uint64_t lanes, uint64_t most_blocks, const Extent& e) {
   const uint64_t most = most_blocks < 1 ? 1 : most_blocks;
   return {static_cast<uint32_t>(blocks < 1 ? 1 : blocks < most ? blocks : most), e.threads, 0};
 }
-// An H100 reads rows of 512 bytes at the link's speed with 16 blocks; rows of 128 bytes that lie
-// far apart take one a processor, which leaves most of the processor to others.
+// An H100 reads rows of 512 bytes at the speed of its PCIe bus with 16 blocks. Rows of 128 bytes at
+// scattered addresses take one block a processor, which leaves most of the processor to others.
 inline uint64_t link_blocks(const Extent& e) {
   return e.link_blocks ? e.link_blocks : e.processors;
 }
 // 1,024 threads a processor: what all architectures hold with the registers that kernels may have.
 inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 1024 / e.threads; }
 
-// Lanes of `items` rows of `vectors` vectors, of which each lane handles `each`.
+// The lanes for `items` items that are cut in this way, if each lane handles `each` vectors.
 inline uint64_t lanes_of(uint64_t items, const Cut& cut, uint32_t each) {
   return (items * cut.tiles + each - 1) / each * cut.lanes;
 }
-// Where vectors of four floats are right for dim; outputs that do not allow them are rare, and then
-// each lane has four times as much to do.
+// With vectors of four floats where dim allows them. Outputs that do not are rare, and then each
+// lane has four times as much to do.
 inline uint64_t row_lanes(uint64_t items, uint32_t dim, uint32_t each = 1) {
   return lanes_of(items, dim % 4 == 0 ? cut_rows<Float4>(dim) : cut_rows<float>(dim), each);
 }
@@ -77,7 +79,8 @@ inline Shape bags_of_keys_shape(const BagsOfKeysArgs& a, const Extent& e = {}) {
 inline Shape pool_shape(const PoolArgs& a, uint64_t longest_bag, const Extent& e = {}) {
   const uint32_t levels = fold_levels((longest_bag + kRun - 1) / kRun);
   Extent shared = e;
-  // Short bags need no shared memory; for long ones there is less parallelism than memory.
+  // A thread needs shared memory for `levels` vectors: short bags need none, long ones smaller
+  // blocks.
   if (levels > 4 && shared.threads > 64) shared.threads = 64;
   Shape s = shape_of(lanes_of(a.bags.bags, cut_rows<Float4>(a.dim), 1), all_blocks(shared), shared);
   s.shared_bytes = levels * s.threads * static_cast<uint32_t>(sizeof(Float4));

@@ -1,8 +1,11 @@
-// Updating the lines of a cache: docs/cuda.md, section 8; docs/arithmetic.md.
+// Updates cached rows: docs/cuda.md, "Cache"; docs/arithmetic.md, "From the gradient to the
+// update".
 //
-// What: the rank sums of a row are added up into device memory (sum_terms: over the link, each
-// read once), then the row is updated with that sum (apply_<optimizer>: in device memory alone,
-// where reading a sum in several passes is cheap). Callers: refreshes of a cache.
+// What: sum_terms adds up the rank gradients of a row into device memory: it reads each once, over
+// the PCIe bus. Then apply_<optimizer> updates the row with that sum. It works in device memory
+// alone, where reading a sum in several passes is cheap.
+//
+// Callers: cache refreshes.
 #ifndef FRUGAL_DEVICE_OPS_UPDATE_H_
 #define FRUGAL_DEVICE_OPS_UPDATE_H_
 
@@ -16,15 +19,15 @@ namespace frugal::device {
 
 // --- Ranks --------------------------------------------------------------------------------------
 
-// One rank's sum of a row: row `row` of what rank number `rank` has handed over.
+// One rank's sum of a row: row `row` of the rank gradients of rank number `rank`.
 struct alignas(8) Term {
   uint32_t rank, row;
 };
 
 // Row i of `sums` = the serial sum of terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank
-// order, at least one a row. Hand-overs are aligned to 16 bytes.
+// order, at least one a row. Rank gradients are aligned to 16 bytes.
 struct SumTermsArgs {
-  Ptr<Ptr<float>> ranks;  // hand-overs
+  Ptr<Ptr<float>> ranks;  // rank gradients
   uint64_t ranks_stride;  // floats, a multiple of 4
   Ptr<Term> terms;
   Ptr<uint32_t> start;    // null: one term a row
@@ -81,8 +84,9 @@ FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
 
 // --- The update ---------------------------------------------------------------------------------
 
-// Line to[i] with the gradient sums + i * sums_stride, lines that nothing else touches meanwhile.
-// State columns of line r start at state + r * state_stride and state_second elements further.
+// Updates cache slot to[i] with the gradient sums + i * sums_stride. Nothing else touches these
+// rows meanwhile. State columns of cache slot r start at state + r * state_stride and state_second
+// elements further.
 struct ApplyArgs {
   arith::StepScalars step;
   RowsPtr lines;
@@ -104,9 +108,9 @@ FRUGAL_DEVICE float prepare(const arith::StepScalars& s, float norm_factor, floa
   return g;
 }
 
-// One kernel, and therefore one function: what a row's passes share stays in registers.
-// A lane group for each row; of kSumGroup lanes if there are sums over the row, else of as many as
-// the row has vectors.
+// One kernel, and therefore one function: what a row's passes share stays in registers. A lane
+// group updates a row. It has kSumGroup lanes if there are sums over the row, else as many as the
+// row has vectors.
 template <int kKind>
 FRUGAL_DEVICE void apply(const ApplyArgs& a) {
   constexpr arith::Optimizer kIs = arith::optimizer_of(kKind);
