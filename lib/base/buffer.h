@@ -113,7 +113,7 @@ class Buffer {
 
 // How much free memory a pool keeps: a fixed amount and twice the recent peak of use. (Twice,
 // because sizes that are not in use at the same time add up.) "Recent" is two spans of a clock,
-// which hand-outs advance. Guarded by its owner's lock.
+// which each buffer handed out advances. Guarded by its owner's lock.
 class Circulation {
  public:
   explicit Circulation(size_t always) : always_(always) {}

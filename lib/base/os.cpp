@@ -370,8 +370,8 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   // Tables grow by slabs, which are large enough to be checked.
   if (bytes >= kManyBytes) FRUGAL_TRY(os_check_available(bytes));
   if (m.fd >= 0 && bytes >= kManyBytes) take_huge_pages(m.base + offset, bytes);
-  // Through the mapping, which is advised to have huge pages. fallocate would give small ones where
-  // the machine gives shared memory huge ones on advice only.
+  // Through the mapping, which is advised to have huge pages. Some machines give shared memory huge
+  // pages on advice only; there fallocate would give small ones.
   const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
   if (refused == 0) return FRUGAL_OK;
   if (m.fd >= 0 && refused == EINVAL) {  // before Linux 5.14

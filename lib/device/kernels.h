@@ -69,7 +69,7 @@ struct Kernels {
 
   // out row i = row slots[i]; zeros for kPaddingSlot and kMissingSlot. `out_stride` is in bytes, a
   // multiple of 4 and at least dim * 4. With `streaming` the stores go past the caches where
-  // alignment allows it: right for outputs that are larger than the caches (about 1 MiB and more).
+  // alignment allows it. That is right for outputs larger than the caches (about 1 MiB and more).
   void (*gather)(const RowsView& rows, const uint32_t* slots, size_t n, float* out,
                  size_t out_stride, bool streaming);
   // The same from pointers to rows; NULL is zeros.

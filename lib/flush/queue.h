@@ -8,8 +8,8 @@
 // stale then. Marks of a two-level queue may be changed by compare-and-swap, outside of the lock of
 // its calls.
 //
-// Two implementations: the two-level queue (a ring of buckets, everything O(1) amortized, batched)
-// and, as the paper's baseline, a binary heap with a lock for each node.
+// Two implementations: the two-level queue is a ring of buckets, everything O(1) amortized,
+// batched. The paper's baseline is a binary heap with a lock for each node.
 //
 // Threads: the owner of a queue serializes calls (window/window.h).
 #pragma once
@@ -48,7 +48,7 @@ class Queue : public HeapObject {
   virtual size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
                      uint8_t* prio) = 0;
   // Prepared items: those of a step that is not committed yet, which pops do not return.
-  // commit_prepared() makes them ordinary items, all at once, in O(kRing) for the two-level queue.
+  // commit_prepared() makes them ordinary items, all at once; in the two-level queue in O(kRing).
   // An older item of a prepared entry may match its mark: the owner, which knows, skips that item.
   virtual void prepare(const uint32_t* ids, size_t n, uint8_t prio) = 0;
   virtual void commit_prepared() = 0;

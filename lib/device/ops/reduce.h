@@ -197,7 +197,7 @@ FRUGAL_DEVICE void combine_runs_body(const CombineArgs& a) {
 
 // --- Gradients of single keys -------------------------------------------------------------------
 
-// For a push that is not the first of its table in the step: row p of `out` is the term of position
+// For a push that is not the first of its table in the step. Row p of `out` is the term of position
 // p, or zeros where p is padding.
 struct ExpandArgs {
   PartPtr part;
