@@ -117,7 +117,7 @@ Status Aborter::undo(Trainer& by, Why why) {
   if (!begun) return s;
   for (auto& [step, record] : records) record.undo();
   if (!leaving) await_undone(by);
-  // Of a rank whose device has failed not before it is closed: it may be writing its gradients.
+  // Not after a device failure: until the rank is closed it may be writing its gradients.
   if (why != Why::kFailed) {
     Lock call(by.call_mu);
     by.lent.clear();

@@ -19,7 +19,8 @@ Status Engine::op_table(const frugal_op& op, TableRef* out) const {
 Status Engine::table_of(uint64_t handle, TableRef* out) const {
   const AnyTableRef table = object_of<AnyTable>(reinterpret_cast<const void*>(handle));
   if (!table || table->session.get() != this)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "another process of the job has dropped the table: drop this handle of it, too");
+    return fail(FRUGAL_ERR_BAD_HANDLE,
+                "another process of the job has dropped the table: drop this handle of it, too");
   *out = std::static_pointer_cast<Table>(table);
   return FRUGAL_OK;
 }
@@ -72,7 +73,8 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     CreatedRows& made = t.created.emplace_back();
     made.table = std::static_pointer_cast<Table>(a.table);
     for (uint64_t first = first_uncommitted(), now;; first = now) {
-      made.table->rows.use(a.part->slots.as<uint32_t>(), a.part->n, t.step, first, &made.slots, &made.earlier);
+      made.table->rows.use(a.part->slots.as<uint32_t>(), a.part->n, t.step, first, &made.slots,
+                           &made.earlier);
       // If other ranks have meanwhile advanced by several steps, a later step's mark may have
       // looked like an earlier one's.
       now = first_uncommitted();
@@ -110,7 +112,8 @@ Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, siz
     return aborter_.tell(*t);
   }
   if (s == FRUGAL_ERR_TIMEOUT)
-    return fail(s, "%zu keys that were not declared waited for their pending updates; call again", n);
+    return fail(s, "%zu keys that were not declared waited for their pending updates; call again",
+                n);
   return s;
 }
 
@@ -231,7 +234,8 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
     if (small) return FRUGAL_OK;
     busy_.emplace(engine_.calls_);
   }
-  if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
+  if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; }))
+    return FRUGAL_OK;
   const auto find = [&]() -> Status {
     hold_.emplace(engine_, accesses);
     for (size_t i = 0; i < n; ++i) {
@@ -334,7 +338,8 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
   host_rows(table, &from);
   Buffer pointers, copies;
   Deadline until;
-  FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));
+  FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies,
+                    [&] { return row_awaited(&until); }));
   if (!stored.at.empty()) {
     const bool all = !pointers;
     if (all) FRUGAL_TRY(memory_.pool.get(n * sizeof(device::Element*), &pointers));

@@ -198,7 +198,8 @@ Status Committer::reserve_memory(uint64_t step, StepRecord& record, Commit* comm
   }
   if (table.ledger && !update->record)
     FRUGAL_TRY(table.ledger->add(*update, record.deferred ? nullptr : &bounds, &update->record));
-  if (!record.deferred) commit->job.push_back(flusher_.job(commit->table, update, std::move(bounds)));
+  if (!record.deferred)
+    commit->job.push_back(flusher_.job(commit->table, update, std::move(bounds)));
   return FRUGAL_OK;
 }
 

@@ -182,7 +182,7 @@ class Declarations {
   void change(Batch& batch, size_t index, Change change) REQUIRES(mu_);
   void set_state(Batch& batch, size_t index, Part::State state) REQUIRES(mu_);
   static void unlink(Batch& batch, size_t index);
-  // From now on no thread but the retiring one releases what a part of this batch holds.
+  // The batch is taken out or retires: no other thread releases what a part of it gets from now on.
   bool served(const Batch& b) const REQUIRES(mu_) {
     return !b.entered || (retiring_ && b.step <= retiring_to_);
   }

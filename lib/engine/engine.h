@@ -84,8 +84,9 @@ struct RemotePush {
 };
 
 struct RemoteCounts {
-  uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
-           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
+  uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0,
+           push_ns = 0, prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0,
+           stale_reads = 0;
 };
 
 class Engine final : public Session, private DataPath {
@@ -93,7 +94,9 @@ class Engine final : public Session, private DataPath {
   explicit Engine(const frugal_config& config);
   ~Engine();
   Status start();
-  std::shared_ptr<Engine> here() override { return std::static_pointer_cast<Engine>(shared_from_this()); }
+  std::shared_ptr<Engine> here() override {
+    return std::static_pointer_cast<Engine>(shared_from_this());
+  }
   void close_ranks() override;
   void shutdown() override;
 
@@ -114,12 +117,14 @@ class Engine final : public Session, private DataPath {
   }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
-  Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) override;
+  Status set_optimizer(AnyTable& table, uint64_t first_step,
+                       const frugal_optimizer& optimizer) override;
   // --- outside.cpp: rows outside steps
   Status count(AnyTable& table, uint64_t* out) override;
-  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) override;
-  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-             uint8_t* found) override;
+  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity,
+              size_t* n) override;
+  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+             size_t stride, uint8_t* found) override;
   Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
              size_t stride) override;
   Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) override;
@@ -282,7 +287,7 @@ class Engine final : public Session, private DataPath {
   DeviceWorkRef submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
                        uint32_t flags) REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
-  // tells: also reports what has undone the step
+  // By default it also reports what has undone the step.
   Status begin_call(Trainer& t, bool tells = true) REQUIRES(t.call_mu);
   bool describe_cached_rows(Trainer& t, RemotePart* part);
   Status give_up_cached_rows(Trainer& t);

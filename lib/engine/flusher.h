@@ -14,7 +14,9 @@ namespace frugal {
 
 // The working memory of a thread that writes rows.
 struct Scratch : HeapObject, ApplyScratch {
-  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) { claim.reserve(kChunkRows); }
+  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) {
+    claim.reserve(kChunkRows);
+  }
   Claim claim;
   std::unique_ptr<Scratch> next;
 };
