@@ -55,8 +55,8 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
   created.clear();
 }
 
-// From here no rank begins a step and no step commits, and all ranks are marked. If there is
-// nothing to undo, *begun stays false.
+// Marks all ranks, and from then on no rank begins a step and no step commits. Unless it sets
+// *begun, it has changed nothing.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
   ControlLock lock(mu_);

@@ -117,7 +117,7 @@ Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, siz
   return s;
 }
 
-// --- Tables with a storage tier ----------------------------------------------------------------
+// --- Tables with a storage tier ------------------------------------------------------------------
 
 // Repeats a call of a step that found no free slots until it finds some.
 template <class Call>

@@ -35,7 +35,7 @@ class Committer {
   // Commits one step. Releases the engine's mutex meanwhile. False: no step is complete, or there
   // is no memory.
   bool one(Status* status) REQUIRES(control);
-  // A commit lacked memory. A waiting thread, or one that has memory, repeats it.
+  // A commit lacked memory. A waiting thread, or one that has memory, continues it.
   bool stalled() const { return stalled_.load(); }
   void forget_stalled() REQUIRES(control) { stalled_.store(false); }  // its step is undone
   // While it is held no step commits. Taken before the engine's mutex.

@@ -31,6 +31,7 @@ bool bags_are_keys(const frugal_op& op, size_t keys) {
   return true;
 }
 
+// The number of each bag's terms: its keys that are not padding.
 void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
   for (size_t b = 0; b < op.bags; ++b) {
     uint64_t terms = 0;

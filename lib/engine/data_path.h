@@ -38,7 +38,7 @@ struct PushSource {
   Status of(const frugal_op& op, const Part& part, uint32_t dim, BufferPool& pool);
 };
 
-// Joins several pushes of a table into one rank gradient. It continues fold32 where the first push
+// Joins several pushes of a table into one RankGradients. It continues fold32 where the first push
 // ended. The pushes stay unchanged, so a step's end that runs out of memory can be repeated. The
 // list of rows comes from `rows`, the sums from `sums`.
 Status join_pushes(const PushSums& pushes, uint32_t dim, uint32_t rank, BufferPool& rows,

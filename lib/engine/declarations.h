@@ -119,9 +119,10 @@ class Declarations {
   void never_resolve(Batch& batch, size_t index, Part::State instead) REQUIRES(mu_);
   // The part releases its slots. The calls of its step resolve it again.
   void give_up(Batch& batch, size_t index) REQUIRES(mu_);
-  // Takes slots back for the sake of `step` (Rows::tier()). Resolved parts of the last later step
-  // that has any release their slots, and wait to be resolved again. Only batches that may()
-  // accepts, and only if no thread links other parts of their step. Returns whether there were any.
+  // Takes slots back for the sake of `step` (Rows::tier()). Of the last step after it that has
+  // resolved parts, these release their slots, and wait to be resolved again. Only batches that
+  // may() accepts, and only if no thread links other parts of their step. Returns whether there
+  // were any.
   template <class May>
   bool revoke(const Table& table, uint64_t step, BufferPool& pool, May may) REQUIRES(mu_);
   // No thread is finding rows of the table, or releasing some: only resolved parts hold slots.

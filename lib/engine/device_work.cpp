@@ -47,7 +47,7 @@ Status Engine::set_stream(AnyTrainer& t, void* stream) {
   return t.gpu->set_stream(stream);
 }
 
-// --- Polling ------------------------------------------------------------------------------------
+// --- Polling -------------------------------------------------------------------------------------
 
 bool Engine::poll_device_work() {
   if (committer_.stalled()) {

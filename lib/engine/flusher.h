@@ -49,7 +49,7 @@ class Scratches {
   Mutex mu_;
   const size_t ranks_;
   size_t row_bytes_ GUARDED_BY(mu_) = 0;
-  // Smaller ones are after the one that row_bytes_ came with.
+  // One for row_bytes_ is always here or leased. take() drops smaller ones.
   std::unique_ptr<Scratch> free_ GUARDED_BY(mu_);
 };
 

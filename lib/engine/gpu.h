@@ -168,7 +168,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   BufferPool& pinned() { return pinned_; }
   DevicePool& memory() { return *memory_; }
 
-  // The caller's stream. Refuses one that is being captured.
+  // Sets the caller's stream. Refuses one that is being captured.
   Status set_stream(void* stream);
   device::Stream stream() const { return stream_; }
   // Refuses a call while the caller's stream is being captured, and after a failure.

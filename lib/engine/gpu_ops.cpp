@@ -468,7 +468,7 @@ Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const u
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
-// --- Cached rows --------------------------------------------------------------------------------
+// --- Cached rows ---------------------------------------------------------------------------------
 
 Status DeviceCachedRows::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
                               std::unique_ptr<CachedRows>* out) {

@@ -34,7 +34,7 @@
 
 namespace frugal {
 
-// --- Layout in memory ---------------------------------------------------------------------------
+// --- Layout in memory ----------------------------------------------------------------------------
 
 struct LedgerRoot {
   static constexpr uint64_t kMagic = 0x3267646c67757246;  // "Frugldg2"
@@ -96,7 +96,7 @@ struct LedgerTable {
   arith::InitSpec init;         // of rows that were never written
 };
 
-// --- The writing process ------------------------------------------------------------------------
+// --- The writing process -------------------------------------------------------------------------
 
 class Ledger;
 
