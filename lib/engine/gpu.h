@@ -231,7 +231,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // The following launch kernels in the caller's stream (gpu_ops.cpp).
 
-  // Gathers rows of a part, pooled or not, to the op's rows_out. `lines`: the cached rows, if any.
+  // Gathers rows of a part, pooled or not, to the op's rows_out. Some may be cached.
   Status gather(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                 const device::RowsPtr& lines, const GpuOp& op);
   // Copies rows 0 .. n - 1 from pinned memory, `stride` floats apart, to the device, `out_stride`

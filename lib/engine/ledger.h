@@ -17,7 +17,7 @@
 // - A row is marked as written after its last byte.
 // - An update leaves the list when all rows are written, and its memory is freed afterwards.
 //
-// Rows that an uncommitted step has created have its mark in their flags (storage/places.h). A
+// Rows that an uncommitted step has created have its mark in their flags (storage/slot_map.h). A
 // committed step's marks are removed before the next step commits. So mark_of(committed) names only
 // rows that exist.
 #pragma once
