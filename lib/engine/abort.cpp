@@ -14,9 +14,9 @@ Status Aborter::tell(Trainer& t) {
     again = ranks_.step_again();
     t.abort_notice.fetch_sub(1);
   }
-  // It has the whole time-out to begin the step again.
+  // The rank has the whole time-out to begin the step again.
   if (t.process.heard.load()) t.process.heard.store(now_ns());
-  t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
+  t.lent.clear();  // not earlier: until this report the rank may be writing its gradients
   const uint32_t lost = t.lost_peer.load();
   if (t.closing.load() && lost != t.rank)
     return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
@@ -30,7 +30,7 @@ Status Aborter::tell(Trainer& t) {
 }
 
 void Aborter::undo_part(Trainer& t) {
-  if (t.gpu) t.gpu->take_device_work();  // waits until the device has done with it
+  if (t.gpu) t.gpu->take_device_work();  // waits until the device has finished it
   t.parts.clear();
   t.pushes.clear();
   ranks_.undo(t);
@@ -44,7 +44,7 @@ void Aborter::await_undone(Trainer& t) {
       t.call_mu.unlock();
       break;
     }
-    // Inside a call, which will notice.
+    // The trainer is inside a call, which will see the notice.
     sleep_ns(20'000);
   }
 }
@@ -55,8 +55,8 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
   created.clear();
 }
 
-// Unless there is nothing to be undone, nobody begins or commits any more, and all ranks are
-// marked.
+// Marks all ranks, and from then on no rank begins a step and no step commits. Unless it sets
+// *begun, it has changed nothing.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
   ControlLock lock(mu_);
@@ -65,13 +65,13 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
     Lock call(by.call_mu);
     return tell(by);
   }
-  // What a rank that has left had ended is whole, or undone.
+  // The rank has left: what it had submitted is complete, or undone.
   if (why == Why::kFailed && ranks_[by.rank].get() != &by) return FRUGAL_OK;
-  // Another abort, or the trainer's closing, was first: others may have begun the step again, and
-  // that is not to be undone.
+  // Another abort, or the trainer's closing, was first. Other ranks may have begun the step again,
+  // and this call must not undo that.
   if (why == Why::kFailed) {
-    // The others are told in any case, for they may be waiting for this rank; but not twice, if
-    // its closing was first and has left nothing that will never be complete.
+    // The others receive a notice in any case, since they may wait for this rank. They receive no
+    // second one if its closing was first and left nothing that never completes.
     bool left = by.in_step || !by.closing.load();
     records_.each_device_work([&](const DeviceWorkRef& f) { left |= f->rank == by.rank; });
     if (!left) return FRUGAL_OK;
@@ -80,7 +80,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   }
   phase_.await(lock, Phase::kAbort);
-  // A step that all ranks have ended is not undone for want of memory.
+  // A lack of memory must not undo a step that all ranks have ended: commit it first.
   Status lacking = FRUGAL_OK;
   while (committer_.stalled() && committer_.one(&lacking)) phase_.await(lock, Phase::kAbort);
   if (committer_.stalled() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
@@ -117,19 +117,20 @@ Status Aborter::undo(Trainer& by, Why why) {
   if (!begun) return s;
   for (auto& [step, record] : records) record.undo();
   if (!leaving) await_undone(by);
-  // Of a rank whose device has failed not before it is closed: it may be writing its gradients.
+  // Not after a device failure: until the rank is closed it may be writing its gradients.
   if (why != Why::kFailed) {
     Lock call(by.call_mu);
     by.lent.clear();
   }
   for (const TrainerRef& t : others_) await_undone(*t);
   if (leaving) {
-    // No call of its is under way or gets in, but the engine may be being closed.
+    // No call of the rank runs or begins, but the engine may be closing.
     Lock call(by.call_mu);
     undo_part(by);
   }
-  // No call that began before the abort reads rows any more, and nobody is inside a step: places of
-  // rows may become others'. A rank's list is ours until it may begin a step again.
+  // No call from before the abort reads rows any more, and no rank is inside a step. So slots of
+  // rows may go to other keys. A rank's list belongs to this thread until the rank may begin a
+  // step.
   for (auto& [step, record] : records) undo_rows(record.created);
   undo_rows(by.created);
   for (const TrainerRef& t : others_) undo_rows(t->created);

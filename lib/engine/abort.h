@@ -1,4 +1,5 @@
-// Undoes the steps that are not committed, and tells each rank of that once.
+// Undoes the steps that are not committed. Each rank receives an abort notice, which its next call
+// reports once.
 #pragma once
 #include <atomic>
 
@@ -9,10 +10,10 @@ namespace frugal {
 class Aborter {
  public:
   enum class Why {
-    kCall,     // the rank wants it
-    kLeaving,  // it is inside a step, and leaves
-    kFailed,   // its device has failed
-    kLost,     // its process is gone
+    kCall,     // a call of the rank aborts the step
+    kLeaving,  // the rank leaves inside a step
+    kFailed,   // the rank's device has failed
+    kLost,     // the rank's process is gone
   };
 
   Aborter(ControlMutex& mu, Phase& phase, StepRecords& records, Ranks& ranks, Committer& committer,
@@ -22,20 +23,21 @@ class Aborter {
     others_.reserve(ranks.size());
   }
 
-  // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the
-  // call notices; the others' parts are undone here. Nobody begins a step before all is done. Takes
-  // no memory, but for a commit that comes first: without that it has done nothing.
+  // Undoes every uncommitted step. A trainer inside a call undoes its own share when the call sees
+  // the notice; this call undoes the other shares. No rank begins a step before all shares are
+  // undone. Needs no memory, except for a stalled commit that comes first. If that fails, nothing
+  // is undone.
   Status undo(Trainer& by, Why why);
-  // The same for whoever could not be told that there was no memory: until there is, or the engine
-  // is about to be closed.
+  // The same for callers that cannot report a lack of memory. Retries until there is memory or the
+  // engine is about to be closed.
   Status undo_surely(Trainer& by, Why why);
   void stop_retrying() { retries_.store(false); }
 
-  // The next two are for calls of the rank, with its call_mu held.
-  // Undoes its part of uncommitted steps, but for its created rows, which the abort takes back when
-  // nobody reads them any more.
+  // Calls of the rank use the next two, with its call_mu held.
+  // Undoes its share of uncommitted steps. The rows it created stay: the abort takes them back when
+  // no call reads them.
   void undo_part(Trainer& t) REQUIRES(t.call_mu);
-  // What a call answers, once for each abort of which the rank has a notice.
+  // The status of a call, once for each abort notice of the rank.
   Status tell(Trainer& t) REQUIRES(t.call_mu);
 
  private:
@@ -52,8 +54,8 @@ class Aborter {
   Declarations& declarations_;
   Workers& workers_;
   Meters& meters_;
-  Mutex one_;             // abort at a time. Before all other locks
-  // The ranks beside that which aborts. Has room: nothing wants memory.
+  Mutex one_;             // One abort at a time. Taken before all other locks.
+  // All ranks but the aborting one. Its capacity is reserved: an abort needs no memory.
   Vector<TrainerRef> others_ GUARDED_BY(one_);
   std::atomic<bool> retries_{true};
 };

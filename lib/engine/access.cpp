@@ -1,5 +1,5 @@
-// What lookups and pushes of this process's trainers have of their own: keys that nobody has declared, rows that come into
-// being, and where rows are up to date (row_path.h has the rest).
+// Lookups and pushes of this process's trainers: undeclared keys, creation of rows, and waits until
+// rows are up to date. row_path.h has the rest.
 #include <algorithm>
 #include <cstring>
 
@@ -19,20 +19,22 @@ Status Engine::op_table(const frugal_op& op, TableRef* out) const {
 Status Engine::table_of(uint64_t handle, TableRef* out) const {
   const AnyTableRef table = object_of<AnyTable>(reinterpret_cast<const void*>(handle));
   if (!table || table->session.get() != this)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "another process of the job has dropped the table: drop this handle of it, too");
+    return fail(FRUGAL_ERR_BAD_HANDLE,
+                "another process of the job has dropped the table: drop this handle of it, too");
   *out = std::static_pointer_cast<Table>(table);
   return FRUGAL_OK;
 }
 
-// Slots of keys that are not a whole declaration; missing rows are reserved, so that a call which
-// fails later has created nothing. The part holds the places of its rows. `sorted`: with duplicates removed too.
+// Finds the slots of keys that are not a whole declaration. It only reserves missing rows, so a
+// call that fails later has created nothing. The part holds the slots of its rows. `sorted`: also
+// sorts the keys and removes duplicates.
 Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool sorted) {
   if (a->whole) return FRUGAL_OK;
   Rows& rows = own(*a->table).rows;
   PartRef part = make_part();
   part->step = t.step;
   part->rank = t.rank;
-  // A declaration that could not be resolved ahead.
+  // A declaration that could not be resolved ahead of its step.
   Part* declared = op.keys ? nullptr : a->declared.get();
   const size_t n = declared ? declared->n : op.count;
   const bool padded = op.flags & FRUGAL_OP_PADDING;
@@ -56,8 +58,9 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
   return FRUGAL_OK;
 }
 
-// Rows of the accesses that are only reserved come into being. Throws if there is no memory: what
-// exists by then is among the trainer's created rows, so that the step's undoing takes it back.
+// Creates those rows of the accesses that are only reserved. Throws if there is no memory. The rows
+// created until then are in the trainer's list of created rows, so undoing the step takes them
+// back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   auto first_uncommitted = [&] {
@@ -70,8 +73,10 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     CreatedRows& made = t.created.emplace_back();
     made.table = std::static_pointer_cast<Table>(a.table);
     for (uint64_t first = first_uncommitted(), now;; first = now) {
-      made.table->rows.use(a.part->slots.as<uint32_t>(), a.part->n, t.step, first, &made.slots, &made.earlier);
-      // If other ranks have gone on by several steps meanwhile, a later one's mark may have looked like an earlier one's.
+      made.table->rows.use(a.part->slots.as<uint32_t>(), a.part->n, t.step, first, &made.slots,
+                           &made.earlier);
+      // If other ranks have meanwhile advanced by several steps, a later step's mark may have
+      // looked like an earlier one's.
       now = first_uncommitted();
       if (now - first < 2) break;
     }
@@ -79,14 +84,14 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   }
 }
 
-// Undeclared rows: their pending updates become urgent, and are waited for.
+// Makes the pending updates of undeclared rows urgent, and waits for them.
 Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, size_t n,
                             uint64_t step, Deadline deadline) {
   Status s = FRUGAL_OK;
   if (workers_.applying())
     s = wait(deadline, t, [&] { return !workers_.applying(); },
              [&] { return workers_.help(true); });
-  // A job that has failed counts as done, too, after health has told.
+  // A failed job also counts as done, after health() reports the failure.
   if (s == FRUGAL_OK) s = check();
   if (s == FRUGAL_OK && table.window.opened() && table.window.any_pending()) {
     uint64_t before = step;
@@ -107,13 +112,14 @@ Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, siz
     return aborter_.tell(*t);
   }
   if (s == FRUGAL_ERR_TIMEOUT)
-    return fail(s, "%zu keys that were not declared waited for their pending updates; call again", n);
+    return fail(s, "%zu keys that were not declared waited for their pending updates; call again",
+                n);
   return s;
 }
 
-// --- Rows that may be far ------------------------------------------------------------------------
+// --- Tables with a storage tier ------------------------------------------------------------------
 
-// A call of a step that has found no places: makes it again until it finds some.
+// Repeats a call of a step that found no free slots until it finds some.
 template <class Call>
 Status Engine::with_slots(Trainer& t, const Vector<Access>& accesses, Call call) {
   struct Wake {
@@ -158,15 +164,15 @@ Status Engine::await_loaded(Trainer& t, const Vector<Access>& accesses) {
 
 // --- Lookup --------------------------------------------------------------------------------------
 
-// The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
-// declared, rows are fresh in host memory.
+// The trainer's cache, if it has rows of the access; else null. Undeclared rows have been written
+// to host memory.
 TableCache* Engine::cache_for(Trainer& t, const Access& a) {
   if (!a.whole || !a.part->sources || !t.has_cache.load()) return nullptr;
   TableCache* of = cache_in(t, own(*a.table));
   return of && of->there() ? of : nullptr;
 }
 
-// Rows that the gate has not seen to.
+// Waits for rows that the gate does not wait for.
 Status Engine::wait_written_access(Trainer& t, const Access& a) {
   if (a.whole) {
     TableCache* of = t.has_cache.load() ? cache_in(t, own(*a.table)) : nullptr;
@@ -208,7 +214,7 @@ Status Engine::LocalStep::begin(Use use) {
   return FRUGAL_OK;
 }
 
-// A lookup that does not wait and is done before anybody else has made way for it.
+// A lookup that does not wait, and that ends before another thread could make way for it.
 bool Engine::LocalStep::is_small() const {
   if (stale() || t_.gpu || t_.has_cache.load()) return false;
   size_t bytes = 0;
@@ -228,11 +234,12 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
     if (small) return FRUGAL_OK;
     busy_.emplace(engine_.calls_);
   }
-  if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
+  if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; }))
+    return FRUGAL_OK;
   const auto find = [&]() -> Status {
     hold_.emplace(engine_, accesses);
     for (size_t i = 0; i < n; ++i) {
-      // Kernels want the rows in order, and so does who sums.
+      // Kernels and sums need the rows in order.
       const bool sorted = use != Use::kLookup || (gpu && gpu[i].rows_on_device && !stale());
       const Status s = engine_.resolve_access(t_, ops[i], &accesses[i], sorted);
       if (s == FRUGAL_OK) continue;
@@ -253,7 +260,7 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
 Status Engine::LocalStep::create() {
   const auto any_key = [](const Access& a) { return a.table->any_key; };
   if (std::any_of(accesses.begin(), accesses.end(), any_key)) {
-    // What is kept wants no memory once rows exist.
+    // Reserve first: once rows exist, keep() must need no memory.
     const size_t kept = hold_ ? hold_->to_keep() : 0;
     if (kept) t_.created.reserve(t_.created.size() + accesses.size() + kept);
     engine_.create_rows(t_, accesses);
@@ -331,7 +338,8 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
   host_rows(table, &from);
   Buffer pointers, copies;
   Deadline until;
-  FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));
+  FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies,
+                    [&] { return row_awaited(&until); }));
   if (!stored.at.empty()) {
     const bool all = !pointers;
     if (all) FRUGAL_TRY(memory_.pool.get(n * sizeof(device::Element*), &pointers));
@@ -350,7 +358,8 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
   return gather(from.rows, pointers.as<const device::Element*>(), slots, n, op);
 }
 
-// Into memory of the device: complete when it returns, so nothing stays in flight.
+// Writes into device memory. The rows are complete when it returns, so no device work stays in
+// flight.
 Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n,
                               const GpuOp& op, const StoredCopies& stored) {
   DeviceWork device_work;

@@ -1,8 +1,8 @@
-// Where the caches of a trainer are between the refreshes of its steps, and whose they are.
+// States of a trainer's caches between the refreshes of its steps, and which thread has them.
 //
-// A refresh that has been passed lets that of the next step be planned, until a step is about to
-// begin or is undone. One has the caches at a time: who plans, or the trainer that begins a step,
-// which while it waits may itself take lines away as one who plans.
+// After one step's refresh, the next step's may be planned, until a step is about to begin or is
+// undone. One thread at a time has the caches: a planning thread, or the trainer that begins a
+// step. While that trainer waits it may itself remove cached rows, as a planning thread.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace frugal {
 
 class CacheRefresh {
  public:
-  // The trainer joins: nothing is cached before this step is to be committed, since steps before
-  // were begun while there was no cache. The latest that is given holds.
+  // The trainer joins. Nothing is cached before `step` is the next commit, since earlier steps were
+  // begun without a cache. The largest step given counts.
   void serve_from(uint64_t step) {
     FRUGAL_ASSERT(passed_ == kNoStep);
     from_ = std::max(from_, step);
@@ -23,13 +23,13 @@ class CacheRefresh {
   uint64_t from() const { return from_; }
 
   bool planning() const { return planning_; }
-  bool free() const { return !planning_ && !refreshing_; }  // nobody has the caches
-  // `next` is what the trainer is to begin next.
+  bool free() const { return !planning_ && !refreshing_; }  // no thread has the caches
+  // `next` is the step that the trainer begins next.
   bool may_plan(uint64_t next) const {
     return !planning_ && passed_ != kNoStep && next == passed_ + 1 && planned_ != next &&
            next >= from_;
   }
-  // kNoStep: nothing is planned, but lines are taken away, and what was planned with them.
+  // kNoStep: rows are removed from the caches, and an existing plan with them.
   void begin_plan(uint64_t step) {
     FRUGAL_ASSERT(!planning_ && (step == kNoStep || may_plan(step)));
     planning_ = true;
@@ -39,24 +39,26 @@ class CacheRefresh {
     FRUGAL_ASSERT(planning_);
     planning_ = false;
   }
-  // Something is declared for the step. A plan of it is added to, also one that is being made.
+  // More keys are declared for the step. A finished or running plan of it needs an addition.
   void declared(uint64_t step) {
     if (step == planned_) planned_ = kNoStep;
   }
-  // Rows are taken out of the caches outside of steps, where a trainer may be waiting to begin one.
+  // An operation outside steps removes rows from the caches, while the trainer may be waiting to
+  // begin a step.
   void forget_plan() {
     FRUGAL_ASSERT(!planning_);
     planned_ = kNoStep;
   }
 
-  // A step is about to begin, or is undone: no plan begins any more. One may be under way.
+  // A step is about to begin, or is undone: no plan begins any more. A running one may go on.
   void stop_plans() { passed_ = planned_ = kNoStep; }
   // The trainer has the caches, for the step that it begins.
   void begin_refresh() {
     FRUGAL_ASSERT(free() && passed_ == kNoStep);
     refreshing_ = true;
   }
-  // It has passed the step's refresh. kNoStep: it has not, or the step is undone.
+  // The trainer's caches are refreshed for step `passed`. kNoStep: they are not, or the step is
+  // undone.
   void end_refresh(uint64_t passed) {
     FRUGAL_ASSERT(refreshing_ && !planning_);
     passed_ = passed;
@@ -64,8 +66,8 @@ class CacheRefresh {
   }
 
  private:
-  uint64_t passed_ = kNoStep;   // the refresh that was passed last: the next can be planned
-  uint64_t planned_ = kNoStep;  // what is planned, or being planned, with all that was declared
+  uint64_t passed_ = kNoStep;   // step of the last refresh: the next one can be planned
+  uint64_t planned_ = kNoStep;  // step whose plan, finished or running, has all declared keys
   uint64_t from_ = 0;
   bool planning_ = false;
   bool refreshing_ = false;

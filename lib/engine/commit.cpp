@@ -9,7 +9,8 @@ namespace frugal {
 Status Committer::ready() {
   Status status = FRUGAL_OK;
   ControlLock lock(mu_);
-  // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
+  // A committing thread checks again afterwards, so it misses no step that becomes complete
+  // meanwhile.
   while (one(&status)) {
   }
   return status;
@@ -21,21 +22,21 @@ bool Committer::one(Status* status) {
   bool begun = false;
   try {
     StepRecord* const record = records_.complete();
-    if (!record) return false;  // where something is in flight, poll_device_work() comes back
+    if (!record) return false;  // with device work in flight, poll_device_work() calls again
     phase_.begin(Phase::kCommit);
     begun = true;
     commit(step, *record, status);
     if (workers_.health() == FRUGAL_OK && stalled_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {
-    // Nothing is committed. The next who has time and memory goes on from what there is of it.
+    // Nothing is committed. The next thread that has time and memory continues from here.
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
     const bool news = !stalled_.exchange(true);
-    // What has not even begun has changed nothing for who waits.
+    // A commit that did not begin has changed nothing that a thread waits for.
     if (begun) phase_.end(Phase::kCommit);
     else if (news) workers_.progress();
-    if (news) workers_.wake();  // once: they try again after a while
+    if (news) workers_.wake();  // once: waiting threads try again after a while
     return false;
   }
 }
@@ -63,9 +64,9 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   const bool alone = record.small && !record.deferred;
   {
     ControlFree meanwhile(mu_);
-    memory_.end_step();  // of the steps before
+    memory_.end_step();  // of earlier steps
     Lock lock_refresh(refresh_mu_);
-    // First all that may want memory: after a failure it goes on from there.
+    // First everything that needs memory: after a failure a later call continues from there.
     for (Commit& c : record.commits) {
       const Status s = reserve_memory(step, record, &c);
       if (s == FRUGAL_OK) continue;
@@ -75,15 +76,15 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
       return give_up();
     }
     const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
-    // From here on the step is committed for whoever reads the tables out, and before no row of it
-    // is written.
+    // From here on a process that reads the tables out sees the step as committed. No row of it is
+    // written before.
     if (tables_.ledger) tables_.ledger->commit(step);
     for (Commit& c : record.commits) publish(step, record, c);
     for (const CreatedRows& c : record.created) c.commit(step);
     for (const Declarations::Held& h : served) h.part->release_hold(h.table->rows);
     meanwhile.again();
     ranks_.commit(step);
-    // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
+    // Windows opened meanwhile, also those of new tables, began at this step.
     tables_.each_window([&](Window& w) {
       if (w.next_commit() <= step) w.commit(nullptr, step);
     });
@@ -93,7 +94,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     meters_.counters.rows_created.fetch_add(created, std::memory_order_relaxed);
-    // What was declared for steps up to this one has served.
+    // Declarations for steps up to this one have served.
     declarations_.retire(step);
     for (const TableRef& t : tables_) declarations_.recount_unknown(*t);
     records_.erase(step);
@@ -101,12 +102,12 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
   const bool may_rest = tables_.ledger && !memory_.pinner->any();
   if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();
   phase_.end(Phase::kCommit);
-  // Behind a small step there is nothing for them, unless declarations can be linked now.
+  // After a small step the workers have nothing to do, unless declarations can be linked now.
   if (alone && !pacing_.deferred() && !ranks_.caches_exist()) return;
   workers_.wake();
 }
 
-// What it is to be of is decided once.
+// Decides once how the step is committed.
 void Committer::begin(StepRecord& record) {
   FRUGAL_ASSERT(record.device_work.empty());
   const bool any_pending = tables_.any_pending();
@@ -119,8 +120,8 @@ void Committer::begin(StepRecord& record) {
   record.prepare_scheduled = false;
 }
 
-// What the ranks have pushed becomes the update, or, if it is what was declared, that of the one that
-// was prepared ahead.
+// Makes the update from the rank gradients. If they are exactly what was declared, they go into the
+// update that was prepared ahead.
 void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   Table& table = *commit->table;
   UpdateRef& update = commit->update;
@@ -131,17 +132,17 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   auto found = record.prepared.find(&table);
   bool prepared = false;
   if (found != record.prepared.end()) {
-    // Was pushed exactly what was declared?
+    // Did the ranks push exactly what they had declared?
     update = found->second.update;
     prepared = record.deferred && any && ranks->size() == update->ranks.size();
     for (size_t r = 0; prepared && r < ranks->size(); ++r)
       prepared = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
   }
-  // Before anything changes.
+  // Allocate before anything changes.
   UpdateRef made;
   if (any && !prepared) made = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
   if (prepared) {
-    // All but the part, which is the same and may be being read.
+    // All but the part: it is the same, and another thread may be reading it.
     for (size_t r = 0; r < ranks->size(); ++r) {
       RankGradients &to = update->ranks[r], &from = (*ranks)[r];
       to.whole = from.whole;
@@ -169,7 +170,7 @@ void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
   pacing_.add(update.get());
 }
 
-// All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
+// Reserves all memory that a commit needs for one table. After a failure, the next call continues.
 Status Committer::reserve_memory(uint64_t step, StepRecord& record, Commit* commit) {
   if (!commit->taken) take(step, record, commit);
   UpdateRef& update = commit->update;
@@ -197,11 +198,12 @@ Status Committer::reserve_memory(uint64_t step, StepRecord& record, Commit* comm
   }
   if (table.ledger && !update->record)
     FRUGAL_TRY(table.ledger->add(*update, record.deferred ? nullptr : &bounds, &update->record));
-  if (!record.deferred) commit->job.push_back(flusher_.job(commit->table, update, std::move(bounds)));
+  if (!record.deferred)
+    commit->job.push_back(flusher_.job(commit->table, update, std::move(bounds)));
   return FRUGAL_OK;
 }
 
-// What was not prepared ahead, or is not what was.
+// Prepares an update that was not prepared ahead, or that differs from the prepared one.
 void Committer::prepare(Commit* commit) {
   Timed timed(meters_.counters.entry_ns);
   const UpdateRef& update = commit->update;

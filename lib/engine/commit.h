@@ -1,8 +1,8 @@
-// Commits steps that all ranks have ended, one after the other.
+// Commits the steps that all ranks have ended, one after the other.
 //
-// A commit first takes all memory that it wants, table by table, and then lets go of the step,
-// which wants none. Where memory runs short between, the commit is owed: who has time and memory
-// next goes on where it stopped, and nothing of the step touches a row before.
+// A commit first reserves all its memory, table by table, and then publishes the step, which needs
+// no memory. If memory runs short before that, the commit is stalled, and nothing of the step has
+// touched a row. The next thread that has time and memory continues it where it stopped.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -30,14 +30,15 @@ class Committer {
         declarations_(declarations), flusher_(flusher), workers_(workers), memory_(memory),
         meters_(meters) {}
 
-  // Commits all that may be. OUT_OF_MEMORY: the next is owed.
+  // Commits all complete steps. OUT_OF_MEMORY: the next one is stalled.
   Status ready();
-  // One step; it lets go of the engine's mutex meanwhile. False: there is none, or no memory.
+  // Commits one step. Releases the engine's mutex meanwhile. False: no step is complete, or there
+  // is no memory.
   bool one(Status* status) REQUIRES(control);
-  // A commit that there was no memory for: whoever waits, or has memory, makes it.
+  // A commit lacked memory. A waiting thread, or one that has memory, continues it.
   bool stalled() const { return stalled_.load(); }
   void forget_stalled() REQUIRES(control) { stalled_.store(false); }  // its step is undone
-  // While it is held no step is committed. Before the engine's mutex.
+  // While it is held no step commits. Taken before the engine's mutex.
   Mutex& refresh_mu() { return refresh_mu_; }
 
  private:
@@ -61,7 +62,7 @@ class Committer {
   EngineMemory& memory_;
   Meters& meters_;
   std::atomic<bool> stalled_{false};
-  Mutex refresh_mu_;  // of caches
+  Mutex refresh_mu_;  // refreshes of caches hold it
 };
 
 }  // namespace frugal

@@ -13,7 +13,7 @@ namespace frugal {
 
 namespace {
 
-// `value` of an option is not one of those that have a meaning.
+// The value of an option is not an allowed one.
 Status refused(const char* option, double value, const char* bounds) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.10g: it must be %s", option, value, bounds);
 }
@@ -42,9 +42,9 @@ constexpr float kAny = -1, kMore = FLT_MAX, kUnit = 1, kBelowOne = 1 - FLT_EPSIL
 constexpr struct HyperParameter {
   const char* name;
   float frugal_optimizer::*at;
-  float bound;           // the largest value that it may have, and the least is 0; or kAny
-  uint32_t of;           // which of arith::Hyper it is; 0: all kinds look at it
-  bool bounded_for_all;  // also for kinds that do not look at it
+  float bound;           // the largest allowed value (0 is the least); or kAny
+  uint32_t of;           // its bit of arith::Hyper; 0: all kinds use it
+  bool bounded_for_all;  // also for kinds that do not use it
 } kHyperParameters[] = {
     {"lr", &frugal_optimizer::lr, kMore, 0, true},
     {"eps", &frugal_optimizer::eps, kMore, arith::kEps, true},
@@ -97,8 +97,8 @@ Status check_optimizer(const frugal_optimizer& o) {
                          FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS |
                              FRUGAL_OPT_NO_BIAS_CORRECTION | FRUGAL_OPT_NEW_STATE));
   for (const HyperParameter& h : kHyperParameters) {
-    // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps
-    // from leading away from where gradients point.
+    // The bounds hold for the hyper-parameters that the kind uses. They keep its rows from becoming
+    // NaNs, and its steps from going against the gradients.
     const float value = o.*h.at;
     const char* bounds = h.bound == kMore   ? "0 or more"
                          : h.bound == kUnit ? "0..1"
@@ -197,7 +197,7 @@ frugal_optimizer of_its_kind(const frugal_optimizer& o) {
 }
 
 bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
-  // The end of the struct is padding, in which anything may be.
+  // The end of the struct is padding with arbitrary bytes.
   constexpr size_t kBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
   static_assert(kBytes == sizeof(size_t) + 19 * sizeof(float));
   auto same = [](float x, float y) { return std::memcmp(&x, &y, sizeof x) == 0; };

@@ -1,4 +1,4 @@
-// Whether configurations are well formed.
+// Checks of configurations.
 #pragma once
 #include "base/status.h"
 #include "frugal.h"
@@ -8,7 +8,7 @@ namespace frugal {
 struct Table;
 
 constexpr size_t kMostName = 255;  // bytes of a table's name
-constexpr size_t kMostDevice = 32;  // of a device's
+constexpr size_t kMostDevice = 32;  // bytes of a device's name
 
 template <class T>
 Status check_size(const T* config, const char* name) {
@@ -21,21 +21,22 @@ Status check_size(const T* config, const char* name) {
 
 Status check_config(const frugal_config& config);
 Status check_optimizer(const frugal_optimizer& optimizer);
-// Of the size, and the name of a table that is to be created.
+// Checks the struct's size, and the name of a new table.
 Status check_name(const frugal_table_config& config);
-Status check_name(const char* name, Status status);  // what it answers if no table can have that
-// Of the rest, when the size is right. Who calls this names the table.
+// `status`: returned if no table can have the name
+Status check_name(const char* name, Status status);
+// Checks the rest, once the size is right. The caller adds the table's name to the message.
 Status check_table(const frugal_table_config& config);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
-// In the process that opens the device: a controller need not know its kind.
+// For the process that opens the device: a controller need not know the kind of the device.
 Status check_device(const char* name);
-// An optimizer with the hyper-parameters that its kind looks at; the others have their defaults.
+// The optimizer with the hyper-parameters that its kind uses; the others have their defaults.
 frugal_optimizer of_its_kind(const frugal_optimizer& optimizer);
-// Whether both ask for the same table, but for its name.
+// Do both ask for the same table, apart from its name?
 bool same_table(const frugal_table_config& a, const frugal_table_config& b);
-// A table is there, where one with this configuration is to be created: EXISTS if the two differ.
+// A table of this name exists where one with `config` is to be created. EXISTS: they differ.
 Status meant_table(const Table& there, const frugal_table_config& config);
-// They do not, but it was created by who asks.
+// They are the same, but the caller itself has created the table.
 Status table_exists();
 
 }  // namespace frugal

@@ -1,8 +1,8 @@
-// The engine's mutex, and the control state that it guards: ranks, step records, tables, what runs
-// beside what, and parts of trainers and tables.
+// The engine's mutex, and the control state that it guards: ranks, step records, tables, the phase,
+// and some fields of trainers and tables.
 //
-// These lie in many classes, most of which do not see the mutex. So what it guards is said to be
-// guarded by `control`, in whichever object it is: no code knows two engines at once.
+// These are in many classes, most of which do not see the mutex. So thread-safety annotations name
+// the global capability `control`, whichever object it is in: no code handles two engines at once.
 #pragma once
 #include <mutex>
 
@@ -28,7 +28,7 @@ class SCOPED_CAPABILITY ControlLock : public std::unique_lock<Mutex> {
   void unlock() RELEASE() { Base::unlock(); }
 };
 
-// The mutex is let go of, until its end or again().
+// Releases the mutex, until the end of the scope or again().
 class SCOPED_CAPABILITY ControlFree {
  public:
   explicit ControlFree(ControlMutex& mu) RELEASE(control) : lock_(mu, std::adopt_lock) {

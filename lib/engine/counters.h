@@ -1,4 +1,4 @@
-// What an engine counts.
+// The counters of an engine.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -19,17 +19,17 @@ struct Counters {
 #undef X
 };
 
-// What the lookups and pushes of a rank count: those of small batches would meet each other at the
+// Counters of one rank's lookups and pushes. With small batches, ranks would contend for the
 // engine's counters.
 struct RankCounters {
 #define X(name, kind, help) std::atomic<uint64_t> name{0};
   FRUGAL_STATS(SKIP, X, SKIP)
 #undef X
 #undef SKIP
-  char apart[8];  // 64 bytes, so that two ranks share a cache line at most
+  char apart[8];  // 64 bytes, so that at most two ranks share a cache line
 };
 
-// Adds to a counter to which nobody else adds at the same time.
+// Adds to a counter that no other thread adds to at the same time.
 inline void add_own(std::atomic<uint64_t>& counter, uint64_t n) {
   if (n) counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
 }
@@ -37,7 +37,7 @@ inline void add_own(std::atomic<uint64_t>& counter, uint64_t n) {
 class CountersOfRanks {
  public:
   explicit CountersOfRanks(size_t ranks) : all_(ranks) {}
-  // Threads: who holds the call_mu of the rank's trainer adds to it, others read.
+  // Threads: the holder of the call_mu of the rank's trainer adds, others read.
   RankCounters& operator[](uint32_t rank) { return all_[rank]; }
   uint64_t sum(std::atomic<uint64_t> RankCounters::*of) const {
     uint64_t sum = 0;
@@ -49,7 +49,7 @@ class CountersOfRanks {
   Vector<RankCounters> all_;
 };
 
-// What tells how an engine is doing.
+// The measurements of an engine.
 struct Meters {
   explicit Meters(size_t ranks) : of_ranks(ranks) {}
   Counters counters;
@@ -66,7 +66,7 @@ class Stopwatch {
   bool runs() const { return start_ != 0; }
   uint64_t passed() const {
     if (!start_) return 0;
-    const uint64_t now = stopwatch_ns();  // of another processor it may be a little behind
+    const uint64_t now = stopwatch_ns();  // another processor's clock may be a little slow
     return now > start_ ? now - start_ : 0;
   }
 
@@ -88,7 +88,7 @@ class Timed {
   const Stopwatch watch_;
 };
 
-// The same, of a counter to which nobody else adds in the scope.
+// The same for a counter that no other thread adds to in the scope.
 class TimedOwn {
  public:
   explicit TimedOwn(std::atomic<uint64_t>& counter) : counter_(counter) {}
@@ -99,15 +99,16 @@ class TimedOwn {
   const Stopwatch watch_;
 };
 
-// Of a trainer's lookups: the last one was large; small ones that were not timed as yet.
+// Of a trainer: was its last lookup large, and how many small ones since then were not timed?
 struct LookupTimes {
   static constexpr uint32_t kUntimed = 16;
   bool large = true;
   uint32_t untimed = 0;
 };
 
-// The same of a lookup. Beside a small one two looks at the clock are long: one in 17 is timed, and
-// counts for the 16 before it, too. Those behind a large one are timed for themselves.
+// The same for a lookup. Two readings of the clock are long compared with a small lookup. So one in
+// kUntimed + 1 is timed, and counts for the untimed ones before it. A lookup after a large one is
+// timed for itself.
 class TimedLookup {
  public:
   TimedLookup(LookupTimes& of, std::atomic<uint64_t>& counter)
@@ -122,7 +123,7 @@ class TimedLookup {
     if (small_ && of_.untimed >= LookupTimes::kUntimed) calls += std::exchange(of_.untimed, 0);
     add_own(counter_, calls * watch_.passed());
   }
-  // Once that is known.
+  // Called once the size is known.
   void is(bool small) {
     small_ = small;
     if (!small) watch_.start();

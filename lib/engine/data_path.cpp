@@ -12,17 +12,18 @@ namespace {
 
 constexpr size_t kGatherRows = 4096;   // rows of a chunk
 constexpr size_t kReduceRows = 2048;
-// Outputs of this size live beyond the caches anyway: write them past.
+// Outputs of this size do not stay in the processor's caches: write them past the caches.
 constexpr size_t kStreamBytes = size_t{24} << 20;
 
-// The bag of each key, and the number of each bag's terms (keys that are not padding).
+// The bag of each key.
 void bags_of_keys(const frugal_op& op, uint32_t* out) {
   for (size_t b = 0; b < op.bags; ++b)
     std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
 }
 
-// Has every bag exactly one key? Then a bag is its key's row, or its gradient the key's: what is
-// divided by 1 or summed alone stays as it is, and padding is zeros and no occurrence anyway.
+// Has every bag exactly one key? Then a bag is its key's row, and its gradient is the key's.
+// Division by 1, or a sum of one term, changes nothing. Padding reads as zeros, and does not occur
+// in pushes.
 bool bags_are_keys(const frugal_op& op, size_t keys) {
   if (op.bags != keys || op.weights) return false;
   for (size_t b = 0; b < keys; ++b)
@@ -30,6 +31,7 @@ bool bags_are_keys(const frugal_op& op, size_t keys) {
   return true;
 }
 
+// The number of each bag's terms: its keys that are not padding.
 void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
   for (size_t b = 0; b < op.bags; ++b) {
     uint64_t terms = 0;
@@ -38,7 +40,7 @@ void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
   }
 }
 
-// Written by nobody. A constant would be a quarter of a MiB of the library's file.
+// Never written. As a constant it would add a quarter of a MiB to the library's file.
 device::Element g_zeros[65536];
 
 struct GatherContext {
@@ -81,7 +83,7 @@ struct ReduceContext {
   float* sums;
   size_t stride;
   size_t chunk;
-  const device::FrequentRow* frequent_list;  // rows with more than a run of occurrences, ascending
+  const device::FrequentRow* frequent_list;  // rows with several runs, ascending
   size_t frequent_count;
   float* runs;
   size_t all_runs;
@@ -89,8 +91,8 @@ struct ReduceContext {
   std::atomic<bool> nan{false};
 };
 
-// Sums the gradients of a chunk of distinct rows. Of rows with several runs the run sums are kept,
-// so that a later push of the step can go on with the fold.
+// Sums the gradients of a chunk of distinct rows. For rows with several runs it keeps the run sums,
+// so a later push of the step can continue the fold.
 void reduce_chunk(void* context, size_t i) {
   auto& c = *static_cast<ReduceContext*>(context);
   const device::Kernels& k = device::kernels();
@@ -109,7 +111,7 @@ void reduce_chunk(void* context, size_t i) {
                       c.streaming);
     at = stop;
     if (at == end) break;
-    // Each run of 32 as if it were a row of its own, then the runs pairwise.
+    // First each run, as if it were a row of its own; then the runs pairwise.
     uint32_t first = start[at], n = start[at + 1] - first;
     uint32_t runs = (n + arith::kFoldRun - 1) / arith::kFoldRun;
     float* to = c.runs + size_t{h->first_run} * c.dim;
@@ -120,7 +122,7 @@ void reduce_chunk(void* context, size_t i) {
         cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
       nan |= k.reduce(pairs, cuts, 0, m, c.dim, c.source, to + size_t{r} * c.dim, c.dim, false);
     }
-    // They are combined where nobody else works: behind all of the run sums.
+    // Combine them in the space after all run sums, where no other thread works.
     float* scratch = to + c.all_runs * c.dim;
     std::copy_n(to, size_t{runs} * c.dim, scratch);
     combine_runs(scratch, runs, c.dim);
@@ -197,7 +199,7 @@ Status DataPath::gather(const device::RowsView& rows, const device::Element* con
   c.chunk = items;
   size_t chunks = items ? 1 : 0;
   if (n * row_bytes >= kParallelBytes) {
-    // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
+    // Larger rows in smaller chunks: a chunk is about half a megabyte.
     c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
     if (pooled) c.chunk = std::max<size_t>(1, c.chunk * std::max<size_t>(1, op.bags) / n);
     chunks = (items + c.chunk - 1) / c.chunk;
@@ -296,7 +298,7 @@ Status join_pushes(const PushSums& p, uint32_t dim, uint32_t rank, BufferPool& r
   Vector<float> runs;
   size_t at_first = 0, at_frequent = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
-    // The sums of the runs so far; `open` terms are in the last one.
+    // The run sums so far; the last one has `open` terms.
     runs.clear();
     size_t open = arith::kFoldRun;
     if (at_first < p.first.rows() && p.first.slots()[at_first] == slots[i]) {

@@ -1,8 +1,8 @@
-// What moves and sums rows for a trainer: gathers of resolved keys, sums of pushed gradients.
+// Moves and sums rows for a trainer: gathers of resolved keys, sums of pushed gradients.
 //
-// No tables, steps or locks: rows, parts and buffers are given. An engine does this for its own
-// trainers; a trainer in another process does it for itself, on memory that it shares with the
-// engine.
+// It knows no tables, steps or locks: the caller passes rows, parts and buffers. An engine does
+// this for its own trainers. A trainer in another process does it itself, on memory that it shares
+// with the engine.
 #pragma once
 #include "base/buffer.h"
 #include "device/ops/reduce.h"
@@ -14,10 +14,10 @@ namespace frugal {
 // What one rank has pushed for one table in its current step.
 struct PushSums {
   RankGradients first;
-  // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
-  // occurrences (row index, offset of its first run in `runs`).
+  // Rows with more than kFoldRun occurrences, and the offset of their first run in `runs`. Later
+  // pushes may have to continue fold32 of the first push from their run sums.
   Vector<device::FrequentRow> frequent_list;
-  Buffer runs;          // all of them, and as much again to work in
+  Buffer runs;          // all run sums, and as much scratch space again
   uint32_t all_runs = 0;
   // Later pushes, expanded to a gradient for each key.
   struct Tail {
@@ -27,54 +27,53 @@ struct PushSums {
   Vector<Tail> tail;
 };
 
-// Rows of a part with more occurrences than a run of fold32, ascending. Returns how many runs they
-// have.
+// Rows of a part with more occurrences than one run of fold32, ascending. Returns the number of
+// their runs.
 uint32_t frequent_rows(const Part& part, Vector<device::FrequentRow>* out);
 
-// Where the gradient of each of an op's keys is. Bags and divisors are buffers of `pool`.
+// Where the gradient of each key of an op is. Bags and divisors are buffers of `pool`.
 struct PushSource {
   device::GradSource grads{};
   Buffer bag, divisor;
   Status of(const frugal_op& op, const Part& part, uint32_t dim, BufferPool& pool);
 };
 
-// Joins several pushes of a table into one hand-over, going on with fold32 where the first push
-// ended. The pushes stay as they are, so that a step's end that runs out of memory can be repeated.
-// The list of rows comes from `rows`, the sums from `sums`.
+// Joins several pushes of a table into one RankGradients. It continues fold32 where the first push
+// ended. The pushes stay unchanged, so a step's end that runs out of memory can be repeated. The
+// list of rows comes from `rows`, the sums from `sums`.
 Status join_pushes(const PushSums& pushes, uint32_t dim, uint32_t rank, BufferPool& rows,
                    BufferPool& sums, RankGradients* out);
 
-// Memory for the sums of a hand-over, and for those of the runs of frequent rows.
+// Gets memory for the sums of rank gradients, and for the run sums of frequent rows.
 Status room_for_sums(PushSums* push, uint32_t dim, BufferPool& pool);
 
-// What a key without a row reads as, as long as the longest row.
+// The row that a key without a row reads. As long as the longest row.
 const device::Element* row_of_zeros();
 
-// Of rows or gradients: of less than this the caller sees to all. Sharing, and waking a thread,
-// would cost more.
+// Bytes of rows or gradients. With less than this the caller works alone: sharing the work, and
+// waking a thread, would cost more.
 constexpr size_t kParallelBytes = 256 << 10;
 
 class DataPath {
  public:
-  // Rows to the places that an op names: row i is *pointers[i], or slots[i] if there are no
-  // pointers.
+  // Copies rows to the op's output: row i is *pointers[i], or slots[i] if `pointers` is null.
   [[nodiscard]] Status gather(const device::RowsView& rows, const device::Element* const* pointers,
                               const uint32_t* slots, size_t n, const frugal_op& op);
-  // Sums the first push of a table in a step. With `streaming` sums go past the caches: right where
-  // they wait for their turn.
+  // Sums the first push of a table in a step. `streaming`: the sums bypass the processor's caches,
+  // which is right if they are read much later.
   [[nodiscard]] Status sum_first(PushSums* push, uint32_t dim, const device::GradSource& source,
                                  BufferPool& pool, bool streaming, bool* nan);
-  // Takes a later one. With `reject` a NaN in a gradient is told, and then nothing is taken.
+  // Adds a later push. With `reject`, a NaN in a gradient sets *nan, and nothing is added.
   [[nodiscard]] Status add_tail(PushSums* push, const PartRef& part, uint32_t dim,
                                 const device::GradSource& source, BufferPool& pool, bool reject,
                                 bool* nan);
-  // Is a NaN among the gradients?
+  // Sets *nan if a gradient is a NaN.
   [[nodiscard]] Status find_nan(const device::GradSource& source, size_t n, uint32_t dim,
                                 bool* nan);
 
  protected:
   ~DataPath() = default;
-  // Runs chunks of a loop, by all threads that may help.
+  // Runs the chunks of a loop on all threads that may help.
   [[nodiscard]] virtual Status parallel(size_t chunks, void (*run)(void*, size_t),
                                         void* context) = 0;
 };

@@ -6,7 +6,7 @@
 
 namespace frugal {
 
-// Cursors go back to what is added.
+// Adds `by` to the step's counts for the part, and moves cursors back if it adds work.
 void Declarations::count(Step& s, Batch& b, size_t i, uint32_t by) {
   const Part& p = *b.parts[i];
   const uint32_t state = p.state.load();
@@ -54,7 +54,7 @@ void Declarations::Step::add(const BatchRef& b) {
   batches.push_back(b);
 }
 
-// Others move up once as many are gone: of a step with many, each pays for a few.
+// The others move up once half are null, so each removal costs little on average.
 void Declarations::Step::remove(Batch& b) {
   OfRank& rank = of_rank[b.rank];
   (b.before ? b.before->after : rank.first) = b.after;
@@ -160,7 +160,7 @@ bool Declarations::take_out(const Share& share) {
       Part& p = *b.parts[i];
       count(s, b, i, -1u);
       unlink(b, i);
-      // In this section: who counts holders finds them among the parts, or has them let go.
+      // Under this lock: a recount finds each holder among the parts, or finds it released.
       if (p.resolved()) p.release_hold(b.tables[i]->rows);
       if (!p.resolved()) p.state.store(Part::kDropped);
     }
@@ -249,7 +249,7 @@ void Declarations::give_up(Batch& b, size_t i) {
   });
 }
 
-// A part with the same keys, which nobody has resolved.
+// Replaces a part by an unresolved one with the same keys.
 bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
   const PartRef old = b.parts[i], part = make_part();
   part->step = old->step;
@@ -281,7 +281,7 @@ void Declarations::recount(Table& table) try {
     });
   });
 } catch (const std::bad_alloc&) {
-  // Next time.
+  // No memory: the next call does it.
 }
 
 void Declarations::unlink(Batch& b, size_t i) {
@@ -310,7 +310,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
           *out = {b, i, nullptr};
           return false;
         }
-        if (table.reserving_paused.load()) {  // no row is to be reserved now
+        if (table.reserving_paused.load()) {  // no row may be reserved now
           set_state(*b, i, Part::kStale);
           *stale = true;
           continue;
@@ -424,7 +424,7 @@ Vector<std::shared_ptr<KeyDownload>> Declarations::downloads() {
   return out;
 }
 
-// Who has asked an arrival holds it as yet: its memory goes back without the lock.
+// A thread that polls a download still has a reference: its memory is freed without the lock.
 void Declarations::downloaded() {
   Lock lock(mu_);
   std::erase_if(coming_, [&](const Coming& c) {

@@ -17,7 +17,7 @@ Status device_status(const Result& r, const char* what) {
   Status status = r.kind == ErrorKind::kOutOfMemory ? FRUGAL_ERR_OUT_OF_MEMORY
                   : r.kind == ErrorKind::kMisuse    ? FRUGAL_ERR_INVALID_ARGUMENT
                                                     : FRUGAL_ERR_DEVICE;
-  // (Without a code the device was not asked.)
+  // Code 0: the error does not come from the device.
   if (r.code == 0) return fail(status, "%s: %s: %s", what, r.call, r.text);
   return fail_device(status, r.code, "%s: %s: %s (error %d)", what, r.call, r.text, r.code);
 }
@@ -53,7 +53,7 @@ Status DevicePinner::pin(void* p, size_t bytes, bool read_only, bool* pinned) {
   }
   for (const auto& runtime : live) {
     Result r = runtime->pin(p, bytes, read_only);
-    // A device that has failed is its own trainer's matter.
+    // Each trainer handles the failure of its own device.
     if (r.kind == ErrorKind::kFault || r.kind == ErrorKind::kNoDevice) continue;
     *pinned = r.ok();
     return device_status(r, "pinning host memory (its limit is that of the system, ulimit -l)");

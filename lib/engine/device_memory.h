@@ -1,5 +1,5 @@
-// Memory for trainers on GPUs: host memory that is pinned for their devices, and device memory that
-// circulates. The pinner and the pool are thread-safe.
+// Memory for trainers on GPUs: host memory pinned for their devices, and reused device memory. The
+// pinner and the pool are thread-safe.
 #pragma once
 #include <atomic>
 #include <map>
@@ -15,18 +15,18 @@
 
 namespace frugal {
 
-// What the device said, as a status with a message; `what` begins it.
+// The device's result as a status with a message, which begins with `what`.
 Status device_status(const device::Result& result, const char* what);
 #define FRUGAL_TRY_DEVICE(expression, what) FRUGAL_TRY(device_status((expression), (what)))
 
-// Pins host memory while trainers on GPUs are there: through any of their devices, for all of them.
+// Pins host memory while there are trainers on GPUs: through any of their devices, for all of them.
 class DevicePinner : public Pinner {
  public:
   void add(std::shared_ptr<device::Runtime> runtime);      // a trainer joins
   void remove(const device::Runtime* runtime) noexcept;    // it has left, or its device has failed
   bool any() const { return count_.load() != 0; }
   Status pin(void* p, size_t bytes, bool* pinned) override { return pin(p, bytes, false, pinned); }
-  // Memory that this process cannot write, for kernels that read it.
+  // For memory that this process cannot write and that kernels read.
   Status pin_read_only(void* p, size_t bytes, bool* pinned) { return pin(p, bytes, true, pinned); }
   void unpin(void* p) noexcept override;
 
@@ -34,13 +34,13 @@ class DevicePinner : public Pinner {
   Status pin(void* p, size_t bytes, bool read_only, bool* pinned);
   Mutex mu_;
   Vector<std::shared_ptr<device::Runtime>> live_ GUARDED_BY(mu_);  // one for each trainer
-  std::shared_ptr<device::Runtime> last_ GUARDED_BY(mu_);          // to unpin with
+  std::shared_ptr<device::Runtime> last_ GUARDED_BY(mu_);          // unpins
   std::atomic<size_t> count_{0};
 };
 
-// Device memory that circulates, in the size classes of BufferPool. Who gives a buffer back knows
-// that the device has done with it. What is kept is bounded by what was in use of late. The oldest
-// goes first, and all of it where there is no other memory.
+// Reused device memory, in the size classes of BufferPool. A thread returns a buffer only when the
+// device has finished with it. The pool keeps about as much as was in use lately. It frees the
+// oldest first, and all of it if the device has no other memory.
 class DevicePool;
 class DeviceBuffer {
  public:
@@ -63,7 +63,7 @@ class DeviceBuffer {
   friend class DevicePool;
   std::shared_ptr<DevicePool> pool_;
   device::Ptr<char> at_;
-  size_t capacity_ = 0;  // 0: exactly what was asked for; does not circulate
+  size_t capacity_ = 0;  // 0: of exact size, and not reused
 };
 
 class DevicePool : public HeapObject, public std::enable_shared_from_this<DevicePool> {
@@ -71,7 +71,7 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   explicit DevicePool(std::shared_ptr<device::Runtime> runtime) : runtime_(std::move(runtime)) {}
   ~DevicePool();
   Status get(size_t bytes, DeviceBuffer* out);
-  // For what stays: not a byte more, and freed when it ends.
+  // For memory that stays: of exact size, and freed at its end.
   Status get_exactly(size_t bytes, DeviceBuffer* out);
 
  private:
@@ -87,7 +87,7 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   using BySize = std::multimap<size_t, Free, std::less<size_t>,
                                HeapAllocator<std::pair<const size_t, Free>>>;
   BySize free_ GUARDED_BY(mu_);
-  Circulation circulation_ GUARDED_BY(mu_){size_t{8} << 20};  // its clock: requests
+  Circulation circulation_ GUARDED_BY(mu_){size_t{8} << 20};  // its clock counts requests
 };
 
 }  // namespace frugal

@@ -1,4 +1,5 @@
-// What trainers on GPUs have in flight: joining, landing, failing (docs/cuda.md, section 7).
+// Trainers on GPUs: joining, polling their device work, failing (docs/cuda.md, "When the host may
+// touch what").
 #include <algorithm>
 
 #include "base/retry.h"
@@ -27,7 +28,7 @@ bool Engine::pin_one() {
   return worked;
 }
 
-// Before a rank's kernels may read rows.
+// Called before a rank's kernels may read rows.
 Status Engine::await_pins(Trainer& t, Deadline deadline) {
   if (pins_.done(t)) return FRUGAL_OK;
   Status s = wait(deadline, &t, [&] { return !pins_.waits(t); }, [&] { return pin_one(); });
@@ -39,14 +40,14 @@ Status Engine::await_pins(Trainer& t, Deadline deadline) {
 }
 
 Status Engine::set_stream(AnyTrainer& t, void* stream) {
-  // No call of the step protocol: an abort is told by the next one.
+  // This is no call of the step protocol: the next one reports an abort.
   Lock call(t.call_mu);
   FRUGAL_TRY(check());
   if (!t.gpu) return no_streams(t.rank);
   return t.gpu->set_stream(stream);
 }
 
-// --- Landing -------------------------------------------------------------------------------------
+// --- Polling -------------------------------------------------------------------------------------
 
 bool Engine::poll_device_work() {
   if (committer_.stalled()) {
@@ -71,9 +72,9 @@ bool Engine::poll_device_work() {
   if (!any) return false;
   const uint32_t completed = records_.forget_completed();
   declarations_.downloaded();
-  device_work.clear();  // without the lock: their memory goes back
+  device_work.clear();  // frees their memory, without the lock
   downloads.clear();
-  (void)committer_.ready();  // what it cannot do is owed
+  (void)committer_.ready();  // what it cannot commit is stalled
   records_.done(completed);
   workers_.wake();
   workers_.progress();
@@ -83,7 +84,7 @@ bool Engine::poll_device_work() {
 Status Engine::await_device_work(Deadline deadline) {
   auto completed = [&] { return !records_.has_device_work() && !committer_.stalled(); };
   if (completed()) return FRUGAL_OK;
-  // Updates that are written make room for a commit that lacks memory.
+  // Writing updates frees memory for a stalled commit.
   Status s = wait(deadline, nullptr, completed, [&] {
     return committer_.stalled() && (workers_.help(true) || flusher_.write(UINT64_MAX));
   });
@@ -92,12 +93,12 @@ Status Engine::await_device_work(Deadline deadline) {
   return s;
 }
 
-// The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot
-// be told later. May be repeated.
+// Ends the device work of a step, before the rank's gradients are submitted: it records the events,
+// and waits for results that only this call can report. May be repeated.
 Status Engine::end_device_work(Trainer& t, DeviceWork::Found* found) {
   DeviceWork* f = t.gpu->current_device_work();
   if (!f) return FRUGAL_OK;
-  // Several pushes are joined on the host.
+  // The host joins several pushes.
   for (auto& [raw, push] : t.pushes) f->must_complete |= !push.tail.empty();
   FRUGAL_TRY(f->end());
   if (!f->must_complete) return FRUGAL_OK;
@@ -114,8 +115,8 @@ Status Engine::end_device_work(Trainer& t, DeviceWork::Found* found) {
   return FRUGAL_OK;
 }
 
-// What a rank that leaves has ended lands, or is undone, while it is still there to be undone.
-// OUT_OF_MEMORY: the engine is about to be closed, and neither is so.
+// A rank leaves: waits until each step that it has ended is complete, or undoes it while the rank
+// still exists. OUT_OF_MEMORY: the engine is about to be closed, and neither has happened.
 Status Engine::end_device_work(Trainer& t) {
   auto next = [&] {
     DeviceWorkRef its;
@@ -132,17 +133,16 @@ Status Engine::end_device_work(Trainer& t) {
     t.reaped.store(true);
     const Status s = aborter_.undo_surely(t, Aborter::Why::kFailed);
     if (s != FRUGAL_OK) {
-      t.reaped.store(false);  // device_failed, where it is found again
+      t.reaped.store(false);  // device_failed, when its failure is found again
       return s;
     }
   }
   return FRUGAL_OK;
 }
 
-// A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
-// the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call
-// that the undoing waits for. Of no interest any more when the rank has left, whose closing has
-// seen to it.
+// A rank's GPU has failed. Its step is undone on all ranks, and the others wait for the rank to be
+// closed. A thread of its own undoes, since the caller may be inside a call for which the abort
+// waits. Returns at once if the rank has left: its closing has undone the step.
 void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   TrainerRef t;
   try {
@@ -154,12 +154,13 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     pins_.leave(*t);
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
-      // Until the engine is closed: that waits for what is in flight, which this makes an end of.
+      // Retries until the engine is closed. Closing waits for device work in flight, which this
+      // abort ends.
       (void)retry_for_memory([&] { return aborter_.undo(*t, Aborter::Why::kFailed); },
                              [this](int) { return closed(); });
     }));
   } catch (...) {
-    t->reaped.store(false);  // no memory for a thread: who looks next tries again
+    t->reaped.store(false);  // no memory for a thread: the next poll tries again
   }
 }
 

@@ -1,20 +1,21 @@
-// The engine: the step protocol, and who does which work when.
+// The engine: the step protocol, and which thread does which work.
 //
-// What commits, aborts, ranks and the writing of rows own is theirs alone (docs/architecture.md,
-// section 1); here is what calls do with them. One mutex guards the control state: ranks,
-// tables, step records, what runs beside what. Declared batches have a lock of their own
-// (declarations.h), and so have jobs and who waits (workers.h).
-// What every step does per key runs outside them: a table's g-entries under the window's lock, key
-// mapping under the rows' lock, row updates under no lock, because at any time one thread alone has
-// claimed a row. Three rare things do go over keys under the declarations' lock, so that none comes
-// or goes meanwhile: taking linked ones back (drop_batches), making room in a full table
-// (give_up_reserved), and finding out who holds places of rows that are none any more (recount).
-// Where rows may be far, revoking a part and planning a refresh do, too.
+// Commits, aborts, ranks and the writing of rows have classes of their own, with their own state
+// (docs/architecture.md, "Classes"). This class is what calls do with them. One mutex guards the
+// control state: ranks, tables, step records, the phase. Declared batches have a lock of their own
+// (declarations.h), and so have jobs and waiting threads (workers.h).
 //
-// A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
-// hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
-// A commit either publishes a job that applies everything at once (workers and gates take chunks),
-// or makes the rows pending in the tables' windows, whence workers and gates take the most urgent.
+// Work per key runs outside both. The window's lock guards a table's read sets and pending updates,
+// and the rows' lock the mapping of keys. Updates of rows need no lock, since one thread at a time
+// has claimed a row. Three rare operations visit keys under the declarations' lock, so that no
+// batch comes or goes meanwhile. They take linked parts back (drop_batches), make room in a full
+// table (give_up_reserved), and count holders of deleted rows' slots (recount). With a storage
+// tier, revoking a part and planning a refresh do so too.
+//
+// A step: step_begin waits at the gate; lookup gathers; push sums a rank's gradients; step_end
+// leaves them in the step's record; the last rank's step_end commits. A commit at once publishes a
+// job, whose chunks workers and gates take. A deferred commit makes the updates pending in the
+// tables' windows, from which workers and gates take the most urgent.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -60,18 +61,18 @@ namespace frugal {
 
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
-  uint64_t batch = 0;   // the declaration, if it was one: its handle, then the trainer's number
-  uint32_t index = 0;   // of the part in it
+  uint64_t batch = 0;   // the declaration, if it is one: its handle, then the trainer's number
+  uint32_t index = 0;   // of the part in the batch
   TableRef table;
   PartRef part;
-  bool whole = false;   // a declaration, resolved
-  bool used = false;    // its rows exist: sums of them may be handed over
-  // the rows are up to date: else they are to be asked for as if they were undeclared
+  bool whole = false;   // a whole declaration, resolved
+  bool used = false;    // its rows exist: the trainer may submit sums for them
+  // The rows are up to date. If not, the trainer asks for them as if they were undeclared.
   bool up_to_date = false;
   bool cached = false;  // the trainer caches rows of the table
-  uint64_t stale = 0;   // keys of rows that have updates pending
-  bool in_lines = false;  // rows of the part are cached:
-  const device::Element* line_values = nullptr;  // of line 0; null: on the trainer's device
+  uint64_t stale = 0;   // keys of rows with pending updates
+  bool in_lines = false;  // some rows of the part are cached
+  const device::Element* line_values = nullptr;  // of cache slot 0; null: on the trainer's device
 };
 
 // The sums of a trainer in another process for one table in a step.
@@ -83,8 +84,9 @@ struct RemotePush {
 };
 
 struct RemoteCounts {
-  uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
-           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
+  uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0,
+           push_ns = 0, prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0,
+           stale_reads = 0;
 };
 
 class Engine final : public Session, private DataPath {
@@ -92,18 +94,20 @@ class Engine final : public Session, private DataPath {
   explicit Engine(const frugal_config& config);
   ~Engine();
   Status start();
-  std::shared_ptr<Engine> here() override { return std::static_pointer_cast<Engine>(shared_from_this()); }
+  std::shared_ptr<Engine> here() override {
+    return std::static_pointer_cast<Engine>(shared_from_this());
+  }
   void close_ranks() override;
   void shutdown() override;
 
   // --- tables.cpp
   Status create_table(const frugal_table_config& config, AnyTableRef* out) override;
-  // `here`: by this process, which may do so once; else for another. EXISTS: if *out is set, that
-  // is there, and is the same.
+  // `here`: this process creates it, which it may do once; else another process. EXISTS with *out
+  // set: that table exists and is the same.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here);
   Status open_table(const frugal_table_config& config, bool here, TableRef* out);
   Status op_table(const frugal_op& op, TableRef* out) const;
-  // The table that another process knows by this handle.
+  // The table that has this handle in another process.
   Status table_of(uint64_t handle, TableRef* out) const;
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
@@ -113,12 +117,14 @@ class Engine final : public Session, private DataPath {
   }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
-  Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) override;
+  Status set_optimizer(AnyTable& table, uint64_t first_step,
+                       const frugal_optimizer& optimizer) override;
   // --- outside.cpp: rows outside steps
   Status count(AnyTable& table, uint64_t* out) override;
-  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) override;
-  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-             uint8_t* found) override;
+  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity,
+              size_t* n) override;
+  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+             size_t stride, uint8_t* found) override;
   Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
              size_t stride) override;
   Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) override;
@@ -130,16 +136,16 @@ class Engine final : public Session, private DataPath {
   }
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
-  // `attached`: on a device of another process, which is none of the engine's.
+  // `attached`: the device is another process's, and the engine does not use it.
   Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool attached);
   Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) override;
-  Status close_trainer(const TrainerRef& trainer);  // whose handle is gone
+  Status close_trainer(const TrainerRef& trainer);  // its handle is gone
   Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out) override {
     return prefetch(own(t), step, ops, n, want_handle, batch_out, nullptr, false);
   }
-  // `copies`: of the keys of each op, of dense tables their slots, which become the parts' own; or null. `late`: the
-  // trainer has gone on since; its next call is told what has undone its step.
+  // `copies`: the keys of each op (of dense tables their slots), which the parts take over; or
+  // null. `late`: the trainer has gone on since; its next call reports what has undone its step.
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out, Buffer* copies, bool late);
   Status cancel(AnyTrainer& t, const AnyBatchRef& batch) override;
@@ -165,26 +171,27 @@ class Engine final : public Session, private DataPath {
   void trace_remote(const TraceEvent& event) { meters_.trace.keep(event); }
   Status inside_step(Trainer& t);
   bool is_inside(const Trainer& t, uint64_t step);
-  // Before step_begin: the refreshes up to `number` have been carried out, and for `table` (0:
-  // none) there is no device memory.
+  // Called before step_begin. The trainer has carried out the refreshes up to `number`, and had no
+  // device memory for `table` (0: none).
   Status carried_out(Trainer& t, uint64_t number, uint64_t table);
   void take_refresh(Trainer& t, RemoteRefresh* out);
   Status lose_trainer(const TrainerRef& trainer);
   // OUT_OF_MEMORY: not now; nothing has been done.
   Status may_close(const Trainer& t);
-  // The engine is about to be closed: who waits for memory to undo steps (undo_surely) gives up.
+  // The engine is about to be closed: threads that wait for memory to undo steps (undo_surely) give
+  // up.
   void stop_retrying() { aborter_.stop_retrying(); }
-  // `callback` is told of trainers in other processes that have not been heard of while a gate
-  // waited for them for the engine's whole time-out; it is to have them lost. It runs under the
-  // engine's mutex: it hands the trainer to another thread. Null: nobody is told any more.
+  // Sets the callback for unresponsive trainers in other processes: those not heard of for the
+  // whole time-out while a gate waited for them. It runs under the engine's mutex, so it passes the
+  // trainer to another thread, which declares it lost. Null: no callback.
   void on_unresponsive(std::function<void(const TrainerRef&)> callback) {
     ranks_.on_unresponsive(std::move(callback));
   }
-  // From now on the ledger is kept, if it was not: between steps only.
+  // Keeps the ledger from now on. Between steps only.
   Status keep_ledger();
   const std::shared_ptr<Ledger>& ledger() const { return tables_.ledger; }
   bool closed() const { return phase_.closed(); }
-  // Where something is in the memory that other processes see; kNoShmAddress if it is not there.
+  // The shared address of memory that other processes map; kNoShmAddress for other memory.
   uint64_t shm_address(const void* p) const { return memory_.shm_address(p); }
   Arena& arena() { return memory_.arena; }
   uint64_t versions_address() const { return shm_address(memory_.versions()); }
@@ -208,20 +215,20 @@ class Engine final : public Session, private DataPath {
   Status stop_trace(const char* path) override { return meters_.trace.stop(path); }
   Status committed(uint64_t* step) override;
   BufferPool& pool() { return memory_.pool; }
-  // For what no other process reads in place.
+  // For memory that no other process reads in place.
   BufferPool& own_pool() { return memory_.unread(); }
   Counters& counters() { return meters_.counters; }
 
  private:
   friend class OutsideScope;
   friend class CommittedScope;
-  // What the refresh and this engine give to the calls above is the engine's own.
+  // The objects that calls and the classes above pass are this engine's own.
   static Table& own(AnyTable& t) { return static_cast<Table&>(t); }
   static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
-  // --- work.cpp: what flush threads do, and who waits helps with
+  // --- work.cpp: work of flush threads, which waiting threads help with
   void list_work();
   bool resolve_one(uint64_t up_to, bool gate = false);
-  // `worker`: between the pieces, help whoever has published a job.
+  // `worker`: between two pieces it helps with a published job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool predict_update(StepRecord* record, TableRef* table, UpdateRef* update) REQUIRES(control);
   bool prepare_one();
@@ -235,11 +242,11 @@ class Engine final : public Session, private DataPath {
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
 
-  // --- device_work.cpp: what GPUs have in flight
+  // --- device_work.cpp: device work in flight
   Status join_gpu(const char* device, Trainer& t);
-  bool pin_one();                    // a slab of what was there before the first GPU
+  bool pin_one();                    // one slab of memory from before the first GPU
   Status await_pins(Trainer& t, Deadline deadline) REQUIRES(t.call_mu);
-  bool poll_device_work();           // takes in what has completed since the last look
+  bool poll_device_work();           // takes in what has completed since the last poll
   Status await_device_work(Deadline deadline);  // waits for all that is in flight
   Status end_device_work(Trainer& leaving);
   Status end_device_work(Trainer& t, DeviceWork::Found* found) REQUIRES(t.call_mu);
@@ -271,7 +278,7 @@ class Engine final : public Session, private DataPath {
   // --- steps.cpp
   void take_parts(Trainer& t, uint64_t step) REQUIRES(control, t.call_mu);
   void schedule_prepare(const Trainer& t, uint64_t step);
-  struct Submitted {  // what a rank hands over of a table when it ends the step
+  struct Submitted {  // a rank's gradients for a table at the end of the step
     PushState* push;
     RankGradients joined;
     StepRecord::TableGradients* to;
@@ -280,24 +287,25 @@ class Engine final : public Session, private DataPath {
   DeviceWorkRef submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
                        uint32_t flags) REQUIRES(control, t.call_mu);
   void end_holding(Table& table);
-  // tells: what has undone the step
+  // By default it also reports what has undone the step.
   Status begin_call(Trainer& t, bool tells = true) REQUIRES(t.call_mu);
   bool describe_cached_rows(Trainer& t, RemotePart* part);
   Status give_up_cached_rows(Trainer& t);
-  // For the other ranks to end steps: with who does not answer.
+  // Waits until the other ranks end steps, and also finds unresponsive ranks.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
-  bool find_unresponsive();  // was there one?
+  bool find_unresponsive();  // returns whether there was one
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const REQUIRES(control);
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
   Status may_declare(const Trainer& t, uint64_t step, bool late) REQUIRES(control);
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
-  // Makes a call; where rows that are only reserved fill one of its tables, again without those.
+  // Makes a call. If rows that are only reserved fill one of its tables, frees those and repeats
+  // the call.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  // --- stored_rows.cpp: rows that may be far
+  // --- stored_rows.cpp: tables with a storage tier
   bool load_one();
   bool free_slots(Table& table, uint64_t step);
   bool revoke_later(Table& table, uint64_t step);
@@ -307,7 +315,7 @@ class Engine final : public Session, private DataPath {
   bool give_up_own_cached_rows(const Trainer& t);
   bool loading_until(uint64_t step) REQUIRES(control);
   Status await_loading(Table& table, const uint32_t* slots, size_t n);
-  // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
+  // make(i, row) changes the row of keys[i], which has its old values or zeros.
   Status put_stored(Table& table, const uint64_t* keys, size_t n,
                     const std::function<void(size_t, const device::RowsRef&)>& make,
                     uint64_t* created);
@@ -315,7 +323,7 @@ class Engine final : public Session, private DataPath {
   template <class Call>
   Status with_slots(Trainer& t, const Vector<Access>& accesses, Call call) REQUIRES(t.call_mu);
   Status await_loaded(Trainer& t, const Vector<Access>& accesses) REQUIRES(t.call_mu);
-  std::atomic<uint32_t> tiered_tables_{0};  // that there have been
+  std::atomic<uint32_t> tiered_tables_{0};  // ever created
   // --- access.cpp
   class CallHold;
   class LocalStep;
@@ -325,27 +333,26 @@ class Engine final : public Session, private DataPath {
   void tell_used(const Trainer& by);
   Status wait_written(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                       Deadline deadline);
-  // While a row is written by others, until the deadline, which begins with the first look.
+  // One poll while other threads write a row. The deadline begins with the first poll.
   Status row_awaited(Deadline* until) const;
-  // Rows outside of steps, and not of a cache.
+  // The source of rows outside steps, which is no cache.
   void host_rows(const Table& table, RowSource* from) const;
   TableCache* cache_for(Trainer& t, const Access& access);
   Status wait_written_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;
   }
-  // Copies of those rows that have no place, where rows may be far: of keys[i] row at[i], or
-  // kMissingSlot.
+  // Copies of stored rows: the copy of keys[i] is row at[i]; kMissingSlot: keys[i] has none.
   struct StoredCopies {
     Buffer rows;
     device::RowsView ref{};
     Vector<uint32_t> at;
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
-  // `reading`: what keeps the rows as they are.
+  // `reading`: keeps the rows unchanged while it lives.
   Status await_readable(Trainer& t, Deadline deadline, uint64_t* step,
                         std::optional<Phase::During>* reading) REQUIRES(t.call_mu);
-  // gpu: where the rows go to, if that is memory of a device.
+  // gpu: set if the rows go to memory of a device.
   Status read_op(Trainer* trainer, Table& table, const frugal_op& op, const GpuOp* gpu,
                  uint64_t step, Deadline deadline);
   Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
@@ -362,10 +369,9 @@ class Engine final : public Session, private DataPath {
   Workers workers_;
 
   const Liveness liveness_ = Liveness::of(config_.timeout_ms);
-  // What it guards: who is there, what is known of steps, which tables there are, and what runs
-  // beside what.
+  // Guards ranks, step records, tables and the phase.
   ControlMutex mu_;
-  Pacing pacing_;  // updates end before it
+  Pacing pacing_;  // outlives all updates
   Ranks ranks_;
   Tables tables_;
   Phase phase_;
@@ -388,7 +394,7 @@ class Engine final : public Session, private DataPath {
   Aborter aborter_;
 };
 
-// For the length of an operation outside steps: no step begins.
+// No step begins during an operation outside steps.
 class OutsideScope {
  public:
   OutsideScope(Engine& engine, Deadline deadline);
@@ -400,7 +406,7 @@ class OutsideScope {
   Status status_ = FRUGAL_OK;
 };
 
-// Holds off commits and aborts, whatever ranks are inside of.
+// Holds off commits and aborts, also while ranks are inside steps.
 class CommittedScope {
  public:
   explicit CommittedScope(Engine& engine);

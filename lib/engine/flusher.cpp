@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
+constexpr size_t kUrgentRows = 512;  // of a claim that a thread waits for
 constexpr size_t kClaimRows = kChunkRows;
 
 }  // namespace
@@ -36,15 +36,15 @@ std::unique_ptr<Scratch> Scratches::take() noexcept {
     try {
       return std::make_unique<Scratch>(ranks_, row_bytes);
     } catch (const std::bad_alloc&) {
-      yield_thread();  // others have them, for a moment
+      yield_thread();  // other threads have all of them, for a moment
     }
   }
 }
 
 // --- Pending rows --------------------------------------------------------------------------------
 
-// Tables take turns, so that what is pending in many is found at once; where each has little, a
-// unit is of several.
+// Takes the tables in turn, so it finds pending rows of any table soon. If each has few, one unit
+// takes rows of several tables.
 bool Flusher::write(uint64_t step) {
   size_t written = 0;
   for (size_t looked = 0; written < kUrgentRows;) {
@@ -71,7 +71,7 @@ bool Flusher::write(uint64_t step) {
     for (const Claim::Run& run : claim.runs)
       if (run.finished) release_hold(*t, *run.finished);
     written += claim.ids.size();
-    claim.runs.clear();  // updates that are written end here
+    claim.runs.clear();  // releases updates that are wholly written
     workers_.progress();
   }
   return written != 0;

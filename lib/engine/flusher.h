@@ -1,4 +1,4 @@
-// Writes the rows of committed updates: those that are pending, the most urgent first; or all of an
+// Writes the rows of committed updates. Pending rows go first by urgency; a job writes a whole
 // update, in chunks that threads share.
 #pragma once
 #include <memory>
@@ -12,19 +12,21 @@
 
 namespace frugal {
 
-// What a thread works on that writes rows.
+// The working memory of a thread that writes rows.
 struct Scratch : HeapObject, ApplyScratch {
-  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) { claim.reserve(kChunkRows); }
+  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) {
+    claim.reserve(kChunkRows);
+  }
   Claim claim;
   std::unique_ptr<Scratch> next;
 };
 
-// There is one at least, so that rows can be written where there is no memory.
+// There is at least one, so rows can be written without free memory.
 class Scratches {
  public:
   explicit Scratches(size_t ranks) : ranks_(ranks), free_(std::make_unique<Scratch>(ranks, 0)) {}
   void make_room(size_t row_bytes);
-  // For a piece of work, in which its thread waits for nobody who has one.
+  // For one piece of work. Its thread must not wait for a thread that has one.
   class Lease {
    public:
     explicit Lease(Scratches& of) noexcept : of_(of), is_(of.take()) {}
@@ -47,7 +49,7 @@ class Scratches {
   Mutex mu_;
   const size_t ranks_;
   size_t row_bytes_ GUARDED_BY(mu_) = 0;
-  // Smaller ones are behind the one that row_bytes_ came with.
+  // One for row_bytes_ is always here or leased. take() drops smaller ones.
   std::unique_ptr<Scratch> free_ GUARDED_BY(mu_);
 };
 
@@ -57,14 +59,15 @@ class Flusher {
       : tables_(tables), ranks_(ranks), workers_(workers), meters_(meters),
         scratches_(ranks.size()) {}
 
-  // Rows that are written from now on have so many bytes at most. Throws where there is no memory.
+  // From now on written rows have at most so many bytes. Throws if there is no memory.
   void make_room(size_t row_bytes) { scratches_.make_room(row_bytes); }
-  // Claims, writes and finishes some pending rows that are wanted until `step`. False: there are none.
+  // Claims, writes and finishes some pending rows that are needed until `step`. False: there are
+  // none.
   bool write(uint64_t step);
-  // A job that writes all of an update, in chunks between `bounds` (StepUpdate::cut).
+  // A job that writes a whole update, in chunks between `bounds` (StepUpdate::cut).
   JobRef job(const TableRef& table, const UpdateRef& update, Vector<uint64_t>&& bounds);
-  // Where rows may be far, an update that is to be written holds its rows until all of them are, or
-  // it is undone. Throws where there is no memory, and nothing is held then.
+  // With a storage tier, an update holds its rows until all are written or it is undone. Throws if
+  // there is no memory; then it holds nothing.
   static void hold(Table& table, const StepUpdate& update);
   static void release_hold(Table& table, const StepUpdate& update);
 

@@ -30,8 +30,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (s == FRUGAL_ERR_TIMEOUT) {
     ControlLock lock(mu_);
     gate_.open(&pass);
-    // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on
-    // waiting. (An abort, which is for that, may be what the gate has met first.)
+    // Not PEER_LOST: an abort has reported the lost rank, and a caller that waits in slices must go
+    // on waiting. (An abort may itself be what the gate found closed first.)
     if (const uint32_t lost = ranks_.lost(); lost != kNoRank)
       return fail(s,
                   "step %llu waited for somebody to join in place of rank %u, whose process is "
@@ -43,8 +43,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   return s;
 }
 
-// Who begins a step looks again, in the section in which it does: since the gate has opened, parts
-// of the step may have given up their places.
+// Checks the gate again, in the same section in which the step begins. Since the gate opened, parts
+// of the step may have released their slots.
 bool Engine::open_still(uint64_t step) {
   if (tiered_tables_.load(std::memory_order_relaxed) == 0) return true;
   Gate::Pass pass;

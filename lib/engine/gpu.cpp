@@ -9,8 +9,8 @@ using device::Result;
 
 namespace {
 
-constexpr uint64_t kAskNs = 1000000;  // one look at an event by somebody who must wait for it
-constexpr int kLasting = 1000;        // errors in a row of such looks
+constexpr uint64_t kAskNs = 1000000;  // one wait for an event that a thread must wait for
+constexpr int kLasting = 1000;        // failed polls in a row that count as a failure
 // Handles of streams that CUDA reserves: cudaStreamLegacy, which is the default stream, and
 // cudaStreamPerThread.
 constexpr uintptr_t kLegacy = 1, kPerThread = 2;
@@ -21,7 +21,7 @@ constexpr uintptr_t kLegacy = 1, kPerThread = 2;
 
 namespace {
 
-// Until the event has passed, or never will.
+// Returns when the event has passed, or never will.
 void wait_for(Gpu& gpu, device::Event e) {
   for (std::atomic<int> errors{0}; !gpu.await(e, &errors);) {
   }
@@ -31,7 +31,7 @@ void wait_for(Gpu& gpu, device::Event e) {
 
 OnDevice::~OnDevice() {
   if (!sent.handle) return;
-  wait_for(*gpu, sent);  // long ago, but for declarations that were taken back at once
+  wait_for(*gpu, sent);  // short, except for declarations that were taken back at once
   gpu->give_back(sent);
 }
 
@@ -61,7 +61,7 @@ Status DeviceWork::use(device::Stream s) {
       dirty[i] = 1;
       return FRUGAL_OK;
     }
-  // Its event, too: the end of the step wants no memory.
+  // Reserves its event, too: the end of the step must need no memory.
   streams.reserve(streams.size() + 1);
   events.reserve(streams.size() + 1);
   dirty.reserve(streams.size() + 1);
@@ -73,8 +73,8 @@ Status DeviceWork::use(device::Stream s) {
   return FRUGAL_OK;
 }
 
-// Behind each call: whoever undoes the step later must not touch the caller's streams, which may be
-// captured by then.
+// Called after each call. A thread that later undoes the step must not touch the caller's streams,
+// which may be captured by then.
 Status DeviceWork::mark() {
   for (size_t i = 0; i < streams.size(); ++i) {
     if (!dirty[i]) continue;
@@ -134,7 +134,7 @@ Status found_in_step(DeviceWork::Found found, uint64_t step) {
 bool DeviceWork::ask(uint64_t timeout_ns) {
   if (completed.load(std::memory_order_acquire)) return true;
   UniqueLock lock(mu, std::try_to_lock);
-  if (!lock.owns_lock()) {  // somebody else asks
+  if (!lock.owns_lock()) {  // another thread polls
     if (timeout_ns) sleep_ns(20'000);
     return false;
   }
@@ -148,7 +148,7 @@ bool DeviceWork::ask(uint64_t timeout_ns) {
       failed.store(true, std::memory_order_release);
       break;
     }
-    if (!passed) return false;  // or the question failed: it is asked again
+    if (!passed) return false;  // or the poll failed, and is repeated
     gpu->give_back(e);
     e = {};
   }
@@ -158,7 +158,8 @@ bool DeviceWork::ask(uint64_t timeout_ns) {
 
 DeviceWork::~DeviceWork() {
   const KeepError why;
-  // Whatever the step has used is the device's until then, also when the step was undone.
+  // Until then the device uses everything that the step has given to it, even if the step was
+  // undone.
   if (!completed.load() && mark() != FRUGAL_OK)
     for (size_t i = 0; i < streams.size(); ++i)
       if (dirty[i]) gpu->drain(streams[i]);
@@ -240,7 +241,7 @@ Status Gpu::noted(const Result& r, const char* what) {
 }
 
 void Gpu::look() {
-  // A failure stays: any call tells it.
+  // A failure stays: any runtime call returns it.
   bool capturing = false;
   failed(runtime_->capturing(stream_, &capturing));
 }
@@ -266,7 +267,7 @@ Status Gpu::set_stream(void* stream) {
                 "stream, or give NULL for the default stream");
   if (handle == kLegacy) stream = nullptr;
   FRUGAL_TRY(ready({stream}));
-  // A stream of another device would only be found out when work is under way.
+  // Otherwise a stream of another device would be found only after work was submitted.
   device::Event probe;
   FRUGAL_TRY(create_event(&probe));
   const Result r = runtime_->record(probe, {stream});
@@ -301,7 +302,7 @@ Status Gpu::on_device(const void* p, size_t alignment, const char* what, bool* o
                 "%s is memory of another device than %s: give memory of that one, or of the host",
                 what, runtime_->name());
   *out = kind == device::Memory::kDevice || kind == device::Memory::kManaged;
-  // In a kernel this would be a fault, and the end of the device for the whole process.
+  // In a kernel this would be a fault, after which no call of the process can use the device.
   if (*out && reinterpret_cast<uintptr_t>(p) % alignment)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "%s %p is not aligned to %zu bytes: give a multiple of that", what, p, alignment);
@@ -318,17 +319,17 @@ Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
 Status Gpu::bring(const void* from, size_t bytes, Buffer* to) {
   Status s = copy_in(from, bytes, to);
   if (s == FRUGAL_OK) s = wait_stream();
-  if (s != FRUGAL_OK) drain();  // the copy may be under way into what is given back
+  if (s != FRUGAL_OK) drain();  // the copy may still write the returned buffer
   return s;
 }
 
-// (One that lasts without being a fault: where the program has called cudaDeviceReset, there are no
-// such events any more.)
+// An error that lasts without a fault: after the program's cudaDeviceReset such events do not exist
+// any more.
 void Gpu::answered(const Result& r, std::atomic<int>* errors) {
   failed(r);
   if (r.ok())
     errors->store(0);
-  else if (errors->fetch_add(1) + 1 >= kLasting)  // it cannot be told any more what the device does
+  else if (errors->fetch_add(1) + 1 >= kLasting)  // the device's state is unknown
     failed({ErrorKind::kFault, r.code, r.call, r.text});
 }
 
@@ -338,9 +339,9 @@ bool Gpu::await(device::Event e, std::atomic<int>* errors) {
   return passed || sticky();
 }
 
-// Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be
-// used again. (It is called because something has failed, which may have been for want of memory,
-// and then a new event may be refused, too.)
+// Returns when the stream has no more work, whatever fails: its memory is about to be reused. It is
+// called after a failure. That may have been a lack of memory, and then a new event may be refused,
+// too.
 void Gpu::drain(device::Stream stream) {
   device::Event e;
   UniqueLock last(drained_mu_, std::defer_lock);
@@ -359,7 +360,7 @@ void Gpu::drain(device::Stream stream) {
   if (recorded) wait_for(*this, e);
   if (!last.owns_lock()) give_back(e);
   if (recorded) return;
-  // It cannot be told any more what the device does.
+  // The device's state is unknown.
   if (!sticky()) failed({ErrorKind::kFault, 0, "cudaEventRecord", "streams cannot be waited for"});
 }
 
@@ -372,7 +373,7 @@ Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
     s = in_op(take_pointers(ops[i], use, offsets_stay, &(*out)[i], &copied), i, n,
               static_cast<const char*>(nullptr));
   if (s == FRUGAL_OK && copied) s = wait_stream();
-  if (s != FRUGAL_OK) drain(stream_);  // copies may be under way into what is given back
+  if (s != FRUGAL_OK) drain(stream_);  // copies may still write the returned buffers
   return s;
 }
 

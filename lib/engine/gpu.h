@@ -1,10 +1,10 @@
-// A trainer's GPU: its streams, its memory, and what its steps have in flight (docs/cuda.md).
+// A trainer's GPU: its streams, its memory and its device work (docs/cuda.md).
 //
-// What: Gpu is the engine's side of one trainer on an accelerator: a thread of the engine's
-// process, or one that has attached (process/client.h). A DeviceWork is what a step of a rank has
-// given to the device: while it is in flight, its memory is not used again and its step not
-// committed. Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a
-// time (call_mu).
+// Gpu is the engine's side of one trainer on an accelerator. The trainer is a thread of the
+// engine's process or of an attached one (process/client.h). DeviceWork is what one step of a rank
+// has given to the device. Until it completes, its memory is not reused and its step does not
+// commit. Threads: a Gpu's own mutexes guard its streams; the calls of a step come one at a time
+// (call_mu).
 #pragma once
 #include <atomic>
 #include <cstring>
@@ -30,35 +30,35 @@ namespace frugal {
 
 class Gpu;
 
-// Arrays that go to the device together, in an engine stream.
+// Arrays copied to the device together, in an engine stream.
 struct OnDevice : HeapObject {
   std::shared_ptr<Gpu> gpu;
   DeviceBuffer memory;
-  Buffer staging;      // pinned: what is copied
-  device::Event sent;  // behind the copy
+  Buffer staging;      // pinned: the source of the copy
+  device::Event sent;  // recorded after the copy
   ~OnDevice();
 };
 
-// Where the rows of a part are in the step's cache: sources and items (docs/cuda.md, section 5).
+// Where the rows of a part are in the step's cache: sources and items (docs/cuda.md, "Lookup").
 struct SourcesOnDevice : OnDevice {
   device::Ptr<device::Source> source;
   device::Ptr<device::Item> items;  // of host rows that are not staged, then of the others
   uint32_t host_items = 0, hbm_items = 0;
   device::Ptr<uint32_t>
-      host_rows;  // distinct rows that are in no line: `host_items`, then `staged`
+      host_rows;  // distinct rows without a cache slot: `host_items`, then `staged`
   uint32_t staged = 0;
 };
 
-// What an update touches (CachedRowUpdate), on the device.
+// The lists of a CachedRowUpdate, on the device.
 struct CachedUpdateOnDevice : OnDevice {
   device::Ptr<uint32_t> lines, start;
   device::Ptr<device::Term> terms;
   size_t count = 0;
 };
 
-// A cache's refresh (CachePlan), on the device.
+// The lists of a CachePlan, on the device.
 struct PlanOnDevice : OnDevice {
-  device::Ptr<uint32_t> slots, to;  // of rows that come in
+  device::Ptr<uint32_t> slots, to;  // of admitted rows
   size_t count = 0;
   std::shared_ptr<CachedUpdateOnDevice> update;
 };
@@ -66,90 +66,89 @@ struct PlanOnDevice : OnDevice {
 // A part's arrays on the device, uploaded once.
 struct PartOnDevice : OnDevice {
   device::PartPtr part{};
-  Vector<device::FrequentRow> frequent;  // rows with more than a run of positions
+  Vector<device::FrequentRow> frequent;  // rows with more than one run of positions
   uint32_t runs = 0;                // of the frequent rows
-  // Where some row is frequent: all runs of all rows, those of the frequent ones last; the source
-  // of each row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
+  // If some row is frequent: all runs of all rows, frequent ones last; the source of each row,
+  // frequent ones staged; and the rows to stage, in order. Else null: item i is row i.
   device::Ptr<device::Item> items;
   uint32_t item_count = 0;
   device::Ptr<device::Source> source;
   device::Ptr<uint32_t> staged;
   device::Ptr<device::FrequentRow> frequent_list;  // `frequent`
-  std::shared_ptr<SourcesOnDevice> cached;  // once there is a cache, and it is known
+  std::shared_ptr<SourcesOnDevice> cached;  // once there is a cache, and the sources are known
 };
 
-// Where the rows of a part are read, as kernels are told: for rows as they are, and for pooled
-// forms. It holds for the step and the stream, so that its next op stages nothing again.
+// Where kernels read the rows of a part, for plain and for pooled lookups. It stays valid for the
+// step and the stream, so the part's next op stages nothing again.
 struct Placed {
   const Part* part;
   void* stream;
   bool pooled;
   device::Ptr<device::Source> places;  // pooled
-  device::Ptr<device::Source> source;  // else: sources and items; null: all are host rows
+  device::Ptr<device::Source> source;  // not pooled: sources and items; null: all are host rows
   device::Ptr<device::Item> items;
   uint32_t host_items, hbm_items;
   device::RowsPtr lines, staged;
 };
 
-// What a step of a rank has in flight. Dies when it has completed: every event passed.
+// Device work of one step of one rank. Destroyed when it has completed: all its events have passed.
 struct DeviceWork : HeapObject {
   std::shared_ptr<Gpu> gpu;
   uint32_t rank = 0;
   uint64_t step = 0;
   Vector<device::Stream> streams;  // that the step has used
-  Vector<device::Event> events;    // of each, recorded behind its last use; null: it has passed
-  Vector<uint8_t> dirty;           // of each: used since
+  Vector<device::Event> events;    // one for each, recorded after its last use; null: passed
+  Vector<uint8_t> dirty;           // for each: used since its event
   Vector<PartRef> parts;
   Vector<Buffer> pinned;
   Vector<DeviceBuffer> memory;
-  Vector<UpdateRef> updates;  // whose sums the cache's refresh reads
-  Vector<std::shared_ptr<OnDevice>> sent;  // the refresh's lists
-  Vector<std::shared_ptr<void>> kept;      // what else its kernels need to live
+  Vector<UpdateRef> updates;  // the refresh reads their sums
+  Vector<std::shared_ptr<OnDevice>> sent;  // lists of the refresh
+  Vector<std::shared_ptr<void>> kept;      // other objects that its kernels need
   bool after_refresh = false;
   Vector<Placed> placed;
-  // Words in pinned memory, 0 unless: a gradient that is to be refused has a NaN; offsets are none.
+  // Flags in pinned memory. Not 0: a gradient has a NaN that must be refused; offsets are wrong.
   Vector<const uint32_t*> nans, wrong_offsets;
-  bool must_complete = false;  // before the step's end answers
-  Mutex mu;           // of events, once it has ended
-  std::atomic<int> errors{0};  // of asking, in a row
+  bool must_complete = false;  // before the step's end returns
+  Mutex mu;           // guards events, once the step has ended
+  std::atomic<int> errors{0};  // failed polls in a row
   std::atomic<bool> completed{false};
   std::atomic<bool> failed{false};
 
-  // What the words say when it has completed. Where offsets are wrong, what was summed may be
-  // anything.
+  // What the flags say after completion. With wrong offsets the sums are undefined.
   enum class Found { kNothing, kNan, kWrongOffsets };
   Found found() const;
 
   Status use(device::Stream s);
-  // A word more of these, which the end of the step looks at.
+  // Adds a flag that the end of the step checks.
   Status look_at(Vector<const uint32_t*>* words, const uint32_t** out);
-  Status mark();    // records the events of streams that were used since the last time
-  Status end();     // the same, when the step ends; refuses streams that are being captured
-  // Waits until it has completed, or failed. `go_on` ends that by a status.
+  Status mark();    // records events of the streams used since the last time
+  Status end();     // the same at the step's end; refuses captured streams
+  // Waits until it completes or fails. A status of `go_on` ends the wait.
   template <class GoOn>
   Status poll(GoOn go_on) {
     while (!ask(1000000)) FRUGAL_TRY(go_on());
     return FRUGAL_OK;
   }
-  // Asks the events, or waits for one of them for about `timeout_ns`. True: completed, or failed.
+  // Polls the events, or waits about `timeout_ns` for one of them. True: completed, or failed.
   bool ask(uint64_t timeout_ns = 0);
   ~DeviceWork();
 };
 using DeviceWorkRef = std::shared_ptr<DeviceWork>;
 
-// Keys that are on their way from the device to the host.
+// Keys that the device is sending to the host.
 struct KeyDownload : HeapObject {
   std::shared_ptr<Gpu> gpu;
   device::Event event;
   Vector<PartRef> parts;
   std::atomic<bool> downloaded{false};
   std::atomic<bool> failed{false};
-  std::atomic<int> errors{0};  // of asking, in a row
-  bool ask();  // true: arrived, or failed
+  std::atomic<int> errors{0};  // failed polls in a row
+  bool ask();  // true: received, or failed
   ~KeyDownload();
 };
 
-// An op of a call of a trainer on a GPU, its keys and offsets on the host.
+// An op of a trainer on a GPU, with its keys and offsets on the host.
 struct GpuOp {
   frugal_op op = FRUGAL_OP_INIT;
   bool rows_on_device = false;  // rows_out or grads
@@ -169,7 +168,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   BufferPool& pinned() { return pinned_; }
   DevicePool& memory() { return *memory_; }
 
-  // The caller's stream. `set` refuses one that is being captured.
+  // Sets the caller's stream. Refuses one that is being captured.
   Status set_stream(void* stream);
   device::Stream stream() const { return stream_; }
   // Refuses a call while the caller's stream is being captured, and after a failure.
@@ -177,35 +176,34 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
-  // What an event that is asked for again and again has answered; `errors` counts those in a row.
-  // One that lasts is a failure, of whatever kind it is.
+  // Takes the result of one poll of an event; `errors` counts failed polls in a row. Any error that
+  // lasts for kLasting polls is a failure.
   void answered(const device::Result& result, std::atomic<int>* errors);
-  void look();  // whether it has
-  // What the device said, as device_status, and kept if it is a failure.
+  void look();  // checks whether the device has failed
+  // The result as device_status() returns it. A failure is also kept.
   Status noted(const device::Result& result, const char* what);
 
-  // The device work of the step, begun when first needed.
+  // The device work of the step; begun when first needed.
   DeviceWork& device_work(uint32_t rank, uint64_t step);
   DeviceWorkRef take_device_work() { return std::move(device_work_); }
   DeviceWork* current_device_work() { return device_work_.get(); }
   DeviceWorkRef share_device_work() { return device_work_; }
 
-  // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
-  // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a
-  // batch.
+  // Finds out which pointers of the ops are on the device. Keys, offsets and weights that are on
+  // the device, and that the host needs, are copied, and the call waits. `offsets_stay`: only
+  // kernels need the offsets of a batch.
   Status take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
-  // A lookup's or a push's call(ops, taken), its keys and offsets on the host. `match` may take
-  // keys that are those of a batch out of an op before.
+  // Runs call(ops, taken) of a lookup or a push, with keys and offsets on the host. Before that
+  // `match` may remove an op's keys that equal those of a batch.
   template <class Match, class Call>
   Status with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match,
                   Call call);
   Status on_device(const void* p, size_t alignment, const char* what, bool* device);
-  // Copies from the device in the caller's stream; wait_stream() or an event tells when it is
-  // there.
+  // Copies from the device in the caller's stream. Complete after wait_stream(), or an event.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
-  // The same, and it is there.
+  // The same, and waits.
   Status bring(const void* from, size_t bytes, Buffer* to);
-  // About a moment: true if the event has passed, or never will.
+  // Waits a moment. True: the event has passed, or never will.
   bool await(device::Event e, std::atomic<int>* errors);
   Status wait_stream() {
     return wait_stream([this] {
@@ -213,68 +211,68 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
       return FRUGAL_OK;
     });
   }
-  // Is called from time to time by who waits for the caller's stream.
+  // Sets a call that threads make from time to time while they wait for the caller's stream.
   void while_waiting(std::function<void()> call) { while_waiting_ = std::move(call); }
-  // A status of `go_on`, which is asked from time to time, ends it.
+  // `go_on` is called from time to time; its status ends the wait.
   template <class GoOn>
   Status wait_stream(GoOn go_on);
   void drain() { drain(stream_); }
   void drain(device::Stream stream);
-  // Keys of parts that were taken from the device: an event in the caller's stream.
+  // Begins to download keys of parts from the device: an event in the caller's stream.
   Status begin_download(Vector<PartRef> parts, std::shared_ptr<KeyDownload>* out);
 
-  // The part's arrays on the device; made if they are not there. Threads: any; of two that make
-  // them one wins.
+  // The part's arrays on the device; made if missing. Threads: any; of two that make them, one
+  // wins.
   Status upload(Part& part, PartOnDevice** out);
-  // Also where its rows are in the step's cache. forget_places: that will be another.
+  // Also uploads where its rows are in the step's cache. forget_places() drops that, since it will
+  // change.
   Status place(Part& part, PartOnDevice** out = nullptr);
   void forget_places(Part& part);
 
-  // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
+  // The following launch kernels in the caller's stream (gpu_ops.cpp).
 
-  // Rows of a part, pooled or not, to the op's rows_out. `lines` hold some of them, if there are
-  // any.
+  // Gathers rows of a part, pooled or not, to the op's rows_out. Some may be cached.
   Status gather(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                 const device::RowsPtr& lines, const GpuOp& op);
-  // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes
-  // apart.
+  // Copies rows 0 .. n - 1 from pinned memory, `stride` floats apart, to the device, `out_stride`
+  // bytes apart.
   Status put_rows(DeviceWork& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
-  // Rows that gather(op) gathers on the host, `stride` floats apart, to the op's rows_out; `n`
-  // keys.
+  // gather(op) gathers the rows of `n` keys on the host, `stride` floats apart. Copies them to the
+  // op's rows_out.
   template <class Gather>
   Status send_rows(DeviceWork& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
                    Gather gather);
-  // Rows that gather(op) puts into device memory, for an op that wants them in host memory; `n`
-  // keys. Waits.
+  // gather(op) writes the rows of `n` keys to device memory; the op wants them in host memory.
+  // Waits.
   template <class Gather>
   Status bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather);
-  // Where the gradients of an op come from.
+  // The source of an op's gradients.
   Status gradients(DeviceWork& f, const PartRef& part, const GpuOp& op, uint32_t dim,
                    device::GradPtr* out);
-  // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
-  // `nan` (may be null) becomes 1 if a term is a NaN.
+  // fold32 of each distinct row into `sums`, and of frequent rows' runs into `runs`; both are
+  // pinned. `nan` (may be null) becomes 1 if a term is a NaN.
   Status reduce(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& sums, size_t stride, const Buffer& runs, const uint32_t* nan);
-  // A gradient for each key into pinned memory.
+  // Writes a gradient for each key to pinned memory.
   Status expand(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
-  // A push of a table's gradients: the first of a step, whose hand-over is begun, is summed into
-  // memory of `sums`; a later one is gone on with on the host, from the gradient of each key. With
-  // `reject` the device work tells of NaNs.
+  // A push of a table's gradients. The first push of a step is summed into memory of `sums`; its
+  // rank gradients are in *push. The host continues with a later push, from the gradient of each
+  // key. With `reject` the device work reports NaNs.
   Status push(DeviceWork& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
               bool first, bool reject, BufferPool& sums, PushSums* push);
-  // Where an op's keys are on the device, and those of the part, which the device finds out, they
-  // need not come to the host: then it has none any more. Waits for the answer.
+  // If an op's keys on the device equal those of the part, they need not come to the host: removes
+  // them from the op. The device compares them, and the call waits for the result.
   Status match_keys(DeviceWork& f, const PartRef& part, bool by_key, frugal_op* op);
   Status weight_grads(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
                       const device::RowsPtr& lines, const GpuOp& op, const device::GradPtr& source);
 
-  // The same with a row for each key in pinned memory.
+  // The same, with a row for each key in pinned memory.
   Status weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const uint32_t* slots,
                          size_t n, uint32_t dim, const GpuOp& op, const device::GradPtr& source);
 
-  // Lookups of the step come after what caches' refreshes have launched so far (DeviceCachedRows).
+  // The step's lookups come after all that cache refreshes have launched so far (DeviceCachedRows).
   Status end_refresh(DeviceWork& f);
 
   Status create_event(device::Event* out);
@@ -282,13 +280,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
  private:
   friend class DeviceCachedRows;
-  device::Result take_event(device::Event* out);  // one that was given back, or a new one
+  device::Result take_event(device::Event* out);  // a returned one, or a new one
   Status take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied);
   Status same_keys(DeviceWork& f, const PartRef& part, bool by_key, const uint64_t* keys,
                    bool* same);
-  // Begins work of a step in the caller's stream, behind the part's upload.
+  // Begins work of a step in the caller's stream, after the part's upload.
   Status begin(DeviceWork& f, const PartRef& part, PartOnDevice** out);
-  // Memory for `bytes` on both sides; send() copies from here to there.
+  // Gets memory for `bytes` on both sides; send() copies from the host to the device.
   Status room(size_t bytes, OnDevice* out);
   Status send(size_t bytes, OnDevice* out) REQUIRES(upload_mu_);
   template <class Arguments>
@@ -330,17 +328,17 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Mutex events_mu_;
   Vector<device::Event> events_ GUARDED_BY(events_mu_);
   Mutex drained_mu_;
-  device::Event drained_ GUARDED_BY(drained_mu_);  // drain's, where there is no other
+  device::Event drained_ GUARDED_BY(drained_mu_);  // for drain() if no other can be made
   std::atomic<Status> failed_{FRUGAL_OK};
   std::function<void()> while_waiting_;
   device::Result failure_;
 };
 
-// A cache's lines on the trainer's GPU, brought up to date in a stream of their own within the
-// device work of its step.
+// A cache's rows on the trainer's GPU. A refresh runs in a stream of its own, as device work of its
+// step.
 class DeviceCachedRows final : public CachedRows {
  public:
-  // `rows`: the table's, where kernels see them.
+  // `rows`: the table's, at addresses for kernels.
   static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
                      std::unique_ptr<CachedRows>* out);
   DeviceCachedRows(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
@@ -350,16 +348,16 @@ class DeviceCachedRows final : public CachedRows {
   Status finish() override;
 
  private:
-  Status send_plan(const CachePlan& plan);  // if it is not there
+  Status send_plan(const CachePlan& plan);  // if it was not sent yet
   Status send_lists(const CachedRowUpdate& update, std::shared_ptr<CachedUpdateOnDevice>* out);
-  // Lines [from, to) of the lists get the update.
+  // Applies the update to the cached rows [from, to) of the lists.
   Status apply(const UpdateRef& update, const std::shared_ptr<CachedUpdateOnDevice>& lists,
                size_t from, size_t to);
   Status fill();
   Gpu& gpu_;
   const device::RowsView rows_;
   DeviceBuffer values_, state_;
-  std::shared_ptr<PlanOnDevice> plan_;  // of the next refresh, once it is there
+  std::shared_ptr<PlanOnDevice> plan_;  // of the next refresh, once it is sent
   struct Later {
     UpdateRef update;
     std::shared_ptr<CachedUpdateOnDevice> lists;
@@ -368,8 +366,7 @@ class DeviceCachedRows final : public CachedRows {
   Vector<Later> later_;
 };
 
-// What the end of a step answers where its device work has found something; the step is undone by
-// then.
+// The status of a step's end whose device work has found something. By then the step is undone.
 Status found_in_step(DeviceWork::Found found, uint64_t step);
 
 template <class Gather>
@@ -439,7 +436,7 @@ Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
   FRUGAL_TRY(take_ops(known.data(), n, use, offsets_stay, &taken));
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
-  // What a call that fails has given to the device to look at is of no interest.
+  // If the call fails, its flags must not count: remove them afterwards.
   const DeviceWork* before = current_device_work();
   const size_t nans = before ? before->nans.size() : 0,
                wrong_offsets = before ? before->wrong_offsets.size() : 0;
@@ -448,7 +445,7 @@ Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
     if (f->nans.size() > nans) f->nans.resize(nans);
     if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
   }
-  // Where it fails, the end of the step tries again.
+  // If this fails, the end of the step tries again.
   if (DeviceWork* f = current_device_work()) {
     const KeepError why;
     (void)f->mark();

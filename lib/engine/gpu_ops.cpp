@@ -1,4 +1,4 @@
-// What a step's calls launch on a GPU: docs/cuda.md, sections 5 and 6.
+// Kernels that a step's calls launch on a GPU (docs/cuda.md, "Lookup" and "Push").
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -19,7 +19,7 @@ Ptr<T> seen(const Buffer& pinned) {
   return {device::Runtime::visible(pinned.data()).address};
 }
 
-// Kernels of devices count in elements.
+// Kernels count in elements.
 size_t elements(size_t bytes) { return bytes / sizeof(device::Element); }
 
 device::RowsPtr host_rows(const device::RowsView& rows) {
@@ -83,7 +83,7 @@ Status Gpu::put_rows(DeviceWork& f, Buffer pinned, size_t stride, size_t n, uint
   FRUGAL_TRY(identity(n + 1, &a.part.slots));
   a.part.start = a.part.positions = a.part.slots;
   a.part.distinct = static_cast<uint32_t>(n);
-  device::stored_in_place(pinned.as<float>(), n * stride);  // (pooled sums would be rounded)
+  device::stored_in_place(pinned.as<float>(), n * stride);  // pooled sums would be rounded
   a.host = {seen<device::Element>(pinned), stride};
   a.host_items = a.part.distinct;
   a.dim = dim;
@@ -93,8 +93,8 @@ Status Gpu::put_rows(DeviceWork& f, Buffer pinned, size_t stride, size_t n, uint
   return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
-// Host rows into device memory: `count` of the part's distinct rows (null: all), to places there
-// (null: one after the other).
+// Copies host rows into device memory: `count` of the part's distinct rows (`which`; null: all), to
+// staged rows `to` (null: one after the other).
 Status Gpu::stage(DeviceWork& f, const PartOnDevice& d, const device::RowsView& rows,
                   Ptr<uint32_t> which, Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
@@ -133,8 +133,9 @@ bool placed_before(const DeviceWork& f, const Part& part, device::Stream stream,
 
 }  // namespace
 
-// Where the rows of a part are read: sources and items, and frequent host rows staged. Without
-// lines sources and items are the same for all steps, and came with the part.
+// Where plain lookups read the rows of a part: sources and items, with frequent host rows staged.
+// Without cached rows, sources and items are the same for all steps, and were uploaded with the
+// part.
 Status Gpu::sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                     const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
@@ -162,20 +163,20 @@ Status Gpu::sources(DeviceWork& f, Part& part, const device::RowsView& rows, Par
     staged_rows = d.staged;
     staged_count = d.frequent.size();
   }
-  // Frequent rows cross the link once, into device memory, and are spread out from there.
+  // Frequent rows cross the PCIe bus once, into device memory, and are copied from there.
   if (staged_count) FRUGAL_TRY(stage(f, d, rows, staged_rows, {}, staged_count, &out->staged));
   f.placed.push_back(*out);
   return FRUGAL_OK;
 }
 
-// The caller's stream comes after what was sent.
+// The caller's stream comes after the copy.
 Status Gpu::behind(const OnDevice& sent) {
   if (!sent.sent.handle) return FRUGAL_OK;
   return noted(runtime_->wait(stream_, sent.sent), "waiting for lists of the cache");
 }
 
-// Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the
-// link once, however many bags it is in.
+// Where pooled lookups read the row of each key. All host rows are staged, so each crosses the PCIe
+// bus once, however many bags it is in.
 Status Gpu::places(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                    const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
@@ -259,14 +260,14 @@ Status Gpu::gather(DeviceWork& f, const PartRef& part, const device::RowsView& r
   return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
-// Offsets where kernels see them.
+// Offsets at addresses for kernels.
 Status Gpu::bags_of(DeviceWork& f, const GpuOp& op, size_t keys, device::BagsPtr* out) {
   *out = {};
   out->bags = static_cast<uint32_t>(op.op.bags);
   out->keys = static_cast<uint32_t>(keys);
   out->offsets = op.device_offsets;
   if (!out->offsets) return keep(f, op.op.offsets, op.op.bags + 1, &out->offsets);
-  if (op.op.offsets) return FRUGAL_OK;  // they have come to the host, too, and been looked at
+  if (op.op.offsets) return FRUGAL_OK;  // they are on the host, too, and checked
   const uint32_t* word;
   FRUGAL_TRY(f.look_at(&f.wrong_offsets, &word));
   out->wrong = seen_at(word);
@@ -288,7 +289,7 @@ Status Gpu::gradients(DeviceWork& f, const PartRef& part, const GpuOp& op, uint3
   FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &bag));
   a.bag = g->bag = bag.as<uint32_t>();
   f.memory.push_back(std::move(bag));
-  // (Keys of no bag, where offsets are wrong, must not lead anywhere.)
+  // With wrong offsets a key may be in no bag: its entry must not lead anywhere.
   if (a.bags.wrong && part->n)
     FRUGAL_TRY(noted(runtime_->fill({a.bag.address}, 0, part->n * sizeof(uint32_t), stream_),
                      "the bags of keys"));
@@ -467,7 +468,7 @@ Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const u
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
-// --- Lines ---------------------------------------------------------------------------------------
+// --- Cached rows ---------------------------------------------------------------------------------
 
 Status DeviceCachedRows::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
                               std::unique_ptr<CachedRows>* out) {
@@ -506,7 +507,7 @@ Status DeviceCachedRows::finish() {
   return FRUGAL_OK;
 }
 
-// Lines that a committed step touches: rank sums in order, then the optimizer.
+// The cached rows that a committed step touches: rank sums in order, then the optimizer.
 Status DeviceCachedRows::apply(const UpdateRef& update,
                                const std::shared_ptr<CachedUpdateOnDevice>& lists, size_t from,
                                size_t to) {
@@ -517,7 +518,7 @@ Status DeviceCachedRows::apply(const UpdateRef& update,
   f.updates.push_back(update);
   f.sent.push_back(lists);
   DeviceBuffer sums, ranks;
-  const size_t stride = update->ranks[0].stride;  // the table's, of all
+  const size_t stride = update->ranks[0].stride;  // of the table: the same for all ranks
   FRUGAL_TRY(gpu_.memory_->get(n * stride * sizeof(float), &sums));
   const size_t ranks_bytes = update->ranks.size() * sizeof(Ptr<float>);
   FRUGAL_TRY(gpu_.memory_->get(ranks_bytes, &ranks));
@@ -562,7 +563,7 @@ Status DeviceCachedRows::apply(const UpdateRef& update,
                      device::apply_shape(a, gpu_.extent_), a, gpu_.refresh_stream_);
 }
 
-// Rows that the plan lets in: values and state from the host rows, which are up to date.
+// Copies values and state of the admitted rows from the host rows, which are up to date.
 Status DeviceCachedRows::fill() {
   const PlanOnDevice& plan = *plan_;
   if (plan.count == 0) return FRUGAL_OK;
@@ -585,7 +586,7 @@ Status DeviceCachedRows::fill() {
                      gpu_.refresh_stream_);
 }
 
-// What is launched from now on in the caller's stream comes after the refresh's work.
+// Later launches in the caller's stream come after the refresh.
 Status Gpu::end_refresh(DeviceWork& f) {
   bool used = false;
   for (device::Stream s : f.streams) used |= s.handle == refresh_stream_.handle;

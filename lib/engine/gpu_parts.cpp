@@ -1,5 +1,5 @@
-// What goes to a trainer's GPU ahead of its use: arrays of parts, where their rows are cached, and
-// what refreshes do to lines.
+// Uploads to a trainer's GPU ahead of their use: arrays of parts, where their rows are cached, and
+// lists of cache refreshes.
 #include <algorithm>
 #include <cstring>
 
@@ -34,7 +34,7 @@ Status Gpu::send(size_t bytes, OnDevice* out) {
 
 namespace {
 
-// Arrays one behind the other in one piece of memory, each aligned to 16 bytes.
+// Arrays one after the other in one block of memory, each aligned to 16 bytes.
 class Pieces {
  public:
   size_t add(size_t bytes) {
@@ -63,10 +63,10 @@ Ptr<T> there(const OnDevice& d, size_t at) {
 
 }  // namespace
 
-// Long, for all arrays of a part are laid out in one piece of memory and sent at once.
+// Long, because it lays out all arrays of a part in one block and sends them at once.
 Status Gpu::upload(Part& part, PartOnDevice** out) {
-  // (A rank that has left and joined again may find what it has declared on another device: nothing
-  // of the old one is in flight any more.)
+  // A rank that has left and joined again may find its declarations on another device. Nothing of
+  // the old one is in flight any more.
   auto known = [&] {
     *out = static_cast<PartOnDevice*>(part.on_device.get());
     return *out && (*out)->gpu.get() == this;
@@ -75,8 +75,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     Lock lock(upload_mu_);
     if (known()) return FRUGAL_OK;
   }
-  // Without the lock: calls of a step ask for parts that are there while those of later steps are
-  // made.
+  // Without the lock: calls of a step find existing parts while those of later steps are made.
   if (part.distinct > Source::kMost)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "%zu distinct rows in one op: on a GPU at most 2^30 - 2; make several of it",
@@ -96,7 +95,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
                frequent_at = pieces.of<device::FrequentRow>(d.frequent.size());
   if (const Status s = room(pieces.bytes(), &d)) {
     Lock lock(upload_mu_);
-    return known() ? FRUGAL_OK : s;  // who was faster has the memory
+    return known() ? FRUGAL_OK : s;  // a thread that was faster has the memory
   }
   std::memcpy(here<char>(d, slots_at), part.row_slots(), n * sizeof(uint32_t));
   std::memcpy(here<char>(d, start_at), start, (n + 1) * sizeof(uint32_t));
@@ -114,7 +113,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
   d.part.distinct = static_cast<uint32_t>(n);
   d.part.zeros = static_cast<uint32_t>(part.n - part.occurrences);
   if (d.item_count) {
-    // Rows with one run, which are read in host memory; then the runs of those that get staged.
+    // Rows with one run, which kernels read in host memory; then the runs of rows to stage.
     auto* item = here<device::Item>(d, items_at);
     for (uint32_t i = 0; i < n; ++i)
       if (start[i + 1] - start[i] <= device::kRun) *item++ = {i, 0};
@@ -136,7 +135,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     d.frequent_list = there<device::FrequentRow>(d, frequent_at);
   }
   Lock lock(upload_mu_);
-  if (known()) return FRUGAL_OK;  // somebody else was faster
+  if (known()) return FRUGAL_OK;  // another thread was faster
   FRUGAL_TRY(send(pieces.bytes(), &d));
   part.on_device = std::move(made);
   *out = &d;
@@ -152,7 +151,7 @@ Status Gpu::place(Part& part, PartOnDevice** out) {
   return cached_places(part, *d);
 }
 
-// (A part's places are one thread's: of who plans, or of the rank's calls.)
+// One thread at a time uses a part's sources: the planning one, or the rank's calls.
 Status Gpu::cached_places(Part& part, PartOnDevice& d) {
   if (d.cached) return FRUGAL_OK;
   auto made = std::allocate_shared<SourcesOnDevice>(HeapAllocator<SourcesOnDevice>());
@@ -167,7 +166,7 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
   auto* item = here<device::Item>(s, items_at);
   auto* source = here<Source>(s, source_at);
   auto* host = here<uint32_t>(s, host_at);
-  Vector<uint32_t> frequent;  // in no line
+  Vector<uint32_t> frequent;  // not cached
   size_t last = items;        // items of rows in device memory, from the end
   for (uint32_t i = 0; i < n; ++i) {
     const uint32_t runs = (start[i + 1] - start[i] + device::kRun - 1) / device::kRun;
@@ -183,7 +182,7 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
     }
     for (uint32_t r = 0; r < runs; ++r) item[--last] = {i, r};
   }
-  // (Every row has its runs: the two ends meet.)
+  // Every row has its runs, so the two ends meet.
   std::copy(frequent.begin(), frequent.end(), host + s.host_items);
   s.staged = static_cast<uint32_t>(frequent.size());
   s.hbm_items = static_cast<uint32_t>(items - last);

@@ -31,7 +31,7 @@ void ledger_pass_point(const device::RowsRef* rows, const uint32_t* slots, size_
   kill(getpid(), SIGKILL);
 }
 
-// An update in the list, seen from here.
+// A listed update, as this process sees it.
 struct TableLedger::Record final : HeapObject, UpdateRecord {
   std::shared_ptr<TableLedger> of;
   LedgerUpdate* update = nullptr;
@@ -70,7 +70,7 @@ Status Ledger::add_table(uint64_t handle, const RowLayout& layout, const arith::
   const size_t row = layout.bytes();
   t->rows_ =
       static_cast<uint32_t>(std::clamp<size_t>(kBeforeImageBytes / row, 1, BeforeImage::kMost));
-  // One for each thread that may be writing: flush threads, and callers that help.
+  // One for each thread that may write: flush threads, and callers that help.
   t->count_ = std::min<uint32_t>(2 * cpu_count() + 4, BeforeImage::kMost);
   const size_t bytes = (BeforeImage::values_at(t->rows_) + t->rows_ * row + 63) / 64 * 64;
   FRUGAL_TRY(pool_.get(sizeof(LedgerTable), &t->memory_));
@@ -113,7 +113,7 @@ uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept
   const auto* record = static_cast<const Record*>(write.purpose().record);
   switch (write.purpose().what) {
     case What::kNew:
-      return kNoBeforeImage;  // a row that does not exist is not read out
+      return kNoBeforeImage;  // a reader skips a row that does not exist
     case What::kUpdate:
       if (!record) return kNoBeforeImage;
       break;
@@ -126,7 +126,7 @@ uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept
   return i;
 }
 
-// Each row is kept, and told of, when its turn comes.
+// Kernels copy each row, and name it, just before they write it.
 void TableLedger::begin_update(const RowWrite& write, const Record& record, uint32_t i,
                                device::Undo* undo) {
   BeforeImage& before_image = at(i);
@@ -151,7 +151,7 @@ void TableLedger::begin_update(const RowWrite& write, const Record& record, uint
   ledger_point();
 }
 
-// All rows are kept, since they are written in any order.
+// Copies all rows, since they are written in any order.
 void TableLedger::begin_outside(const RowWrite& write, BeforeImage& before_image) {
   const device::RowsView rows = write.rows();
   const size_t n = write.size();
@@ -189,7 +189,7 @@ void TableLedger::after(const RowWrite& write, uint32_t i) noexcept {
   taken_[i].busy.store(false, std::memory_order_release);
 }
 
-// In the place of the kernels: the row's copy is whole, or the row is written.
+// Does what kernels do: the row's copy is whole, or the row is written.
 void TableLedger::tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i,
                        bool written) {
   const auto* t = static_cast<const Taken*>(undo.context);
@@ -204,7 +204,7 @@ void TableLedger::tell(const device::Undo& undo, const device::RowsRef& of, uint
   else ledger_point(&of, &slot, 1);
 }
 
-// An image for the calling thread: as a rule the one that it had before, which is in its caches.
+// A before-image for the calling thread. Usually the one that it had before, which is in its cache.
 uint32_t TableLedger::take() {
   ThisThread* t = this_thread();
   uint32_t any = 0;
@@ -214,7 +214,8 @@ uint32_t TableLedger::take() {
     std::atomic<bool>& busy = taken_[i].busy;
     if (!busy.load(std::memory_order_relaxed) && !busy.exchange(true, std::memory_order_acquire))
       return i;
-    if (tries % count_ == count_ - 1) yield_thread();  // all are taken, for a moment
+    // other threads have all of them, for a moment
+    if (tries % count_ == count_ - 1) yield_thread();
   }
 }
 
@@ -286,7 +287,7 @@ void TableLedger::remove(Record* record) noexcept {
   Lock lock(mu_);
   auto at = std::find(records_.begin(), records_.end(), record);
   if (at == records_.end()) return;
-  // A step that was not committed is nothing to miss.
+  // An update of an uncommitted step is no loss.
   const uint64_t committed = ledger_->root_->committed.load(), step = record->update->step;
   if (committed != kNoStep && step <= committed && !record->whole()) {
     uint64_t none = kNoStep;
@@ -298,7 +299,7 @@ void TableLedger::remove(Record* record) noexcept {
   (at == records_.begin() ? table_->first : (*std::prev(at))->update->next)
       .store(next, std::memory_order_release);
   std::atomic_thread_fence(
-      std::memory_order_seq_cst);  // its memory, and that of its sums, is others' only now
+      std::memory_order_seq_cst);  // only now may others use its memory, and that of its sums
   ledger_point();
   records_.erase(at);
 }

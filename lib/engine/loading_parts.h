@@ -1,5 +1,5 @@
-// Of a table whose rows may be far (storage/storage_tier.h): declared parts of whose rows some may
-// be loading as yet, and steps whose calls want places and find none.
+// For a table with a storage tier (storage/storage_tier.h): declared parts with rows that may still
+// be loading, and steps whose calls need slots and find none.
 //
 // The lock is taken below that of declarations, and above the rows'.
 #pragma once
@@ -14,7 +14,8 @@ namespace frugal {
 
 class LoadingParts {
  public:
-  // For a part of this step. Throws where there is no memory. Then lacks() and add() of it do not.
+  // Reserves memory for one part of this step. Throws if there is none. Afterwards lacks() and
+  // add() of the part do not throw.
   void make_room(uint64_t step) {
     Lock lock(mu_);
     OfStep& s = steps_[step];
@@ -23,7 +24,7 @@ class LoadingParts {
     ++s.expected;
     ++expected_;
   }
-  // The part that there was room for, if it has been resolved.
+  // Adds a part that make_room() has reserved for, if it was resolved (not null).
   void add(uint64_t step, const PartRef& part) {
     Lock lock(mu_);
     OfStep& s = steps_.at(step);
@@ -31,8 +32,8 @@ class LoadingParts {
     --expected_;
     if (part) s.parts.push_back({part, 0});
   }
-  // Is a row loading that is declared for a step up to `step`? (Parts that are none any more do not
-  // count. They keep their memory until a gate looks.)
+  // Is a row loading that is declared for a step up to `step`? Dropped parts do not count; they
+  // keep their memory until a gate checks.
   bool until(StoredRows& tier, uint64_t step) {
     Lock lock(mu_);
     bool any = false;
@@ -45,8 +46,7 @@ class LoadingParts {
     return any;
   }
 
-  // A call of a step wants places, for as long as this lives: declarations of later steps take
-  // none.
+  // While this lives, a call of a step needs slots, and declarations of later steps take none.
   class Wanted {
    public:
     Wanted(LoadingParts& of, uint64_t step) : of_(of), step_(step) { of_.want(step, 1); }
@@ -57,15 +57,15 @@ class LoadingParts {
     LoadingParts& of_;
     const uint64_t step_;
   };
-  // The part that there was room for has found no places: the same, until it is resolved, or nobody
-  // is to resolve it any more. Before add().
+  // A part that make_room() has reserved for found no slots. It lacks them until it is resolved or
+  // dropped. Called before add().
   void lacks(const PartRef& part) {
     Lock lock(mu_);
     if (std::find(lacking_.begin(), lacking_.end(), part) == lacking_.end())
       lacking_.push_back(part);
   }
-  // Is it in vain to look for places for a part? Some of an earlier step want them, or it has found
-  // none itself and nobody has let go of any since.
+  // Would a part search for slots without success? Either an earlier step needs some, or the part
+  // has found none and no slot has been released since.
   bool held_up(const Part& part, const StoredRows& tier) {
     Lock lock(mu_);
     forget_served();
@@ -74,8 +74,8 @@ class LoadingParts {
       return p->step < part.step || (p.get() == &part && tier.lacking());
     });
   }
-  // Does a call of a step up to `step`, or a part that is declared for one, lack places still? (A
-  // call does for as long as it wants some: that it has let go of others tells nothing.)
+  // Does a call of a step up to `step`, or a part declared for one, still lack slots? A call lacks
+  // them for as long as its Wanted lives, even if it has released others.
   bool lacking_until(uint64_t step, const StoredRows& tier) {
     Lock lock(mu_);
     forget_served();
@@ -94,7 +94,7 @@ class LoadingParts {
   }
   struct OfPart {
     PartRef part;
-    size_t at;  // rows before this one are there
+    size_t at;  // rows before this one are loaded
     bool loads(StoredRows& tier) {
       if (part->state.load() > Part::kResolved) return false;
       at = tier.first_loading(part->row_slots(), at, part->distinct);
@@ -103,7 +103,7 @@ class LoadingParts {
   };
   struct OfStep {
     Vector<OfPart> parts;
-    size_t expected = 0;  // there is room for
+    size_t expected = 0;  // reserved, but not added yet
   };
   template <class T>
   static void reserve(Vector<T>* of, size_t more) {

@@ -1,4 +1,4 @@
-// A step of a trainer of this process, as lookups and pushes see it. Included by the engine's sources only.
+// A step of a trainer of this process, as lookups and pushes see it. For the engine's sources only.
 #pragma once
 #include <optional>
 
@@ -7,7 +7,7 @@
 
 namespace frugal {
 
-// What a call has found of keys that nobody has declared, until the rows exist: it holds their places.
+// Holds the slots of a call's undeclared keys until their rows exist.
 class Engine::CallHold {
  public:
   CallHold(Engine& engine, const Vector<Access>& accesses) : engine_(engine), accesses_(accesses) {
@@ -22,12 +22,12 @@ class Engine::CallHold {
       engine_.end_holding(table);
     }
   }
-  // Places of rows that may be far are held until the step is committed or undone: of so many
-  // accesses, for which there is room.
+  // Slots of rows with a storage tier stay held until the step is committed or undone: for so many
+  // accesses keep() needs room.
   size_t to_keep() const {
     if (engine_.tiered_tables_.load(std::memory_order_relaxed) == 0) return 0;
-    return static_cast<size_t>(
-        std::count_if(accesses_.begin(), accesses_.end(), [](const Access& a) { return keeps(a); }));
+    return static_cast<size_t>(std::count_if(accesses_.begin(), accesses_.end(),
+                                             [](const Access& a) { return keeps(a); }));
   }
   void keep(Vector<CreatedRows>* created) {
     for (const Access& a : accesses_) {
@@ -49,8 +49,8 @@ class Engine::CallHold {
 
 class Engine::LocalStep final : public StepView {
  public:
-  // `timed`: a lookup's time. `numbers`: the ops are these of another process's call. Null: they
-  // are all of one here.
+  // `timed`: the time of a lookup. `numbers`: the ops' numbers in another process's call. Null: the
+  // ops are a whole call of this process.
   LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedLookup* timed,
             const OpNumbers* numbers);
   Status begin(Use use) override;
@@ -60,7 +60,9 @@ class Engine::LocalStep final : public StepView {
   Status show_device(const Access&, DeviceWork&) override { return FRUGAL_OK; }
   Status row_awaited() override { return engine_.row_awaited(&until_); }
   Status end(bool on_device) override;
-  BufferPool& sums(bool on_device) override { return on_device ? engine_.memory_.pinned : engine_.memory_.sums(); }
+  BufferPool& sums(bool on_device) override {
+    return on_device ? engine_.memory_.pinned : engine_.memory_.sums();
+  }
   bool keeps_gradients() const override;
   bool streams_sums() const override { return engine_.pacing_.deferred(); }
   void count(Use use, const Counts& counts) override;
@@ -70,7 +72,7 @@ class Engine::LocalStep final : public StepView {
   bool is_small() const;
   Engine& engine_;
   Trainer& t_;
-  TraceSpan* const span_;  // or null, as the next two
+  TraceSpan* const span_;  // may be null, as the next two
   TimedLookup* const timed_;
   const OpNumbers* const numbers_;
   Deadline until_;         // of waiting for rows that are being written
