@@ -29,7 +29,7 @@ struct ArrivingTest : testing::Test {
     of->any_key = true;
     Tier tier;
     tier.store = std::make_unique<SlowStore>(1, 0);
-    tier.places = 3;
+    tier.slots = 3;
     tier.room = [] {};
     ASSERT_OK(rows.open(rows_config(100, 4, FRUGAL_SGD, true), &budget, std::move(tier)));
   }

@@ -40,7 +40,7 @@ class Counted final : public frugal::StorageTier {
 frugal::Tier Make(const frugal_table_config&) {
   frugal::Tier tier;
   if (next_places == 0) return tier;
-  tier.places = next_places;
+  tier.slots = next_places;
   tier.store = std::make_unique<Counted>(next_seed);
   return tier;
 }

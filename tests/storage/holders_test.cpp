@@ -221,7 +221,7 @@ TEST_F(SlotMapTest, RandomLives) {
   };
   std::vector<Holder> holders;
   std::map<uint64_t, bool> here;  // keys of places that are not free: does the row exist?
-  std::map<uint64_t, uint32_t> slot;
+  std::map<uint64_t, uint32_t> slot_of;
   uint64_t full = 0, freed = 0;
   auto holds = [&](uint64_t key) {
     for (const Holder& h : holders)
@@ -233,7 +233,7 @@ TEST_F(SlotMapTest, RandomLives) {
     auto at = here.find(key);
     if (at == here.end() || at->second || holds(key)) return;
     here.erase(at);
-    slot.erase(key);
+    slot_of.erase(key);
     ++freed;
   };
   for (int i = 0; i < 6000; ++i) {
@@ -257,11 +257,11 @@ TEST_F(SlotMapTest, RandomLives) {
             continue;
           }
           here.emplace(h.keys[k], false);
-          const uint32_t slot = slot.emplace(h.keys[k], h.slots[k]).first->second;
+          const uint32_t slot = slot_of.emplace(h.keys[k], h.slots[k]).first->second;
           ASSERT_EQ(h.slots[k], slot);
         }
-        for (auto& [k, slot] : slot)
-          for (auto& [other, theirs] : slot) ASSERT_TRUE(k == other || slot != theirs);
+        for (auto& [k, slot] : slot_of)
+          for (auto& [other, theirs] : slot_of) ASSERT_TRUE(k == other || slot != theirs);
         holders.push_back(std::move(h));
       }
     } else if (what < 5 && !holders.empty()) {
@@ -284,7 +284,7 @@ TEST_F(SlotMapTest, RandomLives) {
       auto at = here.begin();
       std::advance(at, static_cast<long>(random.below(here.size())));
       const uint64_t key = at->first;
-      ASSERT_EQ(rows.uncreate(&slot[key], 1, random.one_in(2)), at->second);
+      ASSERT_EQ(rows.uncreate(&slot_of[key], 1, random.one_in(2)), at->second);
       const bool existed = at->second;
       at->second = false;
       if (existed) {
@@ -308,9 +308,9 @@ TEST_F(SlotMapTest, RandomLives) {
     uint64_t existing = 0;
     for (auto& [key, exists] : here) {
       existing += exists;
-      ASSERT_EQ(rows.key_of(slot[key]), key);
-      ASSERT_EQ(rows.exists(slot[key]), exists);
-      ASSERT_EQ(rows.values(slot[key])[0], first_value(key));
+      ASSERT_EQ(rows.key_of(slot_of[key]), key);
+      ASSERT_EQ(rows.exists(slot_of[key]), exists);
+      ASSERT_EQ(rows.values(slot_of[key])[0], first_value(key));
     }
     ASSERT_EQ(rows.count(), existing);
     ASSERT_EQ(rows.has_reserved(), existing != here.size());

@@ -260,10 +260,10 @@ TEST_F(StoredRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
   make(2, 6);
   const std::vector<uint64_t> often(40000, 1);
   std::vector<uint32_t> slots(often.size());
-  for (const bool slots : {false, true}) {
+  for (const bool by_find : {false, true}) {
     for (WithoutMemory without; without.next();)
       without([&] {
-        return slots ? rows_.tier()->find_slots(often.data(), often.size(), slots.data())
+        return by_find ? rows_.tier()->find_slots(often.data(), often.size(), slots.data())
                       : resolve(often, &slots);
       });
     release_hold(slots);

@@ -64,7 +64,7 @@ struct TierEngine : testing::Test {
     of_memory = places;
     g_make_tier.store([](const frugal_table_config&) {
       Tier tier;
-      tier.places = of_memory;
+      tier.slots = of_memory;
       tier.store = std::make_unique<Hooked>();
       return tier;
     });
