@@ -14,7 +14,8 @@ namespace frugal {
 namespace {
 
 Status busy(const String& why) {
-  return fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same", why.c_str());
+  return fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same",
+              why.c_str());
 }
 
 }  // namespace
@@ -33,9 +34,10 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
       // The other operation may itself be about to fail because ranks are inside a step.
       String why;
       ControlLock lock(engine.mu_);
-      status_ = engine.ranks_.inside(&why)
-                    ? busy(why)
-                    : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
+      status_ =
+          engine.ranks_.inside(&why)
+              ? busy(why)
+              : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
     }
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))

@@ -1,6 +1,6 @@
 // How an engine paces its work: whether updates are deferred, how many bytes may be pending, and
-// whether flush threads rest. In mode AUTO measurement decides that (docs/architecture.md, "Writers
-// of rows").
+// whether flush threads rest. In mode AUTO measurement decides that (docs/architecture.md,
+// "Walk of a gradient").
 #pragma once
 #include <algorithm>
 #include <atomic>

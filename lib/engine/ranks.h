@@ -85,8 +85,8 @@ class Ranks {
   }
   // The first such rank; kNoRank: there is none.
   uint32_t lost() const REQUIRES(control) { return first_lost_; }
-  // `callback` is told, with the mutex held, of trainers in other processes that are as good as
-  // dead. Null: nobody is told any more. This, and who looks for them, take the mutex.
+  // Calls `callback`, with the mutex held, for each trainer in another process that is treated as
+  // lost. Null removes it. This and find_unresponsive() take the mutex.
   void on_unresponsive(std::function<void(const TrainerRef&)> callback) {
     ControlLock lock(mu_);
     on_unresponsive_ = std::move(callback);
@@ -146,7 +146,7 @@ class Ranks {
   bool inside(String* why) const REQUIRES(control) { return apart(kNoStep, why); }
   // No rank is inside a step, and what they have ended is committed.
   bool between(String* why) const REQUIRES(control) { return !apart(next_commit(), why); }
-  String some_ended(uint64_t step) const REQUIRES(control);  // a text: some have ended it, others not
+  String some_ended(uint64_t step) const REQUIRES(control);  // text: some have ended it, others not
 
   // --- Caches
   bool caches_exist() const { return caches_.load(std::memory_order_relaxed) != 0; }

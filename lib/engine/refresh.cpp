@@ -28,14 +28,16 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
     return t.gpu || t.remote_cached_rows.exist ? layout.bytes() : RowCache::line_bytes(layout);
   };
   const uint64_t per_line = line_bytes(table->rows.layout());
-  uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
+  uint64_t lines =
+      static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
     ControlLock lock(mu_);
     for (const TableRef& o : tables_)
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
-    lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
+    lines =
+        std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>({lines, table->rows.capacity(), device::Source::kMost});
   TableCache& of =
@@ -272,7 +274,8 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     t->refresh.forget_plan();
   }
   if (table.window.opened())
-    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
+    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr,
+                            Window::Urgency::kUrgent);
 }
 
 // The same, for a whole table. The next refresh that needs the cache makes it anew.

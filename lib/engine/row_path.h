@@ -26,8 +26,8 @@ struct RowSource {
 // Where each of a part's rows is read: a cached row, the host row, or (staleness) a copy. Empty
 // `pointers`: all are host rows.
 template <class GoOn>
-Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n, BufferPool& pool,
-              Buffer* pointers, Buffer* copies, GoOn go_on) {
+Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n,
+              BufferPool& pool, Buffer* pointers, Buffer* copies, GoOn go_on) {
   FRUGAL_ASSERT(part || !from.lines.host);
   if (!from.lines.host && !from.versions) return FRUGAL_OK;
   FRUGAL_TRY(pool.get(n * sizeof(device::Element*), pointers));
@@ -41,7 +41,8 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
     for (size_t i = 0; i < part->distinct; ++i) {
       if (!source[i].is_own()) continue;
       for (uint32_t k = start[i]; k < start[i + 1]; ++k)
-        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines.host, source[i].index() * pitch);
+        p[static_cast<uint32_t>(pairs[k])] =
+            device::behind(from.lines.host, source[i].index() * pitch);
     }
   }
   if (from.versions) FRUGAL_TRY(pool.get(n * pitch, copies));
@@ -142,7 +143,8 @@ class RowPath {
   void begin_rank_gradients(const Access& a, PushState* state);
   Status push_one(const frugal_op& op, const Access& a, PushState* state);
   Status push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading);
-  std::shared_ptr<Buffer> lent_for(const device::GradSource& source, const Part& part, uint32_t dim) const;
+  std::shared_ptr<Buffer> lent_for(const device::GradSource& source, const Part& part,
+                                   uint32_t dim) const;
   Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
   Status sum_lent(PushState* state);
   Status sum_push(PushState* state, const device::GradSource& source, bool* nan);

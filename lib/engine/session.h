@@ -1,10 +1,10 @@
-// A session: an opened engine as the C boundary calls it.
+// A session: an opened engine as the C API calls it.
 //
 // A session is an Engine (engine/engine.h) in the process that runs it, or a Client
 // (process/client.h) in another process. Its tables, trainers and batches are of its own kind. This
 // file has what both kinds share.
 //
-// The boundary gives a session its own objects only, with these exceptions: the table and the batch
+// The C API gives a session its own objects only, with these exceptions: the table and the batch
 // that an op names, and the batch of cancel(). The session checks these where it uses them.
 #pragma once
 #include <algorithm>
