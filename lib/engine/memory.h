@@ -38,8 +38,7 @@ struct EngineMemory {
   BufferPool& unread() { return arena.opened() ? own : pool; }
   // For sums of gradients: memory that devices see, if there are any.
   BufferPool& sums() { return pinner->any() ? pinned : pool; }
-  // With staleness > 0 threads, also of other processes, read rows while others write them. Else
-  // null.
+  // Null if staleness is 0. Else rows are read, also by other processes, while threads write them.
   VersionWord* versions() const { return words.as<VersionWord>(); }
   // The shared address of `p`; kNoShmAddress if other processes do not see that memory.
   uint64_t shm_address(const void* p) const {

@@ -62,7 +62,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     status_ = busy(why);
   } else {
     outside_.emplace(phase, Phase::kOutside);
-    phase.await(lock, Phase::kAlone);  // what kOutside excludes begins no more
+    phase.await(lock, Phase::kAlone);  // what kOutside excludes ends, and begins no more
   }
 }
 

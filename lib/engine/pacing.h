@@ -20,7 +20,7 @@ extern std::atomic<uint64_t> g_small_step;
 // trainers less time in calls than before. After each failure it waits longer for the next try.
 class Trial {
  public:
-  // Makes a decision. `cost`: of a byte, since the last one.
+  // Makes a decision. `cost`: the time in calls for each byte since the last one.
   bool gains(double cost, bool deferred);
 
  private:

@@ -25,7 +25,7 @@ class Phase {
     kJoin,      // a rank that joined before joins again
     kLeave,     // the caches of a leaving rank are taken away
     kRevoke,    // parts of later steps give up their slots
-    kWhole,     // needs what all ranks have ended: no step of it is half committed
+    kWhole,     // whole steps are needed: none that all ranks have ended is half committed
     kEnd,       // the engine's tables and records are taken away
     kClosed,    // the engine is closed: calls end, and no step is committed any more. For good
     kActs

@@ -56,7 +56,7 @@ class Ranks {
     ControlLock lock(mu_);
     return trainers_[rank];
   }
-  // Calls visit(trainer) for one after the other, without the mutex and without taking memory.
+  // Calls visit(trainer) for one after the other. Holds no mutex in the call, and takes no memory.
   template <class Visit>
   void each(Visit visit) const {
     for (uint32_t r = 0; r < size_; ++r)

@@ -19,7 +19,7 @@ namespace frugal {
 
 // How far a rank may run ahead of the last commit when staleness allows it. If priorities matter,
 // the rows that it is about to read must be linked. (Marks of uncommitted rows distinguish a step
-// from the 62 after it.)
+// from the kMarks - 1 steps after it.)
 inline uint64_t most_ahead(const frugal_config& c) {
   return c.staleness >= kRing ? Places::kMarks - 2 : Window::kHorizon - 2;
 }

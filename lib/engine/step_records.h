@@ -50,12 +50,12 @@ struct Commit {
 
 struct StepRecord {
   bool skip = false;
-  bool deferred = false;    // how it is committed;
-  bool small = false;       // or the committing thread applies it alone
+  bool deferred = false;    // its updates are queued, not applied at once
+  bool small = false;       // at once, by the committing thread alone
   Vector<Commit> commits;   // once its commit has begun
   struct TableGradients {
     TableRef table;
-    Vector<RankGradients> ranks;  // in the order of their coming
+    Vector<RankGradients> ranks;  // in order of submission
     void add(RankGradients&& h);  // there is room for it
     Vector<RankGradients>& in_order();  // by rank: for the commit, when all have come
   };

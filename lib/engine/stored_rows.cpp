@@ -108,7 +108,7 @@ bool Engine::give_up_cached_rows_of(Table& table) {
   });
 }
 
-// Gives up the own cache of a trainer that waits at a gate.
+// The same at a gate: the waiting trainer `own` gives up its cache.
 bool Engine::give_up_own_cached_rows(const Trainer& own) {
   if (tiered_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {

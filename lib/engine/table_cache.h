@@ -40,7 +40,7 @@ class TableCache {
   void check_plan(uint64_t step, const Vector<PartRef>& declared);
   void cancel_plan();
   // The refresh of `step`: cached rows get the updates that were committed since the last one, and
-  // admitted rows come. finish() does what the step does not wait for.
+  // admitted rows are copied. finish() does what the step does not wait for.
   Status refresh(uint64_t step, const Vector<PartRef>& declared,
                  const Vector<UpdateRef>& committed);
   Status finish();

@@ -1,4 +1,4 @@
-// Engine life, tables, hyper-parameters, statistics.
+// Start and end of an engine, its tables, hyper-parameters and statistics.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -125,7 +125,7 @@ void Engine::shutdown() {
   }
   workers_.forget_jobs();
   declarations_.forget_downloads();
-  // Not when the last reference to one is released: tables end here.
+  // Waits here, and not at the release of the last reference to the work: tables end here.
   for (const auto& [step, record] : records) record.await_device_work();
   declarations_.retire(kNoStep);
   for (const TableRef& t : tables) {
@@ -286,8 +286,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   TableRef table;
   FRUGAL_TRY(open_table(config, here, &table));
   ControlLock lock(mu_);
-  // If the engine was closed meanwhile, the closing thread has taken the tables away: this one
-  // would stay.
+  // If the engine was closed meanwhile, the closing thread has taken the tables away: no thread
+  // would free this one.
   FRUGAL_TRY(check());
   if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
   // A trainer on a GPU that joined meanwhile has not seen this table.

@@ -104,7 +104,7 @@ class Tables {
   const frugal_config& config_;
   ControlMutex& mu_;
   const Ranks& ranks_;
-  // With this a check of many tables without pending rows is one load.
+  // So a check of many tables without pending rows is one load.
   bool none_pending() const { return pending_rows() == 0; }
 
   Vector<TableRef> all_ GUARDED_BY(control);  // by number

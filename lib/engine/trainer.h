@@ -126,7 +126,7 @@ struct Trainer : AnyTrainer {
   TrainerProcess process;
   TrainerCounts counts;
   LookupTimes lookups GUARDED_BY(call_mu);
-  std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed, which is dealt with
+  std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed; its steps are undone
   std::atomic<bool> pinning{false};  // counts among the pinner's
   // The trainer has a GPU, and the tables' memory is being pinned for it. No step begins before all
   // is.

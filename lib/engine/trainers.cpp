@@ -32,8 +32,8 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
     if (attached) t->remote_cached_rows.exist = true;
     else FRUGAL_TRY(join_gpu(config.device, *t));
-    // With staleness the host gathers rows, by their versions: it would not read cached rows on a
-    // device.
+    // With staleness the host gathers rows and checks their versions: it would not read a device's
+    // cached rows.
     if (stale()) {
       t->cache_bytes = 0;
       t->cache_ratio = 0;
@@ -307,7 +307,7 @@ void Engine::give_up_reserved(Table& table) {
       mu_.assert_held();
       declarations_.mutex().assert_held();
       const TrainerRef& t = ranks_[b.rank];
-      // Of a step that has begun: in use. What a rank has left was, too.
+      // The step has begun: in use. So was what a rank that has left declared.
       if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
       declarations_.never_resolve(b, i, Part::kStale);
       // It would give up nothing if its rows exist.

@@ -252,11 +252,12 @@ void Engine::add_rewarm(StepRecord* record, const TableRef& table, Vector<uint32
 
 // Brings rows that the next step reads into the processor's caches. There its gate, which writes
 // some of them, and its lookup find them: what both wait for is memory. Warming changes no row, so
-// other threads may write it meanwhile, and it need not be wanted any more. It runs only while a
-// device computes, that is, where updates are deferred and until gradients are pushed. Gradients
-// should stay in the processor's caches, and the thread is needed then.
+// other threads may write it meanwhile, and it need not be wanted any more.
 //
-// Those caches lose rows, since other programs use them as well. The rows that the gate will write
+// Warming runs only while a device computes, that is, where updates are deferred and until
+// gradients are pushed. Gradients should stay in these caches, and the thread is needed then.
+//
+// The caches lose rows, since other programs use them as well. The rows that the gate will write
 // are few, and are brought in again and again, for as long as a step usually takes.
 Workers::Outcome Engine::warm_one() {
   using Outcome = Workers::Outcome;
