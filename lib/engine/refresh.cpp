@@ -146,8 +146,7 @@ bool Engine::plan_one() {
   span.step(step).rank(t->rank);
   for (auto& [raw, of] : t->caches) {
     if (!of.there() || t->closing.load()) continue;
-    // The refresh does what fails here, and can report it. A plan that is missing or not whole is
-    // right.
+    // The refresh does what fails here, and can report it. A missing or partial plan is correct.
     try {
       if (tables_.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw]))
         continue;
@@ -160,7 +159,7 @@ bool Engine::plan_one() {
   return true;
 }
 
-// Between the two calls the calling thread has the trainer's caches.
+// Between begin_plan() and end_plan() the calling thread has the trainer's caches.
 void Engine::begin_plan(Trainer& t, uint64_t step) {
   t.refresh.begin_plan(step);
   phase_.begin(Phase::kPlan);

@@ -212,8 +212,8 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     create_used(t, used);
 }
 
-// The engine learns of rows that other ranks have created before this call. Attached processes may
-// not have reported theirs yet.
+// Before a call of `by`: other attached trainers report rows that they have created and the engine
+// does not know yet.
 void Engine::tell_used(const Trainer& by) {
   const auto attached = [&](const Trainer& t) { return &t != &by && t.process.heard.load(); };
   for (const TrainerRef& t : ranks_.those(attached)) {
