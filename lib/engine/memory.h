@@ -1,4 +1,4 @@
-// What memory an engine's buffers are of.
+// The memory of an engine: its budget, and the pools that its buffers come from.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -17,10 +17,10 @@ struct EngineMemory {
     budget.limit = limit;
     pinned.pin_with(pinner);
   }
-  // `shared`: other processes read what is in `pool` in place. `versions`: with version words.
+  // `shared`: other processes read the memory of `pool` in place. `versions`: rows have versions.
   Status open(bool shared, bool versions) {
     if (shared) {
-      // Addresses only; more than the machine has will not be needed.
+      // Reserves addresses only, and more of them than the machine has memory.
       FRUGAL_TRY(arena.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
       arena.count_in(&budget);
       pool.cut_from(&arena);
@@ -34,27 +34,27 @@ struct EngineMemory {
     return FRUGAL_OK;
   }
 
-  // For what no other process reads in place.
+  // For data that no other process reads in place.
   BufferPool& unread() { return arena.opened() ? own : pool; }
-  // For sums: devices see them if there are any.
+  // For sums of gradients: memory that devices see, if there are any.
   BufferPool& sums() { return pinner->any() ? pinned : pool; }
-  // Staleness > 0: rows are read while others are written, also by other processes. Or null.
+  // Null if staleness is 0. Else rows are read, also by other processes, while threads write them.
   VersionWord* versions() const { return words.as<VersionWord>(); }
-  // Where something is in the memory that other processes see; kNoShmAddress if it is not there.
+  // The shared address of `p`; kNoShmAddress if other processes do not see that memory.
   uint64_t shm_address(const void* p) const {
     return p && arena.holds(p) ? arena.shm_address(p) : kNoShmAddress;
   }
-  // What goes back may be much: not with locks that calls want.
+  // This may give much memory back, so the caller holds no lock that calls need.
   void end_step() {
     for (BufferPool* of : {&pool, &own, &pinned}) of->end_step();
   }
 
   MemoryBudget budget;
-  Arena arena;        // with shared memory: what `pool` has
+  Arena arena;        // with shared memory: `pool` is cut from it
   BufferPool pool;
-  BufferPool own;     // with shared memory: what is nobody else's to read
-  BufferPool pinned;  // that devices see; used when a trainer on a GPU has joined
-  // Of tables' memory, and of `pinned`. While it has a device, sums are pinned.
+  BufferPool own;     // with shared memory: for data that no other process reads
+  BufferPool pinned;  // memory that devices see; used once a trainer on a GPU has joined
+  // Pins tables' memory and `pinned`. While it has a device, sums are pinned.
   const std::shared_ptr<DevicePinner> pinner = std::make_shared<DevicePinner>();
   Buffer words;
 };

@@ -1,4 +1,4 @@
-// What an engine tells about itself: the text that Prometheus scrapes, and the start of a trace.
+// The metrics of an engine, as the text that Prometheus scrapes, and the start of a trace.
 #include "engine/engine.h"
 
 #include <cstdarg>
@@ -13,7 +13,7 @@ class Exposition {
  public:
   explicit Exposition(String* out) : out_(*out) {}
 
-  // A family: the lines of its samples follow.
+  // Begins a family: the lines of its samples follow.
   void family(const char* name, const char* type, const char* help) {
     name_ = name;
     add("# HELP frugal_%s %s\n# TYPE frugal_%s %s\n", name, help, name, type);

@@ -45,8 +45,8 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
         FRUGAL_ERR_INVALID_ARGUMENT,
         "row_stride %s: give 0, or a multiple of 4 from %zu on, which are the bytes of a row",
         number_text(uint64_t{stride}).c_str(), row_bytes);
-  // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a
-  // mistake.)
+  // No system gives a process more addresses. (This refuses one row, too: its stride has no use, so
+  // it is a mistake.)
   constexpr size_t kAddresses = size_t{1} << 57;
   if (rows && stride && stride > kAddresses / rows)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,

@@ -14,28 +14,30 @@ namespace frugal {
 namespace {
 
 Status busy(const String& why) {
-  return fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same", why.c_str());
+  return fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same",
+              why.c_str());
 }
 
 }  // namespace
 
-// Holds off the beginning of steps. Allowed when no rank is inside a step and all have ended the
-// same one.
+// Keeps steps from beginning. Allowed when no rank is inside a step and all have ended the same
+// one.
 OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     : order_(engine.outside_mu_, std::try_to_lock) {
-  // One after the other. In slices, for the engine may be closed meanwhile.
+  // One operation after the other. The wait is in slices, for the engine may be closed meanwhile.
   while (!order_.owns_lock()) {
     if (engine.closed()) {
       status_ = engine_closed();
       return;
     }
     if (deadline.passed()) {
-      // The other one may only be on its way to be told the same.
+      // The other operation may itself be about to fail because ranks are inside a step.
       String why;
       ControlLock lock(engine.mu_);
-      status_ = engine.ranks_.inside(&why)
-                    ? busy(why)
-                    : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
+      status_ =
+          engine.ranks_.inside(&why)
+              ? busy(why)
+              : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
     }
     if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
@@ -47,7 +49,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   if (phase.await(lock, Phase::kOutside) &&
       (engine.records_.has_device_work() || engine.committer_.stalled()) &&
       !engine.ranks_.inside(&why)) {
-    // What all have ended is about to be committed.
+    // The step that all ranks have ended is about to be committed.
     lock.unlock();
     status_ = engine.await_device_work(deadline);
     if (status_ != FRUGAL_OK) return;
@@ -60,7 +62,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     status_ = busy(why);
   } else {
     outside_.emplace(phase, Phase::kOutside);
-    phase.await(lock, Phase::kAlone);  // no more of what is not beside it begins
+    phase.await(lock, Phase::kAlone);  // what kOutside excludes ends, and begins no more
   }
 }
 
@@ -75,7 +77,8 @@ CommittedScope::CommittedScope(Engine& engine) : engine_(engine) {
 CommittedScope::~CommittedScope() {
   if (!reads_) return;
   reads_.reset();
-  // Who has completed a step meanwhile could not commit it. What lacks memory now is owed.
+  // A rank that has completed a step meanwhile could not commit it. If memory is short, that commit
+  // is stalled now.
   [[maybe_unused]] const Status s = engine_.committer_.ready();
 }
 
@@ -113,7 +116,7 @@ Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t cap
 
 namespace {
 
-// Of what resolve() has found, where rows may be far.
+// Releases the slots that resolve() has found, where rows may be stored.
 struct Unhold {
   Rows& rows;
   const uint32_t* slots;
@@ -121,8 +124,8 @@ struct Unhold {
   ~Unhold() { rows.unhold_backed(slots, n); }
 };
 
-// Checks the stride of rows as they travel; 0 becomes what they take. With state that is known in a
-// scope alone.
+// Checks the stride of exported rows; 0 becomes their size. Their size with state is known only
+// inside a scope.
 Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
   const RowLayout& l = t.rows.layout();
   const size_t bytes = l.exported_bytes(state);
@@ -189,7 +192,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(memory_.unread().get(l.bytes(), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
-  // Of the places of the rows, until all exist.
+  // Holds the slots of the rows until all rows exist.
   struct Hold {
     Engine& engine;
     Table& table;
@@ -220,7 +223,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   }
   auto make = [&](RowWrite& write, size_t first, size_t end) {
     for (size_t i = first; i < end; ++i) {
-      // All of the row, for what lies between its columns.
+      // Copies the whole row, for the bytes between its columns.
       std::memcpy(made.values, t.rows.values(s[i]), made.value_pitch);
       if (made.state_pitch) std::memcpy(made.state, t.rows.state(s[i]), made.state_pitch);
       give(i, made);
@@ -234,12 +237,12 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     Hold hold{*this, t, s};
     FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
     hold.n = n;
-    // Before anything is written, for it may want memory. A cache can always do without its copy.
+    // Before a row is written, since this may need memory. A cache can always do without its copy.
     drop_cached(t, s, n);
     created.reserve(t.rows.any_key() ? n : 0);
     if (state && l.state_floats) t.has_state.store(true);
     t.rows.write_outside(s, n, make);
-    // New rows come into being with what they are to have.
+    // New rows exist from here on, with the given values.
     t.rows.create_reserved(s, n, &created);
     return Status{FRUGAL_OK};
   }));
@@ -272,8 +275,9 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   return FRUGAL_OK;
 }
 
-// Inside a step: what its lookups see. Between steps: what the next one's would see; the step
-// before it must be committed, and nothing commits while this rank has not begun the next.
+// Inside a step the call sees what the step's lookups see. Between steps it sees what the lookups
+// of the next step would see. The step before that must be committed, and no step is committed
+// while this rank has not begun the next.
 Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
                               std::optional<Phase::During>* reading) {
   uint64_t next;
@@ -288,14 +292,14 @@ Status Engine::await_readable(Trainer& t, Deadline deadline, uint64_t* step,
   auto ended = [&] {
     if (workers_.applying()) return false;
     ControlLock lock(mu_);
-    // This rank may have been told of an abort that is still taking rows of others back.
+    // This rank may have received an abort that is still taking back rows of other ranks.
     busy = !phase_.may(Phase::kRead);
     const bool others = next != kNoStep && config_.staleness < next &&
                         ranks_.next_commit() < next - config_.staleness;
     if (others) ranks_.note_awaited(ranks_.next_commit());
     if (busy || others) return false;
     FRUGAL_ASSERT(!*reading);
-    // Between steps nothing else keeps operations outside steps from changing the rows.
+    // Between steps only this keeps operations outside steps from changing the rows.
     if (!inside) reading->emplace(phase_, Phase::kRead);
     return true;
   };
@@ -326,7 +330,7 @@ Status Engine::read_op(Trainer* trainer, Table& table, const frugal_op& op, cons
   return read_rows(table, s, op.count, op, stored);
 }
 
-// Evaluation: sees every committed step, changes nothing.
+// An evaluation read sees every committed step and changes nothing.
 Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline deadline) {
   Trainer* const trainer = any ? &own(*any) : nullptr;
   FRUGAL_TRY(check());
@@ -372,7 +376,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
         in_op(read_op(trainer, *table, ops[i], to_device ? &gpu[i] : nullptr, step, deadline), i, n,
               table));
   }
-  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  // An abort may have taken rows back during the read, and other rows may have their slots now.
   if (trainer && trainer->abort_notice.load()) {
     trainer->call_mu.assert_held();
     return aborter_.tell(*trainer);

@@ -26,7 +26,8 @@ bool Trial::gains(double cost, bool deferred) {
     --paused_;
     return false;
   }
-  // The first steps that are queued make the queue's memory: that much is allowed them.
+  // The first queued steps also make the queue's memory, so the first decision allows twice the
+  // cost.
   if (cost < (++tried_ == 1 ? 2 : 1) * cost_at_once_) {
     if (tried_ == kMaxPause) pause_ = 0;
     return true;
@@ -36,32 +37,31 @@ bool Trial::gains(double cost, bool deferred) {
   return false;
 }
 
-// Deferring pays if there is idle time of processors to write in; else it is only more work.
+// Deferring pays if processors have idle time to write in; else it is only more work.
 bool Pacing::decide(bool may_rest, const Measured& now) {
   const Measured last = std::exchange(last_, now);
   const uint64_t span = now.wall - last.wall, work = now.apply - last.apply;
-  // Rows are warmed where there is nothing else to do: that time is idle, too.
+  // Threads warm rows only if they have nothing else to do, so that time is idle, too.
   const uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
   uint64_t busy = now.cpu - last.cpu;
   busy -= std::min(busy, warm - std::exchange(warm_, warm));
   const uint64_t most = std::exchange(most_, 0), bytes = std::exchange(bytes_, 0);
   if (last.wall == 0 || flush_threads_ == 0) return false;
-  // Only time that trainers spend outside the engine can be hidden behind.
+  // Only while trainers are outside the engine does writing not delay them.
   const uint64_t inside = (now.calls - last.calls) / world_size_;
   const uint64_t all = span * cpus_, outside = span > inside ? span - inside : 0;
   const uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpus_);
-  // Hysteresis: to defer, the idle time must hold the work with room to spare.
-  // And queueing a small step is more work than writing it.
+  // Hysteresis: to begin deferring, the idle time must exceed the work by a margin. Queueing a
+  // small step is more work than writing it.
   const bool was = deferred();
   const bool fits = !small(most) && (was ? idle > work / 2 : idle > work * 3 / 2 + span / 10);
   const double cost = double(inside) / double(std::max<uint64_t>(bytes, 1));
   const bool pays = (always_ || trial_.gains(cost, was)) && fits;
-  // One pause of the program says nothing: it has to pay twice in a row.
+  // One pause of the program proves nothing: deferring has to pay twice in a row.
   const bool deferred = was ? pays : pays && paid_;
   paid_ = pays;
-  // Where trainers in other processes have all processors, flush threads only take turns with them,
-  // and the system leaves a processor idle while who could use it stands behind a flush thread on
-  // another one.
+  // Where trainers in other processes use all processors, flush threads only compete with them. The
+  // system also leaves a processor idle while a trainer waits for a flush thread on another one.
   const bool rest = (resting() || !pays) && !deferred && may_rest && world_size_ >= cpus_;
   deferred_.store(deferred || always_, std::memory_order_relaxed);
   return resting_.exchange(rest) && !rest;

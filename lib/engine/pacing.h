@@ -1,5 +1,6 @@
-// How an engine works: whether updates are deferred, how far behind the rows may be, and whether
-// flush threads rest. In mode AUTO measurement decides that (docs/architecture.md, section 10).
+// How an engine paces its work: whether updates are deferred, how many bytes may be pending, and
+// whether flush threads rest. In mode AUTO measurement decides that (docs/architecture.md,
+// "Walk of a gradient").
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,22 +12,20 @@
 
 namespace frugal {
 
-// In mode AUTO a step whose rows have fewer bytes is written by the call that commits it. Tests
-// change it.
+// In mode AUTO the committing call writes a step whose rows have fewer bytes. Tests change it.
 extern std::atomic<uint64_t> g_small_step;
 
-// Whether deferring gains. Idle time does not say what it costs the calls themselves: a lookup
-// waits for a row that is queued, and queueing is work. So it is tried, and goes on while a byte
-// costs trainers less time in calls than it did before. After a failure it is tried again, more and
-// more rarely.
+// Whether deferring gains. Idle time does not show what deferring costs calls: a lookup waits for a
+// queued row, and queueing is work. So the engine tries it, and continues while a byte costs
+// trainers less time in calls than before. After each failure it waits longer for the next try.
 class Trial {
  public:
-  // A decision; `cost`: of a byte, of late.
+  // Makes a decision. `cost`: the time in calls for each byte since the last one.
   bool gains(double cost, bool deferred);
 
  private:
   static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
-  // While nothing is deferred: of late, and the least of the last two.
+  // While nothing is deferred: the cost at the last decision, and the least of the last two.
   double last_cost_ = 0, cost_at_once_ = 0;
   uint32_t tried_ = 0;               // decisions since deferring began
   uint32_t pause_ = 0, paused_ = 0;  // after the last failure, and what is left of it
@@ -41,22 +40,22 @@ class Pacing {
     uint64_t apply = 0;  // spent on writing rows
     uint64_t calls = 0;  // spent by all ranks in calls
   };
-  // A finite staleness, or an endless one, always defers. `peak`: of what has been pending.
+  // A staleness other than 0 always defers. `peak`: the most bytes that have been pending.
   Pacing(const frugal_config& config, uint32_t cpus, std::atomic<uint64_t>* peak);
 
   bool deferred() const { return deferred_.load(std::memory_order_relaxed); }
   bool resting() const { return resting_.load(); }
-  // Where there is device time to hide behind, what no gate is about to need waits while so many
-  // calls that gather or sum want the processors, and the memory's bandwidth, of this machine.
+  // While updates are deferred, work that no gate needs soon waits if enough calls gather or sum.
+  // They need this machine's processors and memory bandwidth.
   bool calls_first(uint32_t calls) const {
     return deferred() && pending() <= limit() && calls * 2 >= cpus_;
   }
   bool small(uint64_t bytes) const {
     return mode_ == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
   }
-  // So long somebody has brought rows into the caches, having nothing else to do.
+  // A thread with nothing else to do has warmed rows for `ns`.
   void warmed(uint64_t ns) { warm_ns_.fetch_add(ns, std::memory_order_relaxed); }
-  // So long trainers in other processes have had processors.
+  // Trainers in other processes have used processors for `cpu_ns`.
   void trained_attached(uint64_t cpu_ns) {
     attached_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
   }
@@ -64,10 +63,10 @@ class Pacing {
   // --- A step is committed, by one thread at a time
   struct How {
     bool deferred;
-    bool small;  // or by the committing thread alone
+    bool small;  // or the committing thread applies it alone
   };
-  // It begins: what its rows have of bytes. Updates of a row go in step order: while older ones are
-  // pending, new ones queue behind them.
+  // A commit begins; the step's rows have `bytes`. Updates of a row go in step order: while older
+  // ones are pending, new ones queue after them.
   How begin(uint64_t bytes, bool any_pending) {
     most_ = std::max(most_, bytes);
     bytes_ += bytes;
@@ -79,8 +78,8 @@ class Pacing {
     committing_ += update->bytes;
     update->account(&pending_, peak_);
   }
-  // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether
-  // these rest no more.
+  // The commit has ended. `may_rest`: trainers in other processes could do the work of flush
+  // threads. Returns whether flush threads have stopped resting.
   template <class Measure>
   bool committed(bool may_rest, Measure measure) {
     last_step_.store(std::exchange(committing_, 0), std::memory_order_relaxed);
@@ -90,21 +89,22 @@ class Pacing {
     return decide(may_rest, now);
   }
 
-  // --- How far the rows are behind: sums of committed updates that are not written
+  // --- Pending bytes: the sums of committed updates that are not written
   uint64_t pending() const { return pending_.load(); }
   bool over_budget() const { return pending() > budget_; }
-  // Gates write when more than this is pending: the budget, or less where a backlog of several
-  // steps shows that flushing does not keep up. A longer one would only leave the caches.
+  // Gates write when more than this is pending. It is the budget, or less if a backlog of several
+  // steps shows that flushing does not keep up. A longer backlog would only leave the processor's
+  // caches.
   uint64_t limit() const {
     return std::min(budget_, std::max(last_step_.load(std::memory_order_relaxed) * 5 / 4, kLeast));
   }
-  // Gates wait for everything, until nothing is pending: out of deferred mode declarations are no
+  // Gates wait for all updates, until nothing is pending: without deferring, declarations are no
   // longer linked.
   bool drains() const { return drains_.load() || !deferred() || pending() > limit(); }
   void drained() { drains_.store(false); }
 
  private:
-  static constexpr uint64_t kLeast = uint64_t{4} << 20;  // of a limit
+  static constexpr uint64_t kLeast = uint64_t{4} << 20;  // the smallest limit
   static constexpr uint64_t kSteps = 16;
   bool decide(bool may_rest, const Measured& now);
 
@@ -115,7 +115,7 @@ class Pacing {
   const uint64_t budget_;
   std::atomic<uint64_t>* const peak_;
   std::atomic<uint64_t> pending_{0};
-  std::atomic<uint64_t> last_step_{0};  // sums of the one that was committed last
+  std::atomic<uint64_t> last_step_{0};  // sums of the last committed step
   uint64_t committing_ = 0;
   std::atomic<uint64_t> warm_ns_{0}, attached_ns_{0};
   uint64_t steps_ = 1, most_ = 0, bytes_ = 0, warm_ = 0;

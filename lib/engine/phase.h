@@ -1,4 +1,5 @@
-// What of an engine runs beside what: one table, looked at by whoever begins something.
+// Which activities of an engine exclude each other: one table, which a thread checks before it
+// begins one.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -13,25 +14,25 @@ class Phase {
  public:
   enum Act : uint32_t {
     kStep,      // a rank begins a step
-    kPrepare,   // a step is taken in ahead
+    kPrepare,   // a step's updates are prepared
     kCommit,    // of a step that all ranks have ended
     kAbort,     // uncommitted steps are undone
     kOutside,   // an operation outside steps
     kAlone,     // such an operation has rows and caches for itself
     kRead,      // a trainer between steps reads rows
     kGet,       // rows are read as of the last committed step, whatever ranks are inside of
-    kPlan,      // a refresh of a cache is worked out ahead, or a cache given up
-    kJoin,      // a rank that was here before comes back
-    kLeave,     // the caches of a rank that leaves are taken away
-    kRevoke,    // parts of later steps give up their places
-    kWhole,     // what all ranks have ended is looked at: no step of it is half committed
-    kEnd,       // the engine's tables and steps are
-    kClosed,    // the engine is: calls end, and no step is committed any more. For good
+    kPlan,      // a cache refresh is planned, or a cache is given up
+    kJoin,      // a rank that joined before joins again
+    kLeave,     // the caches of a leaving rank are taken away
+    kRevoke,    // parts of later steps give up their slots
+    kWhole,     // whole steps are needed: none that all ranks have ended is half committed
+    kEnd,       // the engine's tables and records are taken away
+    kClosed,    // the engine is closed: calls end, and no step is committed any more. For good
     kActs
   };
   Phase(ControlMutex& mu, Workers& workers) : mu_(mu), workers_(workers) {}
 
-  // Nothing that it is not to run beside is under way.
+  // Nothing that `act` excludes is under way.
   bool may(Act act) const REQUIRES(control) {
     for (uint32_t other = 0; other < kActs; ++other)
       if (kNotBeside[act] >> other & 1 && under_way_[other] != 0) return false;
@@ -47,13 +48,13 @@ class Phase {
     --under_way_[act];
     workers_.progress();
   }
-  // Waits until the act may begin. False: it cannot any more, since the engine is closed.
+  // Waits until the activity may begin. Returns false if it never can, since the engine is closed.
   bool await(ControlLock& lock, Act act) REQUIRES(control) {
     const bool ends = kNotBeside[act] >> kClosed & 1;
     workers_.wait_until(lock, [&]() REQUIRES(control) { return may(act) || (ends && closed()); });
     return may(act);
   }
-  // Was it closed before?
+  // Closes the engine. Returns whether it was closed before.
   bool close() REQUIRES(control) {
     under_way_[kClosed] = 1;
     const bool was = closed_.exchange(true);
@@ -62,7 +63,7 @@ class Phase {
   }
   bool closed() const { return closed_.load(); }
 
-  // An act from where it begins, with the mutex held, to the end of this, without.
+  // An activity: it begins with the mutex held; the end of this object takes the mutex and ends it.
   class During {
    public:
     During(Phase& of, Act act) REQUIRES(control) : of_(of), act_(act) { of_.begin(act_); }
@@ -98,7 +99,7 @@ class Phase {
   ControlMutex& mu_;
   Workers& workers_;
   uint32_t under_way_[kActs] GUARDED_BY(control) = {};
-  std::atomic<bool> closed_{false};  // for who looks without the mutex
+  std::atomic<bool> closed_{false};  // for threads without the mutex
 };
 
 }  // namespace frugal

@@ -35,7 +35,7 @@ Status PinnedTables::next(bool* any) {
 bool PinnedTables::one(bool* changed) {
   *changed = false;
   if (waiting_.load() == 0) return false;
-  // Of these, and not of who joins from here on, it can be told below that all is pinned.
+  // Only these trainers can be marked as pinned below, and not ones that join from here on.
   const Vector<TrainerRef> waiting =
       ranks_.those([this](const Trainer& t) { return waits(t); });
   if (waiting.empty()) return false;

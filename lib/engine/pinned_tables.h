@@ -1,9 +1,9 @@
-// The tables' memory as GPUs of this process see it: a step of a trainer on one begins when all
+// Pins the tables' memory for GPUs of this process. A step of a trainer on a GPU begins when all
 // slabs are pinned.
 //
-// Slabs that come while a device is there are pinned by who takes them (storage/slab.h); those that
-// were there before, one after the other, by flush threads or by who waits. Threads: any. unpin(),
-// one() and again() take the engine's mutex.
+// While there is a device, the thread that takes a slab pins it (storage/slab.h). Flush threads and
+// waiting calls pin older slabs, one after the other. Threads: any. unpin(), one() and again() take
+// the engine's mutex.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -19,20 +19,20 @@ class PinnedTables {
  public:
   PinnedTables(const Tables& tables, const Ranks& ranks, DevicePinner& pinner)
       : tables_(tables), ranks_(ranks), pinner_(pinner) {}
-  // From here on new slabs are pinned, and tables that are being created look again when they are
-  // there. Throws.
+  // From here on new slabs are pinned, and a thread that creates a table checks again for slabs to
+  // pin before it adds the table. Throws.
   void join(Trainer& t, std::shared_ptr<device::Runtime> runtime);
-  // Nothing is pinned for this trainer any more. What is pinned stays so, for the next that joins.
+  // Nothing is pinned for this trainer any more. Pinned memory stays so, for the next that joins.
   void leave(Trainer& t) noexcept;
   bool failed(const Trainer& t) const { return t.pins.load() == Trainer::kPinFailed; }
-  // What was pinned in vain goes back, where nobody else uses it.
+  // After a failure: unpins all tables, unless another trainer uses a device.
   void unpin();
-  // Work: a slab for those who wait. `changed`: it is known of some that all is pinned, or that it
+  // Pins one slab for the trainers that wait. `changed`: for some of them all is pinned by now, or
   // cannot be.
   bool one(bool* changed);
   bool waits(const Trainer& t) const { return t.pins.load() == Trainer::kToPin; }
   bool done(const Trainer& t) const { return t.pins.load() == Trainer::kPinned; }
-  // Where it could not be: here again, to tell why, or to go on if it can by now.
+  // After a failure: pins in this thread, to return the reason, or to go on if it succeeds by now.
   Status again(Trainer& t);
 
  private:
@@ -42,7 +42,7 @@ class PinnedTables {
   const Ranks& ranks_;
   DevicePinner& pinner_;
   std::atomic<uint32_t> waiting_{0};  // trainers for which memory is being pinned
-  Mutex joins_mu_;               // joins against taking all pins back
+  Mutex joins_mu_;               // excludes joins during unpin()
 };
 
 }  // namespace frugal

@@ -8,10 +8,9 @@ namespace frugal {
 
 void Ranks::join(const TrainerRef& t, uint64_t recorded) {
   if (t->has_cache.load()) {
-    // Declarations of steps that were begun before the first cache came may not be linked: that
-    // holds for the caches that come after it, too, and for steps that were ended by ranks that
-    // have left. And what was pushed in them before the first GPU came is memory that no device
-    // sees.
+    // Declarations of steps that began before the first cache came may not be linked. That holds
+    // for later caches, too, and for steps that were ended by ranks that have left. Gradients that
+    // were pushed in them before the first GPU came are in memory that no device sees.
     const bool first = caches_.fetch_add(1) == 0 || t->gpu;
     if (first) t->refresh.serve_from(recorded);
     for (const TrainerRef& o : trainers_)
@@ -30,8 +29,8 @@ void Ranks::join(const TrainerRef& t, uint64_t recorded) {
 
 void Ranks::leave(Trainer& t) {
   ControlLock lock(mu_);
-  if (trainers_[t.rank].get() != &t) return;  // who closes the engine was first
-  // Not as if it had left: nobody goes on without it.
+  if (trainers_[t.rank].get() != &t) return;  // the thread that closes the engine was first
+  // A lost rank does not count as one that left: no rank begins a step without it.
   if (lost_[t.rank]) {
     joined_[t.rank] = 0;
     ++counts_.awaited;
@@ -49,7 +48,7 @@ void Ranks::note_awaited(uint64_t step) {
   awaited_since_ = now_ns();
 }
 
-// Threads of this process are never taken for dead.
+// Threads of this process are never treated as lost.
 bool Ranks::find_unresponsive(const Liveness& liveness) {
   if (liveness.limit == UINT64_MAX) return false;
   ControlLock lock(mu_);
@@ -62,12 +61,12 @@ bool Ranks::find_unresponsive(const Liveness& liveness) {
     if (!t || lost_[t->rank] || t->closing.load() || !late(*t, step)) continue;
     const uint64_t heard = t->process.heard.load(), from = std::max(heard, went_on_);
     if (heard == 0 || now < from || now - from < liveness.limit) continue;
-    // Inside a call it is the engine that takes its time.
+    // During a call the engine itself takes the time.
     if (!t->call_mu.try_lock()) continue;
     t->call_mu.unlock();
     on_unresponsive_(t);
     lose(t->rank);
-    t->lost_peer.store(t->rank);  // what its own calls answer
+    t->lost_peer.store(t->rank);  // its own calls report it
     t->closing.store(true);
     found = true;
   }
@@ -143,7 +142,7 @@ Status Ranks::check_inside(const Trainer& t) const {
               t.rank);
 }
 
-// --- Who has come how far ------------------------------------------------------------------------
+// --- How far ranks are ---------------------------------------------------------------------------
 
 String Ranks::late_ranks(uint64_t step) const {
   String who;
@@ -194,7 +193,7 @@ void Ranks::add_backlog(const UpdateRef& update, const TableRef& table) {
   if (!caches_exist()) return;
   ControlLock lock(mu_);
   for (const TrainerRef& t : trainers_)
-    // (Who has joined since there was room made has no lines.)
+    // (A trainer that has joined since expect_backlog() has no cached rows.)
     if (t && t->has_cache.load() && t->backlog.size() < t->backlog.capacity())
       t->backlog.push_back({update, table});
 }

@@ -1,7 +1,8 @@
-// The ranks of an engine: who is there, which step each is inside of, and which one all have ended.
+// The ranks of an engine: which have joined, which step each is inside of, and which step all have
+// ended.
 //
-// What is atomic may be looked at without the engine's mutex, while a commit, or a step that begins,
-// may be about to move it on. Some functions take the mutex: they say so.
+// Atomic members may be read without the engine's mutex. A commit or the begin of a step may be
+// about to change them. Functions that take the mutex say so.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -16,18 +17,19 @@
 
 namespace frugal {
 
-// When the process of a rank that says nothing is as good as dead: calls have waited for the rank
-// for as long as a call waits.
+// When the process of an unresponsive rank is treated as lost: calls have waited for the rank for
+// as long as a call waits.
 //
-// Who waits looks several times in so long a time, whether in one call or in many. Where nobody
-// has, this process may have stood still, with its whole machine, and cannot tell who was silent:
-// all have the whole time again.
+// A waiting thread checks several times in that time, in one call or in many. If no thread has
+// checked for `gap`, this process may have been stopped, with its whole machine. It cannot know
+// then which rank was unresponsive: all ranks have the whole time again.
 struct Liveness {
   uint64_t limit;  // ns; UINT64_MAX: never
-  uint64_t gap;    // of looks
+  uint64_t gap;    // the longest time between checks
   uint64_t look() const { return gap / 3; }
 
-  // A little less than the time-out: who waits for all of that began a moment before it was looked.
+  // A little less than the time-out: a call that waits all of it began a moment before the first
+  // check.
   static Liveness of(int64_t timeout_ms) {
     const uint64_t ns = ns_of_ms(timeout_ms);
     const uint64_t limit = ns == UINT64_MAX ? ns : ns - std::min<uint64_t>(ns / 8, 100'000'000);
@@ -43,9 +45,9 @@ class Ranks {
     counts_.awaited = world_size;
   }
 
-  // --- Who is there
+  // --- Which ranks are there
   uint32_t size() const { return size_; }
-  // Null: nobody.
+  // Null: no trainer has the rank.
   const TrainerRef& operator[](uint32_t rank) const REQUIRES(control) { return trainers_[rank]; }
   auto begin() const REQUIRES(control) { return trainers_.begin(); }
   auto end() const REQUIRES(control) { return trainers_.end(); }
@@ -54,13 +56,13 @@ class Ranks {
     ControlLock lock(mu_);
     return trainers_[rank];
   }
-  // One after the other, without the mutex and without any memory: visit(trainer).
+  // Calls visit(trainer) for one after the other. Holds no mutex in the call, and takes no memory.
   template <class Visit>
   void each(Visit visit) const {
     for (uint32_t r = 0; r < size_; ++r)
       if (const TrainerRef t = at(r)) visit(*t);
   }
-  // Those of whom it holds.
+  // Those for which holds(trainer) is true.
   template <class Holds>
   Vector<TrainerRef> those(Holds holds) const {
     Vector<TrainerRef> all;
@@ -69,28 +71,28 @@ class Ranks {
       if (t && holds(*t)) all.push_back(t);
     return all;
   }
-  // Somebody has been there, and steps go on without them.
+  // A trainer has had the rank. If it has left, steps go on without it.
   bool joined(uint32_t rank) const REQUIRES(control) { return joined_[rank] != 0; }
-  // `recorded`: before this step ranks may have ended some.
+  // `recorded`: ranks may have ended steps before this one.
   void join(const TrainerRef& t, uint64_t recorded) REQUIRES(control);
   void leave(Trainer& t);  // takes the mutex
 
-  // --- Who is gone
-  // The rank's process is gone, or does not answer: no step begins before it is replaced.
+  // --- Lost ranks
+  // The rank's process is gone or unresponsive: no step begins before it is replaced.
   void lose(uint32_t rank) REQUIRES(control) {
     lost_[rank] = 1;
     first_lost_ = std::min(first_lost_, rank);
   }
   // The first such rank; kNoRank: there is none.
   uint32_t lost() const REQUIRES(control) { return first_lost_; }
-  // `callback` is told, with the mutex held, of trainers in other processes that are as good as
-  // dead. Null: nobody is told any more. This, and who looks for them, take the mutex.
+  // Calls `callback`, with the mutex held, for each trainer in another process that is treated as
+  // lost. Null removes it. This and find_unresponsive() take the mutex.
   void on_unresponsive(std::function<void(const TrainerRef&)> callback) {
     ControlLock lock(mu_);
     on_unresponsive_ = std::move(callback);
   }
   bool find_unresponsive(const Liveness& liveness);  // was there one?
-  void note_awaited(uint64_t step) REQUIRES(control);  // somebody waits for all ranks to end it
+  void note_awaited(uint64_t step) REQUIRES(control);  // a call waits for all ranks to end it
 
   // --- Steps of all
   // kNoStep: no step has begun, or none is committed.
@@ -112,7 +114,7 @@ class Ranks {
   }
   // All steps that are not committed are undone.
   void undone() REQUIRES(control) { begun_ = committed_ == kNoStep ? 0 : committed_ + 1; }
-  // Without the mutex: somebody pushes gradients of the step.
+  // Without the mutex: a rank pushes gradients of the step.
   void note_push(uint64_t step) { pushed_.store(step + 1, std::memory_order_relaxed); }
   uint64_t pushed() const { return pushed_.load(std::memory_order_relaxed); }  // 1 + the latest
 
@@ -125,12 +127,12 @@ class Ranks {
   }
   void undo(Trainer& t);                        // takes the mutex
   Status check_inside(const Trainer& t) const;  // likewise, where it is not
-  // What is to be begun after an undo; no number while no step has ever been begun.
+  // The step to begin after an undo, as text. It has no number while no step has ever begun.
   String step_again() const;
 
-  // --- Who has come how far
-  String late_ranks(uint64_t step) const REQUIRES(control);  // who has not
-  // All have ended it. `present`: somebody is there who has.
+  // --- How far ranks are
+  String late_ranks(uint64_t step) const REQUIRES(control);  // that have not ended it
+  // All ranks have ended it. `present`: one of them still has a trainer.
   bool ended(uint64_t step, bool* present) const REQUIRES(control) {
     *present = counts_.present != 0;
     return counts_.awaited == 0 && counts_.to_end.step > step;
@@ -138,13 +140,13 @@ class Ranks {
   bool all_begun(uint64_t step) const REQUIRES(control) {
     return counts_.awaited == 0 && counts_.to_begin.step > step;
   }
-  // Some rank that has begun any has not ended all steps before.
+  // Some rank that has begun a step has not ended all steps before `step`.
   bool any_behind(uint64_t step) const REQUIRES(control) { return counts_.to_end.step < step; }
-  // Some rank is inside a step, or two are apart.
+  // Some rank is inside a step, or two are at different steps.
   bool inside(String* why) const REQUIRES(control) { return apart(kNoStep, why); }
-  // None is inside a step, and what they have ended is committed.
+  // No rank is inside a step, and what they have ended is committed.
   bool between(String* why) const REQUIRES(control) { return !apart(next_commit(), why); }
-  String some_ended(uint64_t step) const REQUIRES(control);  // and others not
+  String some_ended(uint64_t step) const REQUIRES(control);  // text: some have ended it, others not
 
   // --- Caches
   bool caches_exist() const { return caches_.load(std::memory_order_relaxed) != 0; }
@@ -154,19 +156,20 @@ class Ranks {
     ControlLock lock(mu_);
     return trainers_[rank] && trainers_[rank]->has_cache.load(std::memory_order_relaxed);
   }
-  // Committed updates that caches have not applied: room for `n` more, and then, without any
-  // memory, one of them, which takes the mutex where there are caches.
+  // Committed updates that caches have not applied. expect_backlog() makes room for `n` more.
+  // add_backlog() then adds one without taking memory; it takes the mutex if there are caches.
   void expect_backlog(size_t n) REQUIRES(control);
   void add_backlog(const UpdateRef& update, const TableRef& table);
 
  private:
-  // Some rank is inside a step, or is to begin another than `next`; kNoStep: than others.
+  // Some rank is inside a step, or has another one to begin than `next` (kNoStep: than other
+  // ranks).
   bool apart(uint64_t next, String* why) const REQUIRES(control);
-  // The first step that it has not ended; kNoStep: it has begun none.
+  // The first step that the rank has not ended; kNoStep: it has begun none.
   static uint64_t to_end(const Trainer& t) REQUIRES(control) {
     return t.in_step ? t.step : t.next_step;
   }
-  // It has not ended the step.
+  // The rank has not ended the step.
   static bool late(const Trainer& t, uint64_t step) REQUIRES(control) {
     return to_end(t) == kNoStep || to_end(t) <= step;
   }
@@ -174,8 +177,8 @@ class Ranks {
     return trainers_[rank] ? late(*trainers_[rank], step) : !joined(rank);
   }
 
-  // What each rank's call asks of all ranks is counted where it changes. Ranks are gone over when
-  // the last one leaves the earliest step: about once a step.
+  // What each rank's call asks about all ranks is counted where it changes. Ranks are counted anew
+  // when the last one leaves the earliest step: about once a step.
   struct Counts {
     struct Least {  // the earliest step of some rank, and how many ranks have it
       uint64_t step = kNoStep;
@@ -186,14 +189,14 @@ class Ranks {
       }
       bool operator==(const Least&) const = default;
     };
-    uint32_t awaited = 0;  // nobody has joined as it, or who has has begun no step
+    uint32_t awaited = 0;  // ranks that have had no trainer, or whose trainer has begun no step
     uint32_t present = 0;
     Least to_end, to_begin;
     bool operator==(const Counts&) const = default;
   };
   static void count(const Trainer& t, uint32_t by, Counts* to) REQUIRES(control);
   Counts counted() const REQUIRES(control);
-  // A rank's step changes so.
+  // Changes a rank's step, and the counts.
   void go(Trainer& t, bool in_step, uint64_t next_step) REQUIRES(control);
   void left_earliest() REQUIRES(control) {
     if (counts_.to_end.ranks == 0 || counts_.to_begin.ranks == 0) counts_ = counted();
@@ -203,7 +206,7 @@ class Ranks {
   const uint32_t size_;
   Vector<TrainerRef> trainers_ GUARDED_BY(control);
   Vector<uint8_t> joined_ GUARDED_BY(control);
-  Vector<uint8_t> lost_ GUARDED_BY(control);  // and nobody has joined in its place
+  Vector<uint8_t> lost_ GUARDED_BY(control);  // and no trainer has joined in its place
   uint32_t first_lost_ GUARDED_BY(control) = kNoRank;
   Counts counts_ GUARDED_BY(control);
   std::function<void(const TrainerRef&)> on_unresponsive_ GUARDED_BY(control);

@@ -1,17 +1,20 @@
-// The refreshes of trainers' caches: worked out ahead, carried out when a step begins
-// (docs/cuda.md, section 8).
+// Refreshes of trainers' caches: planned ahead, and carried out when a step begins (docs/cuda.md,
+// "Cache").
 //
-// What a refresh does follows from the declarations, so a background thread works it out while the
-// step before is being computed: which rows come and go, where the rows of the step are read, and
-// which lines the update of the step before touches. step_begin then has bytes to move, and nothing
-// else.
+// Declarations determine what a refresh does. So a background thread plans it while the step before
+// is computed: which rows are evicted and admitted, where the rows of the step are read, and which
+// cached rows the update of the step before touches. step_begin then only moves bytes.
 //
-// Invariants: at most one refresh is planned, the next. Who goes out by a plan counts as a host row
-// from that moment on: its line is intact until the refresh, but what waits for the row becomes
-// urgent at once, so that the gate of the step has seen it. Who comes in counts as a line not
-// before it is one. Keys that were not declared never go to lines: they are fresh in host memory.
-// Threads: who plans (`CacheRefresh`), or the trainer's step_begin, or an operation outside steps,
-// has its caches.
+// Invariants:
+// - At most one refresh is planned: the next.
+// - A row that a plan evicts counts as a host row from then on. The cached row is intact until the
+//   refresh. But the row's pending updates become urgent at once, so that the gate of the step
+//   waits for them.
+// - An admitted row does not count as a cached row before it is one.
+// - Keys that were not declared are never read from cached rows: their host rows are up to date.
+//
+// Threads: the thread that plans (`CacheRefresh`), the trainer's step_begin, or an operation
+// outside steps has the trainer's caches.
 #include <algorithm>
 
 #include "engine/wait.h"
@@ -20,25 +23,27 @@ namespace frugal {
 
 TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (TableCache* of = cache_in(t, *table)) return *of;
-  // On a GPU the bytes are the device's, where the index is not.
+  // On a GPU the device has the bytes, and the host has the index.
   auto line_bytes = [&](const RowLayout& layout) {
     return t.gpu || t.remote_cached_rows.exist ? layout.bytes() : RowCache::line_bytes(layout);
   };
   const uint64_t per_line = line_bytes(table->rows.layout());
-  uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
+  uint64_t lines =
+      static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
     ControlLock lock(mu_);
     for (const TableRef& o : tables_)
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
-    lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
+    lines =
+        std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>({lines, table->rows.capacity(), device::Source::kMost});
   TableCache& of =
       t.caches.try_emplace(table.get(), t, table, memory_.pool, meters_.counters, stale())
           .first->second;
-  // No memory for a cache: the trainer works without one.
+  // Without memory for a cache the trainer works without one.
   try {
     std::unique_ptr<CachedRows> made;
     if (lines && open_cached_rows(t, table, lines, &made) == FRUGAL_OK)
@@ -73,7 +78,7 @@ TableCache* Engine::cache_in(Trainer& t, const Table& table) {
 
 // --- Planning ------------------------------------------------------------------------------------
 
-// The resolved parts that a rank has declared for a step. False: there may be more of them soon.
+// The resolved parts that a rank has declared for a step. Returns false if more may follow soon.
 bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
   bool all = true;
   Lock declared(declarations_.mutex());
@@ -97,7 +102,7 @@ bool Engine::plan_one() {
   TrainerRef t;
   uint64_t step = 0;
   PartsByTable parts, pushed;
-  // Where rows may be far, those of parts in hand stay: a part may be taken back meanwhile.
+  // Holds the rows of the parts in use, where rows may be stored: a part may be revoked meanwhile.
   struct Hold {
     Vector<Declarations::Held> of;
     ~Hold() {
@@ -124,7 +129,7 @@ bool Engine::plan_one() {
           of->table()->rows.hold(p->row_slots(), p->distinct);
           hold.of.push_back({of->table(), p});
         }
-    // What the ranks push in the step before, if that is what they declared, by rank.
+    // What the ranks push in the step before, by rank, if they push what they declared.
     {
       Lock declared(declarations_.mutex());
       declarations_.each({step - 1, step - 1}, [&](const Batch& b, size_t i) {
@@ -141,12 +146,11 @@ bool Engine::plan_one() {
   span.step(step).rank(t->rank);
   for (auto& [raw, of] : t->caches) {
     if (!of.there() || t->closing.load()) continue;
-    // What fails here is done at the refresh, which can tell: a plan that is not there, or not
-    // whole, is right.
+    // The refresh does what fails here, and can report it. A missing or partial plan is correct.
     try {
       if (tables_.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw]))
         continue;
-      workers_.help(false);  // whoever looks rows up meanwhile is helped
+      workers_.help(false);  // lookups that run meanwhile are helped
       of.expect(pushed[raw]);
     } catch (const std::bad_alloc&) {
     }
@@ -155,7 +159,7 @@ bool Engine::plan_one() {
   return true;
 }
 
-// Between the two the trainer's caches are the caller's.
+// Between begin_plan() and end_plan() the calling thread has the trainer's caches.
 void Engine::begin_plan(Trainer& t, uint64_t step) {
   t.refresh.begin_plan(step);
   phase_.begin(Phase::kPlan);
@@ -167,7 +171,7 @@ void Engine::end_plan(Trainer& t) {
   phase_.end(Phase::kPlan);
 }
 
-// The caches are the caller's from here on.
+// From here on the calling thread has the caches.
 void Engine::forbid_planning(Trainer& t) {
   ControlLock lock(mu_);
   t.refresh.stop_plans();
@@ -175,7 +179,7 @@ void Engine::forbid_planning(Trainer& t) {
   t.refresh.begin_refresh();
 }
 
-// The refresh of `step` is behind us: that of the next may be planned.
+// The refresh of `step` has been carried out: that of the next step may be planned.
 void Engine::allow_planning(Trainer& t, uint64_t step) {
   {
     ControlLock lock(mu_);
@@ -214,7 +218,7 @@ Status Engine::refresh_caches(Trainer& t, uint64_t step) {
     if (!of || !of->there()) continue;
     FRUGAL_TRY(tables_.open_window(*table));
     FRUGAL_TRY(of->refresh(step, declared, committed[table.get()]));
-    // Where nobody plans ahead, nobody else would do it while the step is computed.
+    // Where no thread plans ahead, nothing else does this while the step is computed.
     if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
     refreshed.push_back(of);
   }
@@ -223,8 +227,8 @@ Status Engine::refresh_caches(Trainer& t, uint64_t step) {
   return t.gpu ? device_work->mark() : FRUGAL_OK;
 }
 
-// A cache that there is no memory for is empty, and the step does without: updates may be lost to
-// it. Where lines are a device's, the step is to be begun again.
+// Without memory for a refresh the cache becomes empty, and the step does without it: the cache may
+// have missed updates. If the cached rows are a device's, the step is to be begun again.
 Status Engine::refresh_or_forget(Trainer& t, uint64_t step) {
   Status s;
   try {
@@ -245,7 +249,7 @@ Status Engine::refresh_or_forget(Trainer& t, uint64_t step) {
   return s;
 }
 
-// So what the trainer has declared for the step is read there, when it is up to date.
+// What the trainer has declared for the step is then read from host rows, once they are up to date.
 void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
   Lock declared(declarations_.mutex());
   declarations_.each({step, step, t.rank}, [](const Batch& b, size_t i) {
@@ -254,13 +258,13 @@ void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
   });
 }
 
-// No rank is inside a step, and none can begin one: the caches are ours.
+// No rank is inside a step, and none can begin one: the calling thread has the caches.
 void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   if (!ranks_.caches_exist()) return;
   const auto cached = [](const Trainer& t) { return t.has_cache.load(); };
   const Vector<TrainerRef> trainers = ranks_.those(cached);
   Vector<uint32_t> dropped;
-  dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
+  dropped.reserve(n);  // a row has one owner: from here on nothing needs memory
   for (const TrainerRef& t : trainers) {
     TableCache* of = cache_in(*t, table);
     if (!of || !of->there()) continue;
@@ -269,10 +273,11 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     t->refresh.forget_plan();
   }
   if (table.window.opened())
-    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
+    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr,
+                            Window::Urgency::kUrgent);
 }
 
-// The same, for a whole table. A refresh that wants a cache makes it anew.
+// The same, for a whole table. The next refresh that needs the cache makes it anew.
 void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
   TableCache* of = cache_in(t, table);
   if (!of) return;

@@ -1,5 +1,5 @@
-// Trainers in other processes: they gather rows and sum gradients for themselves, from what lies in
-// shared memory. What they need of the engine beside the calls that all trainers make.
+// Calls that only trainers in other processes need. These trainers gather rows and sum gradients
+// themselves, in shared memory.
 #include <algorithm>
 #include <cstring>
 
@@ -50,7 +50,8 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
   return FRUGAL_OK;
 }
 
-// Where the trainer's cache has rows of a part. Returns whether the gate has seen to all others.
+// Describes where the trainer's cache has rows of a part. Returns whether the gate has waited for
+// the updates of all others.
 bool Engine::describe_cached_rows(Trainer& t, RemotePart* p) {
   TableCache* of = t.has_cache.load() ? cache_in(t, *p->table) : nullptr;
   if (!of || !of->there()) return true;
@@ -61,7 +62,7 @@ bool Engine::describe_cached_rows(Trainer& t, RemotePart* p) {
   return true;
 }
 
-// --- Lines in another process --------------------------------------------------------------------
+// --- Cached rows in another process --------------------------------------------------------------
 
 Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate>& due) {
   auto to_arena = [&](const void* data, size_t bytes, Buffer* out) -> Status {
@@ -91,7 +92,7 @@ Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate
     for (const RankGradients& h : d.update->ranks) {
       RemoteRefresh::Sums s{kNoShmAddress, h.rows() * h.stride * sizeof(float)};
       if (s.bytes) s.shm_address = ledger_.find(h.sums.data());
-      if (s.bytes && s.shm_address == kNoShmAddress) {  // which no other process sees
+      if (s.bytes && s.shm_address == kNoShmAddress) {  // in memory that no other process sees
         Buffer copy;
         FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
         s.shm_address = ledger_.find(copy.data());
@@ -114,8 +115,8 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
     there.refused.push_back(table);
   ControlLock lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
-  // It is inside of the step whose refresh it has not carried out: it has read nothing in it, and
-  // begins it anew.
+  // The trainer is inside the step whose refresh it has not carried out. It has read nothing in
+  // that step, and begins it anew.
   ranks_.begin_again(t);
   return FRUGAL_OK;
 }
@@ -126,7 +127,7 @@ void Engine::take_refresh(Trainer& t, RemoteRefresh* out) {
   t.remote_cached_rows.refresh = {};
 }
 
-// Inside of the step that is about to begin, whose gate is to be passed again.
+// Called inside the step that is about to begin. The trainer passes its gate again.
 Status Engine::give_up_cached_rows(Trainer& t) {
   for (auto& [raw, of] : t.caches) of.forget();
   for (auto& [raw, of] : t.caches)
@@ -134,14 +135,15 @@ Status Engine::give_up_cached_rows(Trainer& t) {
   t.remote_cached_rows.done = t.remote_cached_rows.refreshes;
   ControlLock lock(mu_);
   ranks_.begin_again(t);
-  // What had been committed for them is in host rows, too.
+  // Updates that were committed for the cached rows are in host rows, too.
   t.backlog.clear();
   return health();
 }
 
 // --- Undeclared keys -----------------------------------------------------------------------------
 
-// Keys that were not declared, or not as they are used: resolved, created, their rows up to date.
+// Keys that were not declared, or not as they are used. Resolves them, creates their rows, and
+// waits until these are up to date.
 Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& numbers,
                            Vector<RemotePart>* out) {
   const size_t n = numbers.at.size();
@@ -173,11 +175,11 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& nu
   return FRUGAL_OK;
 }
 
-// Rows of declared parts that the trainer has looked up or pushed gradients of.
+// Creates rows of declared parts that the trainer has looked up or pushed gradients of.
 Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   Lock call(t.call_mu);
   FRUGAL_TRY(check());
-  // What has undone the step is told by a call of the trainer's own.
+  // A call of the trainer itself reports what has undone the step.
   if (t.closing.load() || t.abort_notice.load()) return FRUGAL_ERR_NOT_IN_STEP;
   FRUGAL_TRY(ranks_.check_inside(t));
   create_used(t, used);
@@ -194,11 +196,12 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
   create_rows(t, accesses);
 }
 
-// The same on behalf of somebody else, who wants to know which rows exist. What the trainer is to
-// be told of stays for itself.
+// The same for another caller, which needs to know which rows exist. Notices to the trainer stay
+// for its own calls.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   if (!t.in_step.load()) return;
-  // A call of its that waits for other ranks is not waited for: it has ended its step by then.
+  // Does not wait for a call of the trainer that waits for other ranks: that call has ended its
+  // step.
   while (!t.call_mu.try_lock()) {
     if (!t.in_step.load()) return;
     sleep_ns(20'000);
@@ -209,8 +212,8 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     create_used(t, used);
 }
 
-// Rows that the other ranks have made before this rank's call: those of processes may not be told
-// of yet.
+// Before a call of `by`: other attached trainers report rows that they have created and the engine
+// does not know yet.
 void Engine::tell_used(const Trainer& by) {
   const auto attached = [&](const Trainer& t) { return &t != &by && t.process.heard.load(); };
   for (const TrainerRef& t : ranks_.those(attached)) {
@@ -219,20 +222,20 @@ void Engine::tell_used(const Trainer& by) {
   }
 }
 
-// What the trainer has summed in this step, in place of all that it handed over before.
+// Takes what the trainer has summed in this step, in place of all that it has submitted before.
 Status Engine::submit_gradients(Trainer& t, Vector<RemotePush>* pushes) {
   Lock call(t.call_mu);
   FRUGAL_TRY(begin_call(t));
   FRUGAL_TRY(ranks_.check_inside(t));
   Map<const AnyTable*, PushState> states;
-  // Kernels that bring lines of caches up to date see pinned memory only.
+  // Kernels that update cached rows see pinned memory only.
   const bool for_kernels = memory_.pinner->any() && ranks_.caches_exist();
   for (RemotePush& p : *pushes) {
     if (for_kernels && p.sums) {
       Buffer seen;
       const size_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
       const Status s = memory_.pinned.get(bytes, &seen);
-      // Where the device has failed, its own rank is told.
+      // If the device has failed, its own rank reports that.
       if (s != FRUGAL_OK && s != FRUGAL_ERR_DEVICE) return s;
       if (s == FRUGAL_OK) {
         std::memcpy(seen.data(), p.sums.data(), bytes);
@@ -252,25 +255,25 @@ Status Engine::submit_gradients(Trainer& t, Vector<RemotePush>* pushes) {
   return FRUGAL_OK;
 }
 
-// OK where the trainer is inside a step that nobody has undone.
+// OK if the trainer is inside a step that no abort has undone.
 Status Engine::inside_step(Trainer& t) {
   Lock call(t.call_mu);
   FRUGAL_TRY(begin_call(t));
   return ranks_.check_inside(t);
 }
 
-// Has it begun the step, and nobody undone it?
+// Has the trainer begun the step, and no abort undone it?
 bool Engine::is_inside(const Trainer& t, uint64_t step) {
   ControlLock lock(mu_);
   return t.in_step && t.step == step && !t.abort_notice.load();
 }
 
-// The device of a trainer in another process has failed: what it has not ended is undone on all
-// ranks, and the others wait for it to be closed.
+// The device of a trainer in another process has failed. What that trainer has not ended is undone
+// on all ranks, and the others wait until it is closed.
 Status Engine::remote_failed(Trainer& t) {
   if (t.reaped.exchange(true)) return FRUGAL_OK;
   const Status s = aborter_.undo(t, Aborter::Why::kFailed);
-  if (s == FRUGAL_ERR_OUT_OF_MEMORY) t.reaped.store(false);  // it is told again
+  if (s == FRUGAL_ERR_OUT_OF_MEMORY) t.reaped.store(false);  // the failure is reported again
   return s;
 }
 
@@ -296,14 +299,14 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   pacing_.trained_attached(c.cpu_ns);
 }
 
-// The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before
-// somebody else has joined with its rank. OUT_OF_MEMORY: a commit comes first, and lacks it; call
-// again.
+// The process of a trainer is gone. Every uncommitted step is undone. No rank begins a step before
+// another trainer has joined with the lost rank. OUT_OF_MEMORY: a commit comes first and lacks
+// memory; call again.
 Status Engine::lose_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();
   {
-    Lock call(t->call_mu);  // a call of its that waits ends
+    Lock call(t->call_mu);  // its waiting call ends
     ControlLock lock(mu_);
     if (closed() || ranks_[t->rank] != t) return FRUGAL_OK;
     ranks_.lose(t->rank);

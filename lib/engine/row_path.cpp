@@ -7,8 +7,9 @@ namespace frugal {
 
 // --- Finding -------------------------------------------------------------------------------------
 
-// As a rule ops come in the order in which they were declared, each for a lookup and for a push; or
-// in the reverse order, as backwards push. So the parts are asked outward from the last one.
+// As a rule ops come in the order of their declaration, each for a lookup and for a push. A
+// backward pass pushes in the reverse order. So the search goes outward from the part that was
+// found last.
 template <class Match>
 const StepPart* RowPath::part_that(Match match) const {
   t_.call_mu.assert_held();
@@ -28,15 +29,15 @@ const StepPart* RowPath::declared_part(uint64_t batch, uint32_t index) const {
   return part_that([&](const StepPart& p) { return p.batch == batch && p.index == index; });
 }
 
-// The part that an op names without keys. A batch of the step stays as long as the step does: its
-// handle does not have to be looked up.
+// The part that an op names without keys. A batch of the step stays as long as the step does: no
+// handle has to be looked up.
 const StepPart* RowPath::part_of_handle(const frugal_op& op) const {
   if (!step_.ids_are_handles || !op.batch || op.keys) return nullptr;
   return declared_part(reinterpret_cast<uint64_t>(op.batch), op.part);
 }
 
-// The table of an op. One of a part of the step stays as long as the step does, if it was there
-// when the step began: no handle has to be looked up.
+// The table of an op. A part's table stays as long as the step does, if it was there when the step
+// began: no handle has to be looked up.
 Status RowPath::table_of(const frugal_op& op, AnyTableRef* out) const {
   t_.call_mu.assert_held();
   const size_t from = t_.next_part, to = std::min(from + 2, t_.parts.size());
@@ -60,12 +61,12 @@ bool same_padding(const frugal_op& op, const Part& p) {
 
 }  // namespace
 
-// The part that an op names by its batch; none, where its keys are others.
+// The part that an op names by its batch; none if the op has other keys.
 Status RowPath::part_of_batch(const frugal_op& op, const AnyTable& table,
                               const StepPart** out) const {
   const AnyBatchRef batch = object_of<AnyBatch>(op.batch);
-  // Who declared it may not have come here since its step was committed. A rank that is inside a
-  // step knows that steps which are further back are.
+  // The trainer that declared the batch may have made no call since the batch's step was committed.
+  // A rank that is inside a step knows that steps more than `kept` before it are committed.
   const uint64_t kept = std::min<uint64_t>(step_.session.config().staleness, 62);
   if (!batch || batch->session != &step_.session ||
       (t_.step > batch->step && t_.step - batch->step > kept))
@@ -138,7 +139,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
 }
 
 Status RowPath::accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp* gpu) {
-  // Nobody keeps a part of a lookup on the host.
+  // On the host no part of a lookup is kept after the call.
   const bool lends = use == Use::kLookup && !t_.gpu;
   step_.accesses.clear();
   step_.accesses.resize(n);
@@ -149,8 +150,8 @@ Status RowPath::accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp
   return step_.resolve(ops, gpu, use);
 }
 
-// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is
-// not.
+// Calls `call` with ops whose keys and offsets are on the host, and for a trainer on a GPU with
+// what is on the device.
 template <class Call>
 Status RowPath::with_gpu_ops(const frugal_op* ops, size_t n, Use use, Call call) {
   FRUGAL_TRY(check_ops(step_.session, ops, n, use));
@@ -162,13 +163,13 @@ Status RowPath::with_gpu_ops(const frugal_op* ops, size_t n, Use use, Call call)
       ops, n, use, !step_.stale(), [&](frugal_op* op) { return match_batch(op); }, call);
 }
 
-// Keys on the device beside a batch.
+// An op that has a batch, and keys on the device: compares these with the declared ones.
 Status RowPath::match_batch(frugal_op* op) {
   if (!op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
   FRUGAL_TRY(t_.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
   const AnyBatchRef batch = object_of<AnyBatch>(op->batch);
-  // What is wrong is told where ops are checked.
+  // The check of the ops reports what is wrong.
   if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank ||
       batch->step != t_.step || (batch->trainer && batch->trainer != &t_))
     return FRUGAL_OK;
@@ -213,7 +214,7 @@ Status RowPath::lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
       FRUGAL_TRY(gather(a, from, ops[i]));
     }
   }
-  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  // An abort may have taken rows back during the read, and other rows may have their slots now.
   FRUGAL_TRY(step_.end(reading));
   step_.count(Use::kLookup, counts);
   return FRUGAL_OK;
@@ -228,8 +229,8 @@ Status RowPath::gather(const Access& a, const RowSource& from, const frugal_op& 
   return step_.data.gather(from.rows, pointers.as<const device::Element*>(), slots, part.n, op);
 }
 
-// Into memory of the device, in the caller's stream. With staleness rows are written meanwhile:
-// they are read here.
+// Gathers into memory of the device, in the caller's stream. With staleness rows are written
+// meanwhile, so the host reads them.
 Status RowPath::gather_on_device(const Access& a, const RowSource& from, const GpuOp& op) {
   DeviceWork& device_work = t_.gpu->device_work(t_.rank, t_.step);
   if (step_.stale())
@@ -239,7 +240,7 @@ Status RowPath::gather_on_device(const Access& a, const RowSource& from, const G
   return t_.gpu->gather(device_work, a.part, from.rows, from.lines.device, op);
 }
 
-// Into host memory, where rows may be newer in lines of the device.
+// Gathers into host memory, where cached rows of the device may be newer than host rows.
 Status RowPath::bring_rows(const Access& a, const RowSource& from, const GpuOp& op) {
   return t_.gpu->bring_rows(op, a.part->n, a.table->dim,
                             [&](const GpuOp& there) { return gather_on_device(a, from, there); });
@@ -299,7 +300,7 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     }
     return status;
   }
-  t_.pushes.merge(added);  // moves nodes: cannot fail
+  t_.pushes.merge(added);  // moves map entries: cannot fail
   for (size_t i = 0; i < n; ++i)
     if (weight_grads[i])
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(),
@@ -308,7 +309,7 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
   return FRUGAL_OK;
 }
 
-// The hand-over of a rank's first push to a table in a step, without its sums.
+// Begins the rank gradients of a rank's first push to a table in a step, without the sums.
 void RowPath::begin_rank_gradients(const Access& a, PushState* state) {
   state->table = a.table;
   state->number = static_cast<uint32_t>(a.number);
@@ -381,8 +382,8 @@ Status RowPath::push_one(const frugal_op& op, const Access& a, PushState* state)
   return reject && nan ? nan_refused(op, dim, t_.step) : FRUGAL_OK;
 }
 
-// A push of gradients in memory of the device, in the caller's stream. What it finds is told when
-// the step ends. `reading`: kernels read rows for it.
+// A push of gradients in memory of the device, in the caller's stream. What it finds is reported
+// when the step ends. `reading`: kernels read rows for it.
 Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading) {
   DeviceWork& device_work = t_.gpu->device_work(t_.rank, t_.step);
   const uint32_t dim = a.table->dim;
@@ -392,7 +393,7 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
     RowSource from;
     FRUGAL_TRY(step_.rows_of(a, &from));
     if (step_.stale()) {
-      // Rows are written meanwhile: they are read here.
+      // Rows are written meanwhile, so the host reads them.
       const size_t stride = a.table->stride;
       Buffer rows;
       FRUGAL_TRY(step_.pinned.get(a.part->n * stride * sizeof(float), &rows));
@@ -432,9 +433,9 @@ std::shared_ptr<Buffer> RowPath::lent_for(const device::GradSource& source, cons
   return nullptr;
 }
 
-// Gradients of bags may be far fewer than rows: then a copy of them, with the bag of each key, is
-// handed over in place of the rows' sums. Not where a NaN may be to be refused: the summing finds
-// out of which term.
+// There may be far fewer gradients of bags than rows. Then a copy of them, with the bag of each
+// key, is submitted in place of the rows' sums. That is not done where a NaN may have to be
+// refused: only summing finds its term.
 Status RowPath::keep_bags(size_t bags, bool reject, const device::GradSource& source,
                           PushState* state) {
   RankGradients& h = state->first;
@@ -474,7 +475,7 @@ Status RowPath::keep_bags(size_t bags, bool reject, const device::GradSource& so
   return FRUGAL_OK;
 }
 
-// A push from lent memory is to be gone on with, so it is needed as sums after all.
+// Another push follows one from lent memory, so its sums are needed after all.
 Status RowPath::sum_lent(PushState* state) {
   if (!state->first.lent) return FRUGAL_OK;
   bool nan = false;

@@ -1,9 +1,9 @@
-// What a rank's lookups and pushes do, once for both kinds of sessions: which declaration an op names, where its rows
-// are read, and what becomes of its gradients.
+// What a rank's lookups and pushes do, once for both kinds of sessions: which declaration an op
+// names, where its rows are read, and what becomes of its gradients.
 //
-// A StepView is what the path sees of a rank's step. It is implemented twice: by LocalStep (engine/local_step.h) for a
-// trainer that is a thread of the engine's process, and by the client for one of a process that has attached.
-// Threads: with the trainer's call_mu held, for one call.
+// StepView is the interface to a rank's step. LocalStep (engine/local_step.h) implements it for a
+// trainer that is a thread of the engine's process. The client implements it for a trainer of an
+// attached process. Threads: with the trainer's call_mu held, for one call.
 #pragma once
 #include "base/assert.h"
 #include "engine/gpu.h"
@@ -18,16 +18,16 @@ struct RowSource {
   device::RowsView rows{};
   CachedRowsAt lines;                     // of the trainer's cache, where it has some of them
   const VersionWord* versions = nullptr;  // staleness > 0: rows are written meanwhile
-  uint64_t id = 0;                        // by which a row's word is known
+  uint64_t id = 0;                        // with the slot it chooses a row's version
   bool cached = false;                    // the trainer caches rows of the table
   uint64_t stale_keys = 0;                // keys of rows that have updates pending
 };
 
-// Where each of a part's rows is to be read: a line, the host row, or (staleness) a copy. Empty `pointers`: all in the
-// host rows.
+// Where each of a part's rows is read: a cached row, the host row, or (staleness) a copy. Empty
+// `pointers`: all are host rows.
 template <class GoOn>
-Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n, BufferPool& pool,
-              Buffer* pointers, Buffer* copies, GoOn go_on) {
+Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n,
+              BufferPool& pool, Buffer* pointers, Buffer* copies, GoOn go_on) {
   FRUGAL_ASSERT(part || !from.lines.host);
   if (!from.lines.host && !from.versions) return FRUGAL_OK;
   FRUGAL_TRY(pool.get(n * sizeof(device::Element*), pointers));
@@ -41,7 +41,8 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
     for (size_t i = 0; i < part->distinct; ++i) {
       if (!source[i].is_own()) continue;
       for (uint32_t k = start[i]; k < start[i + 1]; ++k)
-        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines.host, source[i].index() * pitch);
+        p[static_cast<uint32_t>(pairs[k])] =
+            device::behind(from.lines.host, source[i].index() * pitch);
     }
   }
   if (from.versions) FRUGAL_TRY(pool.get(n * pitch, copies));
@@ -72,9 +73,10 @@ class StepView {
   }
   bool stale() const { return session.config().staleness != 0; }
 
-  // First thing in a call: whether the rank is inside a step that nobody has undone.
+  // First thing in a call: whether the rank is inside a step that no abort has undone.
   virtual Status begin(Use use) = 0;
-  // Parts for the accesses that have none. What creates no rows yet may be given up, so nothing of a call that fails stays.
+  // Makes parts for the accesses that have none. These create no rows yet and may be given up, so
+  // nothing of a failed call stays.
   virtual Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) = 0;
   // Rows of all accesses exist from now on.
   virtual Status create() = 0;
@@ -82,13 +84,15 @@ class StepView {
   virtual Status rows_of(const Access& access, RowSource* out) = 0;
   // Before kernels of the device work read rows of an access.
   virtual Status show_device(const Access& access, DeviceWork& device_work) = 0;
-  // A row is being written, by who may be gone: whether to wait for that.
+  // A row is being written, perhaps by a process that is gone: whether to wait for that.
   virtual Status row_awaited() = 0;
-  // What the call has read is right: nobody has undone the step meanwhile. `on_device`: it may be reading as yet.
+  // What the call has read is right: no abort has undone the step meanwhile. `on_device`: kernels
+  // may still be reading.
   virtual Status end(bool on_device) = 0;
   // Memory for sums, which kernels of the trainer's device write if `on_device`.
   virtual BufferPool& sums(bool on_device) = 0;
-  // Gradients may be kept as they are: no other rank has any, and nobody else reads them before they are applied.
+  // Gradients may be kept as they are: no other rank has any, and nothing else reads them before
+  // they are applied.
   virtual bool keeps_gradients() const = 0;
   virtual bool streams_sums() const = 0;  // past the caches
   struct Counts {
@@ -113,13 +117,13 @@ class RowPath {
   Status lookup(const frugal_op* ops, size_t n);
   Status push(const frugal_op* ops, size_t n);
   Status borrow(size_t bytes, void** out);
-  // Finds the declaration that an op names by its batch, or by its keys. `gpu`: of a trainer on a GPU, what take_ops
-  // made of the op; or null.
-  // `lends`: a declared part stays the step's, for the length of the call.
+  // Finds the declaration that an op names by its batch, or by its keys. `gpu`: for a trainer on a
+  // GPU, what take_ops made of the op; else null. `lends`: the step keeps a declared part, and
+  // `out` only borrows it for the call.
   Status find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out, bool lends = false);
 
  private:
-  // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
+  // `gpu`, here and below: for a trainer on a GPU, what take_ops made of the ops; else null.
   template <class Call>
   Status with_gpu_ops(const frugal_op* ops, size_t n, Use use, Call call);
   Status match_batch(frugal_op* op);
@@ -139,7 +143,8 @@ class RowPath {
   void begin_rank_gradients(const Access& a, PushState* state);
   Status push_one(const frugal_op& op, const Access& a, PushState* state);
   Status push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading);
-  std::shared_ptr<Buffer> lent_for(const device::GradSource& source, const Part& part, uint32_t dim) const;
+  std::shared_ptr<Buffer> lent_for(const device::GradSource& source, const Part& part,
+                                   uint32_t dim) const;
   Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
   Status sum_lent(PushState* state);
   Status sum_push(PushState* state, const device::GradSource& source, bool* nan);

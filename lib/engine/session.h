@@ -1,9 +1,11 @@
-// A session: an opened engine as the C boundary calls it.
+// A session: an opened engine as the C API calls it.
 //
-// An Engine (engine/engine.h) is one of this process, a Client (process/client.h) one in another
-// process. A session's tables, trainers and batches are of its own kind; what is common to both
-// kinds stands here. The boundary gives a session its own objects alone, but for the table and the
-// batch that an op names, and the batch of cancel(): those are looked at where they are used.
+// A session is an Engine (engine/engine.h) in the process that runs it, or a Client
+// (process/client.h) in another process. Its tables, trainers and batches are of its own kind. This
+// file has what both kinds share.
+//
+// The C API gives a session its own objects only, with these exceptions: the table and the batch
+// that an op names, and the batch of cancel(). The session checks these where it uses them.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -35,34 +37,34 @@ struct AnyTable : HeapObject {
   String name;
   uint32_t dim = 0;
   size_t stride = 0;          // floats between rows
-  bool keys_are_slots = true;  // which slot has a key; as Rows has it
-  bool any_key = false;        // which keys may there be; likewise
+  bool keys_are_slots = true;  // each key has its own slot; as in Rows
+  bool any_key = false;        // all 64-bit keys are allowed; as in Rows
   uint64_t capacity = 0;      // rows
   int32_t nan_policy = 0;
   std::atomic<bool> dropped{false};
-  std::atomic<bool> created_here{false};  // by this process, which may do so once
+  std::atomic<bool> created_here{false};  // this process has created it, which it may do once
 };
 using AnyTableRef = std::shared_ptr<AnyTable>;
 
 // A part of the step that a rank is inside of.
 struct StepPart {
-  uint64_t batch = 0;  // its AnyBatch::id; 0: it was not declared, or nobody wants its handle
+  uint64_t batch = 0;  // its AnyBatch::id; 0: it was not declared, or has no handle
   uint32_t index = 0;         // of the part in it
   AnyTableRef table;
   PartRef part;
-  bool whole = false;         // a declaration, resolved
-  bool up_to_date = false;    // nobody is to be asked before its rows are read
-  // Of trainers that have attached:
+  bool whole = false;         // declared and resolved
+  bool up_to_date = false;    // its rows may be read without asking the engine
+  // Of attached trainers:
   bool cached = false;        // the trainer caches rows of the table
-  bool used = false;          // the controller knows, or need not
+  bool used = false;          // the controller knows that it is used, or need not know
   uint64_t stale_keys = 0;    // keys of rows that had updates pending
-  const device::Element* line_values = nullptr;  // of line 0, in host memory
+  const device::Element* line_values = nullptr;  // of cache slot 0, in host memory
 };
 
-// Keys of an op as they stand for this step.
+// The keys of an op in this step.
 struct Access {
   AnyTableRef table;
-  PartRef part;          // resolved; null: nobody has declared the keys as they are used
+  PartRef part;          // resolved; null: the keys are not declared as they are used
   PartRef declared;      // what the op names without keys, which may not be resolved
   bool whole = false;    // `part` was declared, and the op names exactly its keys
   size_t number = 0;     // of the part in the step
@@ -100,9 +102,9 @@ struct AnyBatch : HeapObject {
   const Session* session = nullptr;
   uint64_t step = 0;
   uint32_t rank = 0;
-  uint64_t handle = 0;        // 0: nobody wants it
-  uint64_t id = 0;            // by which a step's parts know it
-  const AnyTrainer* trainer = nullptr;  // whose number the id is; null: it is a handle
+  uint64_t handle = 0;        // 0: the caller wants none
+  uint64_t id = 0;            // by which a step's parts name it
+  const AnyTrainer* trainer = nullptr;  // that has numbered the id; null: it is a handle
   Status failed = FRUGAL_OK;  // it could not be declared after all, and why
   String why;
   virtual size_t size() const = 0;
@@ -126,7 +128,7 @@ std::shared_ptr<T> object_of(const void* handle) {
 struct Deadline {
   uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
   bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
-  // That, or in `ns` if it is earlier.
+  // This deadline, or one in `ns` if that is earlier.
   Deadline within(uint64_t ns) const { return {std::min(at, now_ns() + ns)}; }
 };
 
@@ -142,10 +144,10 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
   // The table that an op names, if it is one of this session.
   Status op_table(const frugal_op& op, AnyTableRef* out) const;
 
-  // The engine, if it is one of this process: null otherwise.
+  // The engine, if it runs in this process; else null.
   virtual std::shared_ptr<Engine> here() { return nullptr; }
-  // Before shutdown(): calls of this process's ranks tell of that, and not of what the end of
-  // others undoes.
+  // Called before shutdown(): calls of this process's ranks report the close, and not an abort by
+  // ranks that end.
   virtual void close_ranks() {}
   virtual void shutdown() = 0;
   virtual Status health() = 0;
@@ -176,7 +178,7 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
   virtual Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) = 0;
 
   virtual Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) = 0;
-  // `abandoned`: as if its process had ended, where it has attached.
+  // `abandoned`: an attached trainer is closed as if its process had ended.
   virtual Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) = 0;
   virtual Status set_stream(AnyTrainer& t, void* stream) = 0;
   virtual Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n,
@@ -189,7 +191,8 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
   virtual Status step_end(AnyTrainer& t, uint64_t step, uint32_t flags) = 0;
   virtual Status abort_call(AnyTrainer& t) = 0;
   virtual Status read(AnyTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) = 0;
-  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
+  // The status that a trainer's call returns. If its GPU has failed, the other ranks must not wait
+  // for it.
   virtual Status told(AnyTrainer& t, Status status) = 0;
 
  protected:

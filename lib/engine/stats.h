@@ -1,10 +1,10 @@
 // Every counter of frugal_stats, in its order: what Engine::stats fills, and what Engine::metrics
 // writes.
 //
-// COUNTED is kept in Counters, BY_RANK in RankCounters; GATHERED is put together when somebody
-// asks. Kinds: kCount only grows; kTime the same, in nanoseconds, with a name that ends in _ns;
-// kGauge goes up and down, or is a peak. The text is the HELP line of the metric, so it has no
-// quotes, backslashes or line ends.
+// Counters has those of COUNTED, and RankCounters those of BY_RANK. Those of GATHERED are put
+// together on request. Kinds: kCount only grows; kTime the same, in nanoseconds, with a name that
+// ends in _ns. kGauge goes up and down, or is a peak. The text is the HELP line of the metric, so
+// it has no quotes, backslashes or line ends.
 #pragma once
 #include "frugal.h"
 

@@ -2,7 +2,7 @@
 
 namespace frugal {
 
-// The list of conditions, in the order in which they are looked at.
+// The list of conditions, in the order in which they are checked.
 StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work)) {
   add({waited_for(WaitedFor::kOutside),
        [this](Pass& p) REQUIRES(control) {
@@ -80,7 +80,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](const Pass& p) { return of_.flusher.write(p.step); }});
 }
 
-// How far is it from the step to be committed?
+// Is the step near enough to the next commit?
 bool StepGate::near(uint64_t step) const {
   const uint64_t needed = of_.ranks.next_commit(), staleness = of_.config.staleness;
   const bool is_near = staleness >= step || step - staleness <= needed;

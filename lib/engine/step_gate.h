@@ -1,8 +1,9 @@
-// The gate of a step: contract, point 6. (a) Every rank's steps < step - staleness are ended and
-// taken in, (b) every declaration for a step <= `step` is resolved and linked, (c) no update that
-// `step` must see is queued, claimed but unwritten, or in a job.
+// The gate of a step. It opens when
+// (a) every rank's steps < step - staleness are ended and committed,
+// (b) every declaration for a step <= `step` is resolved and linked,
+// (c) no update that `step` must see is queued, claimed but unwritten, or in a job.
 //
-// Conditions are looked at with the engine's mutex held, all at each look: between two looks an
+// Each check goes through all conditions, with the engine's mutex held. Between two checks an
 // operation outside steps may have dropped a table, or cached rows.
 #pragma once
 #include "engine/declarations.h"
@@ -16,9 +17,9 @@
 
 namespace frugal {
 
-// How far a rank may run ahead of the last commit when staleness allows it: what it is about to
-// read must be linked, if priorities matter at all. (The marks of uncommitted rows tell a step from
-// the 62 after it.)
+// How far a rank may run ahead of the last commit when staleness allows it. If priorities matter,
+// the rows that it is about to read must be linked. (Marks of uncommitted rows distinguish a step
+// from the kMarks - 1 steps after it.)
 inline uint64_t most_ahead(const frugal_config& c) {
   return c.staleness >= kRing ? SlotMap::kMarks - 2 : Window::kHorizon - 2;
 }
@@ -35,12 +36,13 @@ class StepGate : public Gate {
     Tables& tables;
     Flusher& flusher;
   };
-  // What the engine itself does for a step that waits.
+  // Work that the engine itself does for a step that waits.
   struct Work {
-    // Resolves or links one part that is declared for a step up to the given one. False: there is
-    // none.
+    // Resolves or links one part that is declared for a step up to the given one. Returns false if
+    // there is none.
     std::function<bool(uint64_t)> declare;
-    // Are rows loading that are declared for a step up to that? Loads some. False: there are none.
+    // `loading`: are rows loading that are declared for a step up to the given one? `load`: loads
+    // some; false: there are none.
     std::function<bool(uint64_t)> loading;
     std::function<bool()> load;
   };

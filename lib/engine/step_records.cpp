@@ -54,8 +54,8 @@ StepRecord* StepRecords::complete() {
   const uint64_t step = ranks_.next_commit();
   bool present;
   if (step == kNoStep || !ranks_.ended(step, &present)) return nullptr;
-  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
-  // may be empty: later ones wait behind it, and rows may be prepared for it.
+  // Ranks that have ended the step and left count too: their record is there, and no abort has
+  // removed it. It may be empty: later ones wait for it, and rows may be prepared for it.
   StepRecord* const record = present ? &of(step) : find(step);
   return record && record->device_work.empty() ? record : nullptr;
 }

@@ -53,7 +53,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   struct Refreshing {
     Engine& engine;
-    Trainer* t = nullptr;  // null: allow_planning has told
+    Trainer* t = nullptr;  // null: allow_planning() has ended it
     ~Refreshing() {
       if (!t) return;
       ControlLock lock(engine.mu_);
@@ -79,13 +79,13 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
         again = true;
       }
     }
-    // Lines in another process are not what the index says: rows are read in host memory, where the
-    // gate has not seen to those.
+    // Cached rows in the other process are not what the index says. Rows are then read in host
+    // memory, and the gate has not waited for those.
     if (again) {
       FRUGAL_TRY(give_up_cached_rows(t));
       continue;
     }
-    // A gate that is open at once asks neither after the trainer nor after the engine: who closes
+    // A gate that is open at once checks neither the trainer nor the engine. A thread that closes
     // one of them waits for this call.
     FRUGAL_TRY(begin_call(t));
   }
@@ -98,7 +98,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   return FRUGAL_OK;
 }
 
-// None is declared for the step any more, and what is stays as the gate has found it.
+// No part can be declared for the step any more, and declared ones stay as the gate has found them.
 void Engine::take_parts(Trainer& t, uint64_t step) {
   t.parts.clear();
   t.next_part = 0;
@@ -120,12 +120,12 @@ void Engine::schedule_prepare(const Trainer& t, uint64_t step) {
   bool schedule = false;
   try {
     ControlLock lock(mu_);
-    // After an abort, of which this rank is not told yet, all begin the step again: it may be
-    // declared for meanwhile, and what is prepared must have passed the gates.
+    // After an abort that this rank has not received yet, all ranks begin the step again. They may
+    // declare for it meanwhile, and what is prepared must have passed the gates.
     schedule = phase_.may(Phase::kPrepare) && !t.abort_notice.load() &&
                records_.schedule(step);
   } catch (const std::bad_alloc&) {
-    schedule = false;  // staging is a favour
+    schedule = false;  // preparing is optional
   }
   if (schedule) workers_.wake();
 }
@@ -160,25 +160,25 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     bool taken = false;
     {
       ControlLock lock(mu_);
-      // Who closes the engine has taken the records away already.
+      // The thread that closes the engine has taken the records away already.
       if (closed()) return engine_closed();
       if (!t.abort_notice.load()) {
         work = submit(t, records_.of(step), rank_gradients, flags);
         taken = true;
       }
     }
-    // An abort that comes after the hand-over is for the next call to tell: this step may have been
-    // committed before it.
+    // The next call reports an abort that comes after submit(): this step may have been committed
+    // before it.
     if (!taken) return aborter_.tell(t);
   }
-  if (records_.has_device_work()) workers_.wake();  // one of them looks when it has work
-  // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has
-  // memory, makes it.
+  if (records_.has_device_work()) workers_.wake();  // one of them polls until it is complete
+  // The rank has ended the step. A commit without memory is stalled: a waiting thread, or one that
+  // has memory, makes it.
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
 }
 
-// Of each table that the rank has pushed to, one sum a row.
+// For each table that the rank has pushed to: one sum for each row.
 Status Engine::join_rank_gradients(Trainer& t, Vector<Submitted>* rank_gradients) {
   for (auto& [raw, push] : t.pushes) {
     if (push.table->dropped.load()) continue;
@@ -192,8 +192,8 @@ Status Engine::join_rank_gradients(Trainer& t, Vector<Submitted>* rank_gradients
   return FRUGAL_OK;
 }
 
-// First all that may want memory; then the hand-over, which cannot fail. Returns device work that
-// has work, for the caller to let go of once no lock is held.
+// First comes all that may need memory, then the submission, which cannot fail. Returns device work
+// that is complete: the caller releases it once no lock is held.
 DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& rank_gradients,
                              uint32_t flags) {
   for (Submitted& r : rank_gradients) {
@@ -215,7 +215,7 @@ DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& 
   DeviceWorkRef work;
   if (t.gpu) work = t.gpu->take_device_work();
   if (work && !work->completed.load()) {
-    // Sums of runs are of no use any more, but kernels may still be writing them.
+    // Sums of runs have no use any more, but kernels may still be writing them.
     for (auto& [raw, push] : t.pushes)
       if (push.runs) work->pinned.push_back(std::move(push.runs));
     records_.add_device_work(&record, std::move(work));
@@ -228,7 +228,7 @@ DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& 
   return work;
 }
 
-// A call's hold of places of a table has ended; there may be a call that waits for them.
+// A call no longer holds slots of a table. Another call may be waiting for them.
 void Engine::end_holding(Table& table) {
   --table.calls;
   declarations_.recount_unknown(table);

@@ -1,10 +1,11 @@
-// Rows that may be far (storage/storage_tier.h): who brings them in, who makes places free, and how
-// calls outside steps reach those that have no place.
+// Rows that may be in the storage tier (storage/storage_tier.h): which threads load them, how slots
+// become free, and how calls outside steps reach rows that have no slot.
 //
-// Places go to declarations in the order of steps: no later one gets any while an earlier one lacks
-// some, and where it has got them already it gives them up. So the places of one step's rows are
-// enough. What is wanted comes from here, in turn: updates that are pending are written, later
-// steps give way, caches do. What is left is held by steps that ranks are inside of, or have ended.
+// Declarations get slots in the order of steps. No later step gets any while an earlier one lacks
+// some, and a later step gives up those that it has. So the slots of one step's rows are enough.
+//
+// Slots become free here, by these means in turn: pending updates are written, later steps give up
+// slots, caches do. The rest is held by steps that ranks are inside of, or have ended.
 #include <algorithm>
 #include <cstring>
 
@@ -12,7 +13,8 @@
 
 namespace frugal {
 
-// Rows whose places are loading. False: there are none that nobody else brings in.
+// Loads some rows whose slots are loading. Returns false if no such rows are left, except for those
+// that other threads load.
 bool Engine::load_one() {
   if (tiered_tables_.load(std::memory_order_relaxed) == 0) return false;
   Vector<TableRef> tables;
@@ -40,11 +42,11 @@ bool Engine::loading_until(uint64_t step) {
   });
 }
 
-// One unit of what may make places of a table free, for the sake of `step`. False: others have to
-// let go.
+// One unit of the work that may free slots of a table, for the sake of `step`. Returns false if
+// other holders have to release theirs first.
 bool Engine::free_slots(Table& table, uint64_t step) {
   if (workers_.help(true)) return true;
-  // A row that is loading and that nobody wants any more leaves when it is there.
+  // A row that is loading, and that no holder wants any more, leaves when it is loaded.
   if (table.rows.tier()->loading() && load_one()) return true;
   Window& window = table.window;
   if (window.opened() && window.any_pending() && flusher_.write(UINT64_MAX)) return true;
@@ -55,11 +57,11 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
   bool any;
   {
     ControlLock lock(mu_);
-    // Who plans a refresh has parts in hand.
+    // A thread that plans a refresh uses parts.
     if (!phase_.may(Phase::kRevoke)) return false;
     Lock declared(declarations_.mutex());
-    // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
-    // looked may have got them since, and have begun its step.
+    // A thread that resolves a part reports it under this lock. A part that lacked slots at the
+    // caller's check may have got them since, and its rank may have begun the step.
     if (!table.loading_parts.lacking_until(step, *table.rows.tier())) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
       mu_.assert_held();
@@ -71,10 +73,10 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
   return any;
 }
 
-// Lines hold places. A cache of a trainer is given up, and the trainer goes on from host rows. Who
-// does it has the caches as one who plans a refresh has them: no operation outside steps, nor an
-// abort, may have begun, and those that begin meanwhile wait. choose(&trainer), with the lock held,
-// names the cache, or none.
+// Cached rows hold slots. This gives up a trainer's cache, and the trainer continues with host
+// rows. The calling thread has the caches as a thread that plans a refresh has them. No operation
+// outside steps and no abort may have begun; those that begin meanwhile wait. choose(&trainer),
+// with the lock held, returns the cache, or null.
 template <class Choose>
 bool Engine::give_up_cache(Choose choose) {
   TrainerRef t;
@@ -91,7 +93,7 @@ bool Engine::give_up_cache(Choose choose) {
   return true;
 }
 
-// That of a trainer which is not in the middle of a refresh.
+// Gives up the cache of a trainer that is not in the middle of a refresh.
 bool Engine::give_up_cached_rows_of(Table& table) {
   if (!ranks_.caches_exist()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
@@ -106,7 +108,7 @@ bool Engine::give_up_cached_rows_of(Table& table) {
   });
 }
 
-// Its own, of a trainer that waits at a gate.
+// The same at a gate: the waiting trainer `own` gives up its cache.
 bool Engine::give_up_own_cached_rows(const Trainer& own) {
   if (tiered_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
   return give_up_cache([&](TrainerRef* t) REQUIRES(control) -> TableCache* {
@@ -141,7 +143,7 @@ Status Engine::read_stored(Table& table, const uint64_t* keys, size_t n, const u
   return FRUGAL_OK;
 }
 
-// Waits until none of these places is loading.
+// Waits until none of these slots is loading.
 Status Engine::await_loading(Table& table, const uint32_t* slots, size_t n) {
   const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
                         [&] { return table.rows.tier()->first_loading(slots, 0, n) == n; },
@@ -151,7 +153,7 @@ Status Engine::await_loading(Table& table, const uint32_t* slots, size_t n) {
 
 namespace {
 
-// Keys of an operation outside steps, some of which have places, which it holds.
+// Keys of an operation outside steps. It holds the slots of those that have one.
 struct HeldSlots {
   explicit HeldSlots(StoredRows& of) : tier(of) {}
   ~HeldSlots() {
@@ -159,7 +161,7 @@ struct HeldSlots {
     tier.promise_no_more(promised);
   }
   HeldSlots(const HeldSlots&) = delete;
-  // Once it has been right. `room`: all keys that have no row are to get one.
+  // Not called again after a success. `room`: all keys that have no row are to get one.
   Status find(const Vector<uint64_t>& keys, bool room) {
     slots.resize(keys.size());
     there.reserve(keys.size());
@@ -176,9 +178,9 @@ struct HeldSlots {
 
 }  // namespace
 
-// Rows that have a place are written there, and others to the store: a put wants no place. Of a key
-// that gets one meanwhile all that is left comes later, so that the last of its rows stays. There
-// is room for all of them before the first is written.
+// Rows that have a slot are written there, and others to the storage tier: a put needs no slot. If
+// a key gets a slot meanwhile, all that is left of its rows is written later, so that the last one
+// stays. There is room for all rows before the first is written.
 Status Engine::put_stored(Table& t, const uint64_t* keys, size_t n,
                           const std::function<void(size_t, const device::RowsRef&)>& make,
                           uint64_t* created) {

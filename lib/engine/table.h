@@ -1,4 +1,4 @@
-// A table of the engine, and a declaration of keys of some tables.
+// A table of the engine, and a batch: the declared keys of some tables.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -23,19 +23,21 @@ struct Table : AnyTable {
   // First step -> hyper-parameters, all of one kind.
   Map<uint64_t, frugal_optimizer> schedule GUARDED_BY(control);
   std::atomic<bool> has_state{false};  // there is state that is not a new row's: the kind is fixed
-  // That hold places, besides the declarations that do; a part that somebody resolves is one.
+  // Calls that hold slots, in addition to declarations. A thread that resolves a part counts as a
+  // call.
   std::atomic<uint32_t> calls{0};
-  // calls that need every place: nothing is reserved ahead
+  // Calls that need every slot: nothing is reserved ahead.
   std::atomic<uint32_t> reserving_paused{0};
   const frugal_optimizer& optimizer_at(uint64_t step) const REQUIRES(control) {
     return std::prev(schedule.upper_bound(step))->second;
   }
-  uint32_t predict_pause = 0;           // steps without staging ahead
+  uint32_t predict_pause = 0;           // steps that are not prepared ahead
   std::shared_ptr<TableLedger> ledger;  // or null
-  // Held while it gets another kind of optimizer, and by who tells another process of the table.
+  // Held while the table gets another kind of optimizer, and by a thread that describes the table
+  // to another process.
   Mutex kind_mu;
-  uint64_t kinds GUARDED_BY(kind_mu) = 0;  // how often that was
-  LoadingParts loading_parts;           // where rows may be far
+  uint64_t kinds GUARDED_BY(kind_mu) = 0;  // how often the kind has changed
+  LoadingParts loading_parts;           // where rows may be stored
 };
 using TableRef = std::shared_ptr<Table>;
 
@@ -45,14 +47,14 @@ struct Batch final : AnyBatch {
   size_t size() const override { return parts.size(); }
   const AnyTable& table(size_t part) const override { return *tables[part]; }
 
-  // When all parts are there.
+  // Called when all parts are there.
   void index() {
     auto before = [&](uint32_t a, uint32_t b) { return tables[a]->number < tables[b]->number; };
     by_table.resize(parts.size());
     for (uint32_t i = 0; i < by_table.size(); ++i) by_table[i] = i;
     std::stable_sort(by_table.begin(), by_table.end(), before);
   }
-  // Its parts, or those of one table, in their order.
+  // Visits its parts, or those of one table, in their order.
   template <class Visit>
   void each(const Table* of, Visit visit) {
     if (!of) {
@@ -65,11 +67,12 @@ struct Batch final : AnyBatch {
   }
 
   Vector<uint32_t> by_table;  // parts, by the numbers of their tables
-  // Declarations', under its lock: whether it is entered, and its rank's present trainer has
-  // declared it; and before which part none is to be resolved, or linked, any more.
+  // Guarded by the lock of Declarations. `entered`: the batch is entered. `own`: its rank's present
+  // trainer has declared it. Before part `to_resolve` none is left to resolve, and before part
+  // `to_link` none to link.
   bool entered = false, own = false;
   uint32_t to_resolve = 0, to_link = 0;
-  uint32_t at = 0;                             // where it stands among those of its step
+  uint32_t at = 0;                             // its index among those of its step
   Batch *before = nullptr, *after = nullptr;  // those of its rank next to it
 };
 using BatchRef = std::shared_ptr<Batch>;

@@ -39,7 +39,7 @@ void TableCache::expect(const Vector<PartRef>& pushed) {
   cached_rows_->send(plan_);
 }
 
-// What the refresh of `step` does for these parts: those besides others, if it has been planned
+// Plans what the refresh of `step` does for these parts, in addition to others if it is planned
 // already.
 Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urgency urgency) {
   const bool more = planned_ == step;
@@ -77,8 +77,8 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   return FRUGAL_OK;
 }
 
-// Rows of the parts that the cache may have. Those that do not exist yet have nothing to cache,
-// uncommitted ones may be undone, those with pending updates (staleness) are not what the cache
+// Rows of the parts that the cache may have. Rows that do not exist yet have nothing to cache, and
+// uncommitted ones may be undone. With staleness, rows with pending updates are not what the cache
 // would have to hold.
 void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* slots) {
   const Placement placement = table_->window.placement();
@@ -103,8 +103,8 @@ void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* 
   std::erase_if(*slots, waits);
 }
 
-// Rows in lines hold their places, where rows may be far: from the plan by which they come to that
-// by which they go. Without memory those that are new do not come.
+// Where rows may be stored, cached rows hold their slots: from the plan that admits them to the
+// plan that evicts them. Without memory new rows are not admitted.
 bool TableCache::hold(size_t from) {
   try {
     table_->rows.hold(plan_.admitted.data() + from, plan_.admitted.size() - from);
@@ -118,7 +118,8 @@ bool TableCache::hold(size_t from) {
   }
 }
 
-// Where the cache has the rows of a part, by what has been planned: the others are in no line.
+// Sets where the cache has the rows of a part, by what has been planned. The others are in no cache
+// slot.
 Status TableCache::place(Part& part) {
   if (owner_.gpu) owner_.gpu->forget_places(part);
   part.sources = {};
@@ -169,8 +170,8 @@ Status TableCache::refresh(uint64_t step, const Vector<PartRef>& declared,
   if (planned_ != step) {
     FRUGAL_TRY(plan(step, declared, Window::Urgency::kUrgent));
   } else if (const Vector<PartRef> late = not_planned(declared); !late.empty()) {
-    // These may read lines that the plan has for later; lines that they take from it are filled
-    // anew.
+    // These parts may read cached rows that the plan has for later. Cache slots that they take from
+    // it are filled anew.
     FRUGAL_TRY(plan(step, late, Window::Urgency::kUrgent));
     all_now = true;
   } else {
@@ -185,7 +186,7 @@ Status TableCache::refresh(uint64_t step, const Vector<PartRef>& declared,
   return FRUGAL_OK;
 }
 
-// What a committed update does to lines: as planned, if what was pushed is what was declared.
+// What a committed update does to cached rows: as planned, if what was pushed is what was declared.
 DueUpdate TableCache::due(const UpdateRef& update, bool all_now) {
   DueUpdate d{update, plan_.pushed.size() == update->ranks.size(), {}, 0};
   for (size_t r = 0; d.planned && r < update->ranks.size(); ++r)

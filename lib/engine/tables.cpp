@@ -1,4 +1,4 @@
-// Engine life, tables, hyper-parameters, statistics.
+// Start and end of an engine, its tables, hyper-parameters and statistics.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -12,7 +12,7 @@
 namespace frugal {
 
 constexpr size_t kMostChanges = 4096;  // of a table's optimizer, for steps to come
-constexpr int kCommitTries = 10;       // to commit what has been ended, before the engine is closed
+constexpr int kCommitTries = 10;       // to commit the ended steps before the engine is closed
 
 Engine::Engine(const frugal_config& config)
     : Session(config),
@@ -34,7 +34,7 @@ Engine::Engine(const frugal_config& config)
       committer_(mu_, phase_, records_, ranks_, pacing_, tables_, declarations_, flusher_, workers_,
                  memory_, meters_),
       aborter_(mu_, phase_, records_, ranks_, committer_, declarations_, workers_, meters_) {
-  // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
+  // Ranks cannot run further apart than the ring is long, so a larger bound changes nothing.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
 }
@@ -56,21 +56,21 @@ Status Engine::start() {
   return FRUGAL_OK;
 }
 
-// Before all else that closing does: calls of this process's ranks tell of that, and not of what the
-// end of ranks in other processes undoes.
+// Called first of all in closing: calls of this process's ranks report the close, and not an abort
+// by ranks of other processes that end.
 void Engine::close_ranks() {
   aborter_.stop_retrying();
   {
-    ControlLock lock(mu_);  // of all at once: who is told leaves, which undoes others' steps
+    ControlLock lock(mu_);  // for all at once: a notified rank leaves, which undoes others' steps
     for (const TrainerRef& t : ranks_)
       if (t && !t->process.notices.load()) t->closing.store(true);
   }
   workers_.progress();
 }
 
-// Ends the threads and lets go of everything, and takes no memory for it. Long for its order, each
-// part of which is what makes the next one safe. Calls of other threads that are under way notice
-// that it is closed and keep what they use alive by their references.
+// Ends the threads and releases everything, and takes no memory for it. Long for its order, each
+// part of which makes the next one safe. Calls of other threads that are under way notice the
+// close. What they use stays alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
   retry_for_memory([this] { return await_device_work(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
@@ -90,11 +90,11 @@ void Engine::shutdown() {
     reapers.swap(reapers_);
   }
   for (Thread& r : reapers) r.join();
-  // Calls that are under way write rows, too, and put what they have claimed back into queues: they
-  // notice it.
+  // Calls that are under way write rows, too, and put claimed updates back into queues: they notice
+  // the close.
   ranks_.each([](Trainer& t) { Lock call(t.call_mu); });
   workers_.await_nobody();
-  // Processes that are attached read the tables out from when all of this is gone.
+  // From when all of this is gone, attached processes read the tables out.
   memory_.pool.leave();
   struct End {
     Ledger* ledger;
@@ -102,7 +102,7 @@ void Engine::shutdown() {
       if (ledger) ledger->end();
     }
   } end{tables_.ledger.get()};
-  // What is committed gets written, for whoever has mapped the rows, too.
+  // Committed updates get written, also for processes that have mapped the rows.
   try {
     {
       ControlLock lock(mu_);
@@ -116,15 +116,16 @@ void Engine::shutdown() {
   Map<uint64_t, StepRecord> records;
   {
     ControlLock lock(mu_);
-    // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
-    // trainers' caches without their call_mu). None begins now, and those under way notice it.
+    // Commits, aborts, and operations outside steps use what is taken away here. (The last use the
+    // trainers' caches without their call_mu.) None begins now, and those under way notice the
+    // close.
     phase_.await(lock, Phase::kEnd);
     tables = tables_.take();
     records = records_.take();
   }
   workers_.forget_jobs();
   declarations_.forget_downloads();
-  // Not when the last who holds one lets go of it: tables end here.
+  // Waits here, and not at the release of the last reference to the work: tables end here.
   for (const auto& [step, record] : records) record.await_device_work();
   declarations_.retire(kNoStep);
   for (const TableRef& t : tables) {
@@ -156,9 +157,9 @@ Status Engine::check() const {
 
 Status Engine::committed(uint64_t* step) {
   try {
-    poll_device_work();  // with nobody waiting and no flush threads, nobody else looks
+    poll_device_work();  // without waiting calls and flush threads, no other thread polls
   } catch (const std::bad_alloc&) {
-    // What cannot be committed now is not.
+    // A commit that lacks memory is not made now.
   }
   ControlLock lock(mu_);
   *step = ranks_.committed();
@@ -167,7 +168,8 @@ Status Engine::committed(uint64_t* step) {
 
 Status Engine::find_table(const char* name, AnyTableRef* out) {
   *out = find_table(name);
-  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.300s': create it first", name);
+  return *out ? FRUGAL_OK
+              : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.300s': create it first", name);
 }
 
 Status Engine::next_table(uint64_t* cursor, String* name) {
@@ -197,7 +199,8 @@ void init_chunk(void* context, size_t chunk) {
 
 }  // namespace
 
-// Each process of a job creates its tables: those of others are meant, if they are the same.
+// Each process of a job creates its tables. If another process has created the same table, that one
+// is meant.
 Status Engine::create_table(const frugal_table_config& config, AnyTableRef* out) {
   TableRef table;
   Status s = create_table(config, &table, true);
@@ -212,7 +215,7 @@ static Status is_there(const TableRef& table, const frugal_table_config& config,
   return table_exists();
 }
 
-// Its rows, which nobody else sees yet.
+// A table and its rows, which no other thread sees yet.
 Status Engine::open_table(const frugal_table_config& config, bool here, TableRef* out) {
   auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
   table->session = shared_from_this();
@@ -231,10 +234,10 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
   rows.lazy = (config.flags & FRUGAL_TABLE_LAZY) != 0;
   rows.shared = config_.backing == FRUGAL_BACKING_SHM;
   rows.layout = RowLayout::of(config.dim, config.optimizer.kind);
-  rows.init = arith::init_spec(config.init, config.init_a, config.init_b, config.rows, config.dim,
-                               arith::table_hash(config_.seed, config.name, std::strlen(config.name)),
-                               config.optimizer.kind,
-                               config.optimizer.initial_accumulator);
+  rows.init =
+      arith::init_spec(config.init, config.init_a, config.init_b, config.rows, config.dim,
+                       arith::table_hash(config_.seed, config.name, std::strlen(config.name)),
+                       config.optimizer.kind, config.optimizer.initial_accumulator);
   rows.pinner = memory_.pinner;
   if (stale()) flusher_.make_room(rows.layout.bytes());
   table->stride = rows.layout.sums_stride;
@@ -255,12 +258,15 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
     size_t chunk = table->rows.chunk_rows();
     Status done = workers_.parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
-      // The message may be on a worker's thread: say it here.
-      return fail(s, "the memory of %llu rows of %u cannot be had: %smemory or "
-                  "host_bytes is exhausted (%s are left of host_bytes, the machine has %llu bytes): drop a table, or "
+      // The message may be that of a worker's thread: this thread gives its own.
+      return fail(s,
+                  "the memory of %llu rows of %u cannot be had: %smemory or "
+                  "host_bytes is exhausted (%s are left of host_bytes, the machine has %llu "
+                  "bytes): drop a table, or "
                   "create a smaller one",
                   static_cast<unsigned long long>(config.rows), config.dim,
-                  memory_.pinner->any() ? "memory that can be pinned, or " : "", memory_.budget.left_text().c_str(),
+                  memory_.pinner->any() ? "memory that can be pinned, or " : "",
+                  memory_.budget.left_text().c_str(),
                   static_cast<unsigned long long>(available_bytes()));
   }
   *out = std::move(table);
@@ -280,7 +286,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   TableRef table;
   FRUGAL_TRY(open_table(config, here, &table));
   ControlLock lock(mu_);
-  // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
+  // If the engine was closed meanwhile, the closing thread has taken the tables away: no thread
+  // would free this one.
   FRUGAL_TRY(check());
   if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
   // A trainer on a GPU that joined meanwhile has not seen this table.
@@ -314,7 +321,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  // From here on nothing wants memory, so that it is dropped whole, or not at all.
+  // From here on nothing needs memory, so the table is dropped whole, or not at all.
   {
     ControlLock lock(mu_);
     if (!tables_.has(table))
@@ -327,8 +334,8 @@ Status Engine::drop_table(const AnyTableRef& any) {
     if (table->ledger) table->ledger->forget();
   }
   ranks_.each([&](Trainer& t) {
-    // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
-    // nobody uses a cache.
+    // Not under call_mu: its holder may be at the gate, waiting for this thread. No rank is inside
+    // a step, so no other thread uses a cache.
     drop_cache(t, *table);
     ControlLock lock(mu_);
     std::erase_if(t.backlog, [&](const Trainer::Late& late) { return late.table == table; });
@@ -345,7 +352,8 @@ Status Engine::first_step_allowed(uint64_t first_step) const {
                 static_cast<unsigned long long>(committed + 1));
   if ((!phase_.may(Phase::kWhole) || committer_.stalled()) &&
       first_step <= ranks_.next_commit())
-    return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
+    return fail(FRUGAL_ERR_STEP_RANGE,
+                "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;
 }
@@ -384,30 +392,31 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
       const float accumulator = of_its_kind(o).initial_accumulator;
-      const bool same = o.kind == was.kind &&
-                        std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
+      const bool same = o.kind == was.kind && std::memcmp(&accumulator, &was.initial_accumulator,
+                                                          sizeof accumulator) == 0;
       if (same && !renew) {
-        // What held before the last committed step is of no use any more.
+        // Entries that held before the last committed step have no use any more.
         if (ranks_.committed() != kNoStep) {
           auto now = table.schedule.upper_bound(ranks_.next_commit());
           if (now != table.schedule.begin())
             table.schedule.erase(table.schedule.begin(), std::prev(now));
         }
         if (table.schedule.size() > kMostChanges && !table.schedule.count(first_step))
-          return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                      "%zu changes of the optimizer wait for later steps: at most %zu; give this one when "
-                      "some of those steps are committed",
-                      table.schedule.size() - 1, kMostChanges);
+          return fail(
+              FRUGAL_ERR_INVALID_ARGUMENT,
+              "%zu changes of the optimizer wait for later steps: at most %zu; give this one when "
+              "some of those steps are committed",
+              table.schedule.size() - 1, kMostChanges);
         table.schedule[first_step] = o;
         return FRUGAL_OK;
       }
       if (table.has_state.load() && !renew)
-        return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                    "optimizer.kind is %d and initial_accumulator %.9g: the table's, %d and %.9g, are "
-                    "fixed since its first update, or since rows were put with state; FRUGAL_OPT_NEW_STATE "
-                    "gives up that state",
-                    o.kind, double{accumulator}, was.kind,
-                    double{was.initial_accumulator});
+        return fail(
+            FRUGAL_ERR_INVALID_ARGUMENT,
+            "optimizer.kind is %d and initial_accumulator %.9g: the table's, %d and %.9g, are "
+            "fixed since its first update, or since rows were put with state; FRUGAL_OPT_NEW_STATE "
+            "gives up that state",
+            o.kind, double{accumulator}, was.kind, double{was.initial_accumulator});
     }
     const bool pending =
         workers_.applying() || (table.window.opened() && table.window.any_pending());
@@ -419,16 +428,16 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   }
 }
 
-// Outside of steps. Rows keep their values; their state becomes that of new ones. A process that
-// has mapped the former state reads the tables out of it, as they were, until the former record of
-// the ledger is forgotten.
+// Called outside of steps. Rows keep their values; their state becomes that of new rows. A process
+// that has mapped the former state reads the tables out of it, as they were, until the ledger
+// forgets its former record.
 Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   const frugal_table_config& c = table.config;
   Rows& rows = table.rows;
   Rows::State state;
   state.layout = RowLayout::of(c.dim, o.kind);
-  state.init = arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, rows.init().table, o.kind,
-                                o.initial_accumulator);
+  state.init = arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, rows.init().table,
+                                o.kind, o.initial_accumulator);
   Map<uint64_t, frugal_optimizer> schedule;
   schedule[0] = o;
   if (stale()) flusher_.make_room(state.layout.bytes());

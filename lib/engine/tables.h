@@ -11,7 +11,7 @@ namespace frugal {
 
 class Tables {
  public:
-  // `config` is what the engine makes of it, as long as it lives.
+  // `config` belongs to the engine, which may adjust it, and lives as long as this.
   Tables(const frugal_config& config, ControlMutex& mu, const Ranks& ranks)
       : config_(config), mu_(mu), ranks_(ranks) {}
 
@@ -32,7 +32,7 @@ class Tables {
     const auto at = std::lower_bound(begin(), end(), number, before);
     return at == end() ? TableRef() : *at;
   }
-  // Room for one more; and then, without any memory, that.
+  // expect() makes room for one more; add() then takes no memory.
   void expect() REQUIRES(control) { all_.reserve(all_.size() + 1); }
   void add(const TableRef& table) REQUIRES(control) {
     table->number = numbers_++;
@@ -45,18 +45,18 @@ class Tables {
     all_.erase(std::find(begin(), end(), table));
   }
   Vector<TableRef> take() REQUIRES(control) { return std::exchange(all_, {}); }
-  // Takes the mutex: those that there are now.
+  // Takes the mutex: the present tables.
   Vector<TableRef> now() const {
     ControlLock lock(mu_);
     return all_;
   }
 
-  // null: nobody is to read the tables out; set between steps.
+  // Null: no process is to read the tables out. Set between steps.
   std::shared_ptr<Ledger> ledger;
 
   // --- Windows
-  // The table's is there, if it was not: from the step on that is to be committed next. Takes the
-  // mutex, so that no commit moves that on between.
+  // Opens the table's window if it is not open: from the next commit on. Takes the mutex, so that
+  // no commit moves that on meanwhile.
   Status open_window(Table& table) {
     if (table.window.opened()) return FRUGAL_OK;
     Window::Config c;
@@ -74,7 +74,8 @@ class Tables {
     for (const TableRef& t : all_)
       if (t->window.opened()) visit(t->window);
   }
-  // The place of the first table whose window has pending rows of which something holds; size(): there is none.
+  // The index of the first table that has a window with pending rows for which holds(window) is
+  // true; size(): there is none.
   template <class Holds>
   size_t first_pending(Holds holds) const REQUIRES(control) {
     if (none_pending()) return size();
@@ -85,8 +86,8 @@ class Tables {
   bool any_pending() const REQUIRES(control) {
     return first_pending([](Window& w) { return w.any_pending(); }) != size();
   }
-  // Takes the mutex: the next that has rows to be written until a step; they take turns. Null: none
-  // of those that are left to be looked at, after `*looked` of them.
+  // Takes the mutex: the next table that has rows to be written until a step; the tables take
+  // turns. `*looked` counts checked tables. Null: none of the rest has such rows.
   TableRef next_pending(uint64_t step, size_t* looked) {
     if (none_pending()) return nullptr;
     ControlLock lock(mu_);
@@ -103,7 +104,7 @@ class Tables {
   const frugal_config& config_;
   ControlMutex& mu_;
   const Ranks& ranks_;
-  // So a look at many tables of which none has any is one look.
+  // So a check of many tables without pending rows is one load.
   bool none_pending() const { return pending_rows() == 0; }
 
   Vector<TableRef> all_ GUARDED_BY(control);  // by number

@@ -1,4 +1,4 @@
-// A trainer of the engine: its steps, its caches, and what others tell it.
+// A trainer of the engine: its steps, its caches, and what other threads notify it of.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -18,8 +18,8 @@
 
 namespace frugal {
 
-// A refresh of the caches of a trainer whose lines are in device memory of another process: what
-// is to be done there (process/client_gpu.cpp does it). Lists are in the arena.
+// A refresh of the caches of a trainer whose cached rows are in device memory of another process.
+// It lists what is to be done there (process/client_gpu.cpp does it). Lists are in the arena.
 struct RemoteRefresh {
   struct Sums {
     uint64_t shm_address, bytes;
@@ -27,13 +27,13 @@ struct RemoteRefresh {
   struct Update {
     UpdateRef update;      // the process reads its sums
     Vector<Sums> sums;     // of its ranks
-    Vector<Buffer> copies; // of those that are where other processes do not see them
+    Vector<Buffer> copies; // of those that other processes do not see
     Buffer lines, start, terms;  // CachedRowUpdate
     uint64_t count = 0, term_count = 0, now = 0;
   };
   struct OfTable {
     TableRef table;
-    uint64_t lines = 0;    // that there are
+    uint64_t lines = 0;    // the number of cache slots
     Buffer admitted, to;
     uint64_t count = 0;
     Vector<Update> updates;
@@ -42,7 +42,7 @@ struct RemoteRefresh {
   Vector<OfTable> tables;
 };
 
-// Lines there. `pool` is in the arena.
+// Cached rows in the device memory of another process. `pool` is in the arena.
 class AttachedCachedRows final : public CachedRows {
  public:
   AttachedCachedRows(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger,
@@ -58,7 +58,7 @@ class AttachedCachedRows final : public CachedRows {
   RemoteRefresh* const out_;
 };
 
-// What a trainer in another process has used of its step, and nobody has told the engine of yet.
+// What a trainer in another process has used of its step, and the engine does not know yet.
 class UsedByAttached {
  public:
   virtual void tell() = 0;
@@ -67,46 +67,46 @@ class UsedByAttached {
   ~UsedByAttached() = default;
 };
 
-// Rows that a step has created, or of which it is the earliest one that has used them: with
-// staleness ranks are in different steps, and that one's undoing takes the row back. They bear its
-// mark, and are not cached before its commit.
+// Rows that a step has created, or of which it is the earliest step that has used them. With
+// staleness ranks are in different steps, and undoing that step takes the row back. The rows bear
+// its mark, and are not cached before its commit.
 //
-// Where rows may be far, what a call has found of keys that nobody has declared stays here as long,
-// too: the part holds its places.
+// Where rows may be stored, rows that a call has found for undeclared keys stay here as long, too:
+// the part holds their slots.
 struct CreatedRows {
   TableRef table;
   Vector<uint32_t> slots, earlier;
   PartRef held;  // or null
-  // The step is committed: they are there for good.
+  // The step is committed: the rows exist for good.
   void commit(uint64_t step) const {
     for (const Vector<uint32_t>* of : {&slots, &earlier})
       table->rows.commit(of->data(), of->size(), step);
     if (held) held->release_hold(table->rows);
   }
-  // They exist no longer; their places stay theirs while somebody holds them.
+  // The rows no longer exist. Their slots stay theirs while they have holders.
   void undo() const {
     for (const Vector<uint32_t>* of : {&slots, &earlier}) table->rows.undo(of->data(), of->size());
     if (held) held->release_hold(table->rows);
   }
 };
 
-// Lines of a trainer's caches in device memory of another process, which says with a step that it
-// begins which refreshes it has carried out. With the trainer's call_mu held.
+// Cached rows of a trainer in device memory of another process. With each step that it begins, that
+// process reports which refreshes it has carried out. Guarded by the trainer's call_mu.
 struct RemoteCachedRows {
   bool exist = false;
   uint64_t refreshes = 0, done = 0;   // numbers of the last
-  Vector<uint64_t> refused;           // tables for whose lines that device has no memory
+  Vector<uint64_t> refused;           // tables for whose cached rows that device has no memory
   bool has_refused(uint64_t table) const {
     return std::find(refused.begin(), refused.end(), table) != refused.end();
   }
-  RemoteRefresh refresh;              // to be told next
+  RemoteRefresh refresh;              // to be sent next
 };
 
 // The process of a trainer, where that is another one.
 struct TrainerProcess {
   // When it was last heard of (now_ns()); 0: the trainer is a thread of this process.
   std::atomic<uint64_t> heard{0};
-  // Aborts that it is to be told of are counted in memory that it sees as well. Or null.
+  // Counts the aborts for it, in memory that the process sees as well. Or null.
   std::atomic<std::atomic<uint32_t>*> notices{nullptr};
   Mutex mu;  // before call_mu
   UsedByAttached* used GUARDED_BY(mu) = nullptr;
@@ -126,19 +126,20 @@ struct Trainer : AnyTrainer {
   TrainerProcess process;
   TrainerCounts counts;
   LookupTimes lookups GUARDED_BY(call_mu);
-  std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed; that is seen to
+  std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed; its steps are undone
   std::atomic<bool> pinning{false};  // counts among the pinner's
-  // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
+  // The trainer has a GPU, and the tables' memory is being pinned for it. No step begins before all
+  // is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
   std::atomic<uint32_t> pins{kPinned};
-  // Changed with the engine's mutex held (its own calls may look at it without).
+  // Changed with the engine's mutex held. The trainer's own calls may read it without.
   std::atomic<bool> in_step{false};
   uint64_t next_step GUARDED_BY(control) = kNoStep;  // to begin next; kNoStep: any (the first step)
   CacheRefresh refresh GUARDED_BY(control);
-  std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
-  // Whose loss the last abort was for; until the rank begins a step.
+  std::atomic<uint32_t> abort_notice{0};  // aborts to report to this rank, one in each call
+  // The rank whose loss caused the last abort; until this rank begins a step.
   std::atomic<uint32_t> lost_peer{kNoRank};
-  std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
+  std::atomic<bool> undo_pending{false};  // what call_mu guards is still of an aborted step
   struct Late {
     UpdateRef update;
     TableRef table;

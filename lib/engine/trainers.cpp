@@ -32,14 +32,15 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
     if (attached) t->remote_cached_rows.exist = true;
     else FRUGAL_TRY(join_gpu(config.device, *t));
-    // With staleness rows are gathered by the host, under their locks: lines would not be read.
+    // With staleness the host gathers rows and checks their versions: it would not read a device's
+    // cached rows.
     if (stale()) {
       t->cache_bytes = 0;
       t->cache_ratio = 0;
       cached = false;
     }
   }
-  // Where it does not join after all.
+  // If the trainer does not join after all.
   struct Joining {
     Engine& engine;
     Trainer* t;
@@ -47,11 +48,11 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
       if (t) engine.pins_.leave(*t);
     }
   } joining{*this, t.get()};
-  // What was ended but is still in flight would make the ranks look apart.
+  // Ended steps whose device work is not complete would make the ranks look apart.
   FRUGAL_TRY(await_device_work(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   ControlLock lock(mu_);
-  // Who was here before comes back between steps, so that it misses none. Nothing is decided before
-  // this wait: another thread may take the rank meanwhile.
+  // A rank that has joined before joins again between steps, so that it misses none. Nothing is
+  // decided before this wait: another thread may take the rank meanwhile.
   if (ranks_.joined(config.rank) && !ranks_[config.rank])
     phase_.await(lock, Phase::kJoin);
   if (closed()) return engine_closed();
@@ -83,16 +84,16 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
   return close_trainer(std::static_pointer_cast<Trainer>(t));
 }
 
-// A commit comes before the undoing of the step that the rank is inside of. Nobody could call again
-// when it is being closed.
+// A commit comes before the undoing of the step that the rank is inside of. Once the trainer is
+// being closed, no call could try again.
 Status Engine::may_close(const Trainer& t) {
   if (!t.in_step.load() || !committer_.stalled()) return FRUGAL_OK;
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }
 
-// Takes no memory, but for a commit that comes first: nobody is to wait for a rank that is on its
-// way out. OUT_OF_MEMORY: the engine is about to be closed, and the rank stays, so that no step is
+// Takes no memory, except for a commit that comes first: no rank is to wait for one that is
+// leaving. OUT_OF_MEMORY: the engine is about to be closed, and the rank stays, so that no step is
 // committed without it.
 Status Engine::close_trainer(const TrainerRef& t) {
   t->closing.store(true);
@@ -127,7 +128,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   decltype(t->caches) caches;
   {
     ControlLock lock(mu_);
-    // An operation outside steps, or a thread that plans, may be looking into the caches.
+    // An operation outside steps, or a thread that plans, may be using the caches.
     workers_.wait_until(lock, [&]() REQUIRES(control) {
       return phase_.may(Phase::kLeave) && !t->refresh.planning();
     });
@@ -137,14 +138,15 @@ Status Engine::close_trainer(const TrainerRef& t) {
   const bool pins_failed = pins_.failed(*t);
   pins_.leave(*t);
   if (pins_failed) pins_.unpin();
-  // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after
-  // the rank: who takes that next may declare these rows, and its gate must wait for them.
+  // Rows that it cached lose their flags; its own reads have gone with its declarations. This comes
+  // before the rank leaves: the rank's next trainer may declare these rows, and its gate must wait
+  // for them.
   for (auto& [raw, of] : caches) of.forget();
   ranks_.leave(*t);
   workers_.progress();
   call.unlock();
   memory_.pool.rest();
-  // Others may have waited for this rank alone. (What there is no memory for now is theirs to
+  // Other ranks may have waited for this one alone. (A commit that lacks memory now is theirs to
   // make.)
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? FRUGAL_OK : s;
@@ -152,7 +154,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
 
 // --- Declarations --------------------------------------------------------------------------------
 
-// Does the step lie in the window of those that the rank can declare now?
+// Is the step among those that the rank can declare now?
 Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
   const uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.next_commit();
   const uint64_t lookahead = config_.lookahead;
@@ -187,8 +189,8 @@ Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
   return FRUGAL_OK;
 }
 
-// Long for its order: all that can fail comes before the batch is entered, and what a failure
-// leaves on its way to the host is waited for at the end.
+// Long for its order: all that can fail comes before the batch is entered. A failed call waits at
+// the end for keys that are on their way to the host.
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
                         bool want_handle, uint64_t* batch_out, Buffer* copies, bool late) {
   Timed timed(meters_.counters.prefetch_ns, !late);
@@ -209,7 +211,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     device::look_for_devices();
     FRUGAL_TRY(host_memory(ops, n));
   }
-  // Keys that are on their way when the call fails come into memory that is given back.
+  // A failed call gives back memory to which keys are still being copied.
   struct Coming {
     Gpu* gpu = nullptr;
     ~Coming() {
@@ -248,7 +250,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   if (!downloading.empty()) FRUGAL_TRY(t.gpu->begin_download(std::move(downloading), &download));
   {
     ControlLock lock(mu_);
-    // Who closes the engine has taken the batches away already.
+    // The thread that closes the engine has taken the batches away already.
     if (closed()) return engine_closed();
     for (const TableRef& table : batch->tables)
       if (table->dropped.load())
@@ -263,7 +265,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   }
   meters_.counters.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
-  // A few keys are resolved sooner than somebody is woken, unless others wait, too.
+  // A few keys are resolved sooner than a thread is woken, unless other declarations wait, too.
   if (!workers_.callers_work() && (!alone || need_links() || t.gpu || keys > kFewKeys)) {
     workers_.wake();
   } else {
@@ -274,21 +276,21 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
         while (link_one(step)) {
         }
     } catch (const std::bad_alloc&) {
-      // The keys are declared all the same: the gate of the step sees to them.
+      // The keys are declared all the same: the gate of the step resolves them.
     }
   }
   return FRUGAL_OK;
 }
 
-// A call needs the places of a full table that declarations have reserved. Those for steps that
-// their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
-// again. Until the caller takes `reserving_paused` back no declaration reserves a row of the table.
+// A call needs slots of a full table that declarations have reserved. Declarations for steps that
+// their ranks have not begun give up theirs: no call uses these yet, and the calls of the step
+// resolve again. Until the caller takes `reserving_paused` back, no declaration reserves a row of
+// the table.
 void Engine::give_up_reserved(Table& table) {
   ControlLock lock(mu_);
   const Declarations::Which of_table{.table = &table};
-  // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
-  // the declarations' lock held, under which it is done, too: who waits for the lock begins to
-  // link.
+  // Nor may a thread be finding rows, which it would hold until afterwards. The declarations' lock
+  // is held for this check and for what follows: a thread that waits for that lock begins to link.
   auto idle = [&] {
     declarations_.mutex().assert_held();
     bool none = declarations_.quiet(table);
@@ -305,10 +307,10 @@ void Engine::give_up_reserved(Table& table) {
       mu_.assert_held();
       declarations_.mutex().assert_held();
       const TrainerRef& t = ranks_[b.rank];
-      // Begun: in use. What a rank leaves behind was, too.
+      // The step has begun: in use. So was what a rank that has left declared.
       if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
       declarations_.never_resolve(b, i, Part::kStale);
-      // Of rows that exist it would give up nothing.
+      // It would give up nothing if its rows exist.
       const Part& p = *b.parts[i];
       if (p.resolved() && table.rows.any_reserved(p.row_slots(), p.distinct))
         declarations_.give_up(b, i);
@@ -324,7 +326,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   if (!declarations_.close(share)) return;
   ControlLock lock(mu_);
   workers_.wait_until(lock, [&]() REQUIRES(control) {
-    // A step that is being taken in ahead uses its declarations.
+    // The thread that prepares a step uses its declarations.
     const StepRecord* record = records_.find(step);
     return (!record || record->all_prepared()) && declarations_.take_out(share);
   });

@@ -1,15 +1,15 @@
-// How a call of the engine waits: look, help, sleep; and how it makes room. Included by the
-// engine's sources only.
+// How a call of the engine waits (it checks, helps and sleeps), and how it makes room. Only the
+// engine's sources include this file.
 #pragma once
 #include "base/handles.h"
 #include "engine/engine.h"
 
 namespace frugal {
 
-constexpr uint64_t kToldNs = 1'000'000'000;  // for a loss to be told
-// Waits until ready(). help() does one unit of the work that ready() needs and tells whether there
-// was any. FRUGAL_ERR_TIMEOUT and FRUGAL_ERR_STEP_ABORTED are given without a message: the caller
-// knows what it waited for.
+constexpr uint64_t kToldNs = 1'000'000'000;  // for the notice of a loss
+// Waits until ready(). help() does one unit of the work that ready() needs, and returns whether
+// there was any. FRUGAL_ERR_TIMEOUT and FRUGAL_ERR_STEP_ABORTED are returned without a message: the
+// caller knows what it waited for.
 template <class Ready, class Help>
 Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
   auto ended = [&]() -> Status {
@@ -20,8 +20,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
     return trainer && trainer->gpu && trainer->gpu->sticky() ? trainer->gpu->ready() : FRUGAL_OK;
   };
-  // What there is no memory for may become possible by the rest: updates that are written give
-  // theirs back.
+  // Other work may give back the memory that is lacking here: updates do, once they are written.
   auto poll_or_help = [&] {
     bool lacking = false;
     try {
@@ -47,7 +46,7 @@ Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, 
   Status s;
   do s = wait(deadline.within(liveness_.look()), trainer, look, help);
   while (s == FRUGAL_ERR_TIMEOUT && !deadline.passed());
-  // As a rule that is at the end of the time-out. The abort that tells of it is on its way.
+  // As a rule that is at the end of the time-out. The abort with its notice is on its way.
   if (s == FRUGAL_ERR_TIMEOUT && found && trainer)
     s = wait({now_ns() + kToldNs}, trainer, [] { return false; }, [] { return false; });
   return s;

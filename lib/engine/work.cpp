@@ -1,4 +1,4 @@
-// Who does the work: the flush threads, and callers that wait.
+// The work of the engine that flush threads and waiting calls do.
 #include <algorithm>
 #include <cstring>
 
@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kNearSteps = 3;   // steps whose declarations do not wait for idle time
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
 constexpr uint32_t kWarmRounds = 32;
-constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would push each other out
+constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would evict each other
 constexpr size_t kWarmRows = 2048;
 
 }  // namespace
@@ -20,7 +20,7 @@ void Engine::log(int level, const char* text) {
   try {
     config_.log(config_.log_context, level, text);
   } catch (...) {
-    // The hook's own; there is nobody to tell.
+    // An exception of the hook itself cannot be reported.
   }
 }
 
@@ -34,7 +34,7 @@ void Engine::list_work() {
   auto declared = [this](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
-  // What GPUs have in flight is looked at from time to time.
+  // Device work is polled from time to time.
   workers_.add(Urgency::kSoon, [this] {
     return poll_device_work() ? Outcome::kWork : in_flight() ? Outcome::kHeld : Outcome::kNothing;
   });
@@ -56,7 +56,7 @@ void Engine::list_work() {
 
 // --- Declarations --------------------------------------------------------------------------------
 
-// `gate`: one waits for a step up to `up_to`; for its sake places may be made free.
+// `gate`: a gate waits for a step up to `up_to`, and slots may be freed for it.
 bool Engine::resolve_one(uint64_t up_to, bool gate) {
   Declarations::Item item;
   bool gave_up;
@@ -69,7 +69,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   if (memory_.pinner->any()) trainer = ranks_.at(part->rank);
   TraceSpan span(meters_.trace, SpanKind::kResolve);
   span.step(part->step).rank(part->rank).table(table->number).count(part->n);
-  // If the table is full, or memory is short, the calls of the step resolve again and tell.
+  // If the table is full, or memory is short, the calls of the step resolve again and report it.
   bool resolved = false, expected = false;
   Status status = FRUGAL_OK;
   try {
@@ -77,7 +77,7 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
       table->loading_parts.make_room(part->step);
       expected = true;
     }
-    // Ids from a device that the table does not have are told by the calls of the step, too.
+    // Those calls also report ids from a device that the table does not have.
     status = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr);
     resolved = status == FRUGAL_OK;
     if (status == FRUGAL_ERR_BUSY) table->loading_parts.lacks(part);
@@ -93,8 +93,9 @@ bool Engine::resolve_one(uint64_t up_to, bool gate) {
   }
   declarations_.resolved(item, resolved);
   workers_.progress();
-  if (expected) workers_.wake();  // what is declared later was held up
-  // Its arrays go to the rank's GPU ahead of the lookup, which does it itself where this fails.
+  if (expected) workers_.wake();  // later declarations were held up
+  // The part's arrays go to the rank's GPU ahead of the lookup, which uploads them itself if this
+  // fails.
   if (resolved && trainer && trainer->gpu && !stale() && !trainer->gpu->sticky()) {
     PartOnDevice* ignored;
     try {
@@ -118,7 +119,8 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   TraceSpan span(meters_.trace, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
   bool done = false, memory = true;
-  // Whatever fails: who cancels or leaves waits until nobody is linking.
+  // Whatever fails, linked() follows: a thread that cancels or leaves waits until no thread is
+  // linking.
   try {
     memory = tables_.open_window(*table) == FRUGAL_OK &&
              memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
@@ -143,8 +145,8 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   return true;
 }
 
-// The next table of the step whose update can be foretold, and the update, without its sums. Each
-// table is looked at once: all that is declared for the step has passed its gate.
+// Finds the next table of the step whose update can be predicted, and the update, without its sums.
+// Each table is checked once: all that is declared for the step has passed its gate.
 bool Engine::predict_update(StepRecord* record, TableRef* table, UpdateRef* update) {
   const uint64_t step = ranks_.next_commit();
   Lock declared(declarations_.mutex());
@@ -176,9 +178,9 @@ bool Engine::predict_update(StepRecord* record, TableRef* table, UpdateRef* upda
   return *table != nullptr;
 }
 
-// Takes a step's rows in while the step is still being computed: the rows that will be pushed are
-// known from the declarations, and when the push is what was declared, the commit has only to
-// publish them.
+// Prepares a step's update of one table while the step is still being computed. Declarations say
+// which rows will be pushed. If the push is what was declared, the commit has only to publish the
+// update.
 bool Engine::prepare_one() {
   StepRecord* record = nullptr;
   TableRef table;
@@ -205,7 +207,7 @@ bool Engine::prepare_one() {
       table->window.add(update);
     }
     for (bool done = false; !done;) {
-      workers_.help(false);  // a lookup has the first word
+      workers_.help(false);  // lookups come first
       Timed timed(meters_.counters.entry_ns);
       done = table->window.prepare(*update, true, Window::kPiece, Window::Urgency::kBackground);
     }
@@ -233,7 +235,7 @@ bool Engine::prepare_one() {
   return true;
 }
 
-// A favour: if there is no memory for it, these rows are not warmed.
+// This is optional: without memory these rows are not warmed.
 void Engine::add_rewarm(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots) {
   const size_t bytes = table->rows.layout().bytes();
   try {
@@ -248,13 +250,15 @@ void Engine::add_rewarm(StepRecord* record, const TableRef& table, Vector<uint32
   }
 }
 
-// Brings rows that the next step reads into the caches, where its gate, which writes some of them, and its
-// lookup find them: what both wait for is memory. It touches no row, so it does not matter who writes one
-// meanwhile, or whether it is still wanted. Only while a device computes, that is, where updates are
-// deferred and until gradients are pushed: these should stay in the caches, and the thread is wanted then.
+// Brings rows that the next step reads into the processor's caches. There its gate, which writes
+// some of them, and its lookup find them: what both wait for is memory. Warming changes no row, so
+// other threads may write it meanwhile, and it need not be wanted any more.
 //
-// Caches forget: other programs use them as well. What the gate will write is few, and is brought in again and
-// again, for as long as a step usually takes.
+// Warming runs only while a device computes, that is, where updates are deferred and until
+// gradients are pushed. Gradients should stay in these caches, and the thread is needed then.
+//
+// The caches lose rows, since other programs use them as well. The rows that the gate will write
+// are few, and are brought in again and again, for as long as a step usually takes.
 Workers::Outcome Engine::warm_one() {
   using Outcome = Workers::Outcome;
   const uint64_t next = ranks_.begun();
@@ -265,7 +269,7 @@ Workers::Outcome Engine::warm_one() {
   TableRef table;
   const uint32_t* slots = nullptr;
   size_t from = 0, end = 0;
-  // A call under way wants the memory's bandwidth itself.
+  // A call under way needs the memory's bandwidth itself.
   const bool held = calls_.load() != 0;
   if (declarations_.next_to_warm(next, kWarmBytes, kWarmRows, !held, &item, &from, &end)) {
     if (held) return Outcome::kHeld;
@@ -300,7 +304,7 @@ Workers::Outcome Engine::warm_one() {
   const uint64_t begun = now_ns();
   const device::RowsView rows = table->rows.ref_now();
   const size_t state_bytes = rewarm ? rows.state_pitch : 0;
-  // Who shares a job out meanwhile wants the thread at once.
+  // A thread that shares out a job meanwhile needs this thread at once.
   for (size_t i = from; i < end && !workers_.sharing(); ++i) {
     const char* row = reinterpret_cast<const char*>(rows.row(slots[i]));
     for (size_t o = 0; o < rows.value_pitch; o += 64) __builtin_prefetch(row + o, 0, 2);

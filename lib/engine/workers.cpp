@@ -5,9 +5,9 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kHoldNs = 50'000;       // between two looks whether the calls have ended
-constexpr uint64_t kIdleNs = 1'000'000;   // until what nobody needs is looked at again
-constexpr uint64_t kEndingNs = 100'000;    // between two looks whether calls have noticed the end
+constexpr uint64_t kHoldNs = 50'000;       // between two checks whether the calls have ended
+constexpr uint64_t kIdleNs = 1'000'000;   // until work that no thread needs is checked again
+constexpr uint64_t kEndingNs = 100'000;    // between two checks whether calls have noticed the end
 
 // What a chunk throws is kept as a status: the thread that runs it may not be the one that waits.
 Status status_of(void (*run)(void*, size_t), void* context, size_t chunk) noexcept {
@@ -79,7 +79,7 @@ void Workers::await_nobody() {
 
 void Workers::main(uint32_t number) {
   trace_thread(number);
-  // Who wakes a flush thread is on its way through a call: it keeps its processor.
+  // A thread that wakes a flush thread is on its way through a call: it keeps its processor.
   os_batch_thread();
   Outcome last = Outcome::kNothing;
   for (;;) {
@@ -91,7 +91,8 @@ void Workers::main(uint32_t number) {
     } catch (...) {
       fail(FRUGAL_ERR_INTERNAL);
     }
-    // Looks again for a while: long before it is held, since a call may want help soon, and once.
+    // Polls for a while before sleeping. When work begins to be held, the thread polls for longer,
+    // once, since a call may want help soon.
     const bool first = outcome != last;
     last = outcome;
     if (outcome == Outcome::kWork) continue;
@@ -107,8 +108,8 @@ void Workers::main(uint32_t number) {
   }
 }
 
-// One unit of the most urgent work that there is. Work that lacks memory is passed over: what is
-// behind it may give some back.
+// Does one unit of the most urgent work that there is. Work that lacks memory is passed over: less
+// urgent work may give some back.
 Workers::Outcome Workers::one() {
   if (health() != FRUGAL_OK || callers_work()) return Outcome::kNothing;
   Outcome found = Outcome::kNothing;
@@ -130,7 +131,7 @@ Workers::Outcome Workers::one() {
 // --- Jobs ----------------------------------------------------------------------------------------
 
 void Workers::publish(List<JobRef>&& job) noexcept {
-  FRUGAL_ASSERT(job.size() == 1 && job.front()->chunks != 0);  // without any nobody would end it
+  FRUGAL_ASSERT(job.size() == 1 && job.front()->chunks != 0);  // one without chunks would never end
   {
     Lock lock(mu_);
     if (job.front()->apply) apply_jobs_.fetch_add(1);
@@ -150,8 +151,8 @@ void Workers::run_chunk(const JobRef& job, size_t chunk) {
   if (Status s = status_of(job->run, job->context, chunk)) {
     Status none = FRUGAL_OK;
     job->status.compare_exchange_strong(none, s);
-    // Some rows of the step are written, others are not: there is no way on from here. Told before
-    // the job counts as done, so that no gate opens on it.
+    // Some rows of the step are written, others are not, so the engine cannot go on. This is
+    // reported before the job counts as done, so that no gate opens on it.
     if (job->apply) fail(s);
   }
   const size_t done = job->done.fetch_add(1, std::memory_order_acq_rel) + 1;
@@ -203,7 +204,7 @@ Status Workers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     return frugal::fail(
         s, "no memory for the work of the call; nothing was taken: free some and call again");
   };
-  // Nobody to share with: do it here.
+  // No thread to share with: this one does it all.
   if (chunks < 2 || callers_work()) {
     Status status = FRUGAL_OK;
     for (size_t i = 0; i < chunks && status == FRUGAL_OK; ++i) status = status_of(run, context, i);
@@ -215,7 +216,8 @@ Status Workers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   job->chunks = chunks;
   publish({job});
   for (size_t i; job->take(&i);) run_chunk(job, i);
-  // Chunks that others have taken end soon. The context is the caller's stack: no way out before.
+  // Chunks that other threads have taken end soon. The context is on this thread's stack, so it
+  // cannot return before.
   for (int spin = 0; spin < 2000 && !job->finished(); ++spin) cpu_relax();
   Counted waiting(waiters_);
   for (uint64_t seen; seen = progress_.load(), !job->finished();) sleep(seen, UINT64_MAX);

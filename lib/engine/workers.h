@@ -1,9 +1,11 @@
-// Who does the engine's work: flush threads, and callers that wait or share a loop out.
+// The threads that do the engine's work: flush threads, and callers that wait or share out a loop.
 //
 // Background work is a list, the most urgent first. A flush thread begins at the front again after
-// each unit. Waiting: a count of events; who waits looks at its condition, helps with what the
-// condition needs, and sleeps until the count moves. The count is read before the condition, and
-// moved on after it became true, so no wake-up is lost.
+// each unit.
+//
+// Waits use a count of events. A waiting thread checks its condition, helps with what the condition
+// needs, and sleeps until the count moves. The thread reads the count before the condition. The
+// count moves after the condition has become true, so no wake-up is lost.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -21,7 +23,7 @@
 namespace frugal {
 
 constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
-constexpr uint64_t kPollNs = 5000;   // between two looks at what is in flight, while spinning
+constexpr uint64_t kPollNs = 5000;   // between two polls of device work, while spinning
 constexpr uint64_t kSliceNs = 1'000'000'000;  // a call that waits wakes now and then
 
 struct Counted {
@@ -52,14 +54,15 @@ using JobRef = std::shared_ptr<Job>;
 
 class Workers {
  public:
-  // What a look at one work came to. kHeld: there may be some, but not now; kLater: nor soon.
+  // What an attempt at one kind of work came to. kHeld: there may be some, but not now; kLater: nor
+  // soon.
   enum class Outcome { kWork, kHeld, kLater, kNothing };
   enum class Urgency {
     kSoon,    // a gate waits for it, or is about to
     kIdle,    // waits while calls want the processors
     kFavour,  // not while there is no memory for the rest, either
   };
-  // What its owner decides.
+  // Decisions of the owner.
   struct Rules {
     std::function<bool()> resting;  // flush threads do nothing now: callers do the work
     std::function<bool()> hold;     // what is kIdle is to wait
@@ -71,8 +74,8 @@ class Workers {
   Workers(uint32_t threads, Rules rules, Trace* trace)
       : threads_wanted_(threads), rules_(std::move(rules)), trace_(trace) {}
 
-  // Before start(); in the order of urgency. `one` does a unit of the work. What throws bad_alloc
-  // has begun nothing that is not as it was.
+  // Before start(); in the order of urgency. `one` does a unit of the work. If it throws bad_alloc,
+  // everything is as it was before.
   void add(Urgency urgency, std::function<Outcome()> one) {
     works_.push_back({urgency, std::move(one)});
   }
@@ -80,7 +83,7 @@ class Workers {
   // Ends the threads. Waits go on.
   void stop();
   bool running() const { return !threads_.empty(); }
-  // Nobody is woken for work of the engine: callers do it.
+  // No thread is woken for the engine's work: callers do it.
   bool callers_work() const { return threads_wanted_ == 0 || rules_.resting(); }
 
   // --- Events
@@ -88,7 +91,7 @@ class Workers {
   void wake();      // that give flush threads something to do
   void fail(Status status);
   Status health() const { return health_.load(std::memory_order_acquire); }
-  // The same, with a message for who waits.
+  // The same, with a message for a waiting call.
   Status healthy() const {
     const Status s = health();
     if (s == FRUGAL_OK) return s;
@@ -97,8 +100,8 @@ class Workers {
   }
 
   // --- Waiting
-  // Until done(), which is control state that `lock` guards, and which background work that is
-  // under way brings about by itself. done() is called with the lock held.
+  // Waits until done(), which reads control state that `lock` guards. Background work that is under
+  // way makes it true by itself. done() is called with the lock held.
   template <class AnyLock, class Done>
   void wait_until(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
     Counted waiting(waiters_);
@@ -110,19 +113,19 @@ class Workers {
       lock.lock();
     }
   }
-  // Until ready(). Before each look ended() may end the wait by a status. help() does one unit of
-  // the work that ready() needs, and tells whether there was any. While in_flight(), nobody tells
-  // when it has completed: help() looks. FRUGAL_ERR_TIMEOUT has no message.
+  // Waits until ready(). Before each check ended() may end the wait by a status. help() does one
+  // unit of the work that ready() needs, and returns whether there was any. While in_flight(), no
+  // event reports completion: help() polls. FRUGAL_ERR_TIMEOUT has no message.
   template <class Ended, class Ready, class Help, class InFlight>
   Status wait(uint64_t until, Ended ended, Ready ready, Help help, InFlight in_flight);
-  // Tells all who wait, again and again, until nobody does any more.
+  // Wakes all waiting threads, again and again, until no thread waits any more.
   void await_nobody();
 
   // --- Jobs
   void publish(List<JobRef>&& job) noexcept;
-  // All of it in this thread, without anybody's help.
+  // Runs all of it in this thread, without help.
   void run_alone(const JobRef& job);
-  // Chunks of one job, if there is any. `apply_only`: a call that waits for these.
+  // Runs chunks of one job, if there is any. `apply_only`: only of jobs that gates wait for.
   bool help(bool apply_only);
   // A chunk that fails does not stop the others; the status is that of the first to fail.
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
@@ -157,7 +160,7 @@ class Workers {
   List<JobRef> jobs_ GUARDED_BY(mu_);
 };
 
-// Looks for up to `ns` whether the count has moved on from `seen`.
+// Polls for up to `ns` whether the count has moved on from `seen`.
 inline bool Workers::moves(const std::atomic<uint64_t>& count, uint64_t seen, uint64_t ns) {
 #ifdef FRUGAL_SCHEDULES
   if (this_scheduler) return count.load() != seen;  // whose sleeps cost nothing
@@ -177,7 +180,7 @@ Status Workers::wait(uint64_t until, Ended ended, Ready ready, Help help, InFlig
   for (;;) {
     const uint64_t seen = progress_.load();
     FRUGAL_TRY(ended());
-    // A job that has failed counts as done, too, after health has told.
+    // A job that has failed counts as done, too, but health() reports it before.
     if (ready()) return healthy();
     bool worked;
     try {
@@ -191,7 +194,7 @@ Status Workers::wait(uint64_t until, Ended ended, Ready ready, Help help, InFlig
       continue;
     }
     if (now_ns() >= until) return FRUGAL_ERR_TIMEOUT;
-    // A short spin: what is waited for is often some microseconds away, a sleep costs more.
+    // A short spin: the event is often some microseconds away, and a sleep costs more.
     const bool in_flight_now = in_flight();
     if (moves(progress_, seen, in_flight_now ? kPollNs : kSpinNs)) continue;
     if (in_flight_now && (spun += kPollNs) < kSpinNs) continue;
