@@ -83,7 +83,8 @@ TEST_P(CommitTest, AStepThatIsSkippedChangesNothing) {
   EXPECT_EQ(parts.times(table, 1), 0);
 }
 
-// What ranks have ended before they left is committed; after that nothing is, until somebody joins.
+// A step that ranks have ended before they left is committed. After that none is, until a trainer
+// joins.
 TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
   const TableRef table = parts.add_table(100);
   all_end(0, table, {1});

@@ -148,7 +148,7 @@ frugal_op OpOf(frugal_table* table, const Batch& b) {
   return op;
 }
 
-// One step of one rank with rows and gradients on the device. Answers the first status that is not
+// One step of one rank with rows and gradients on the device. Returns the first status that is not
 // OK.
 int32_t DeviceStep(frugal_trainer* trainer, RankDevice& memory, frugal_table* table, uint64_t step,
                    const Batch& b, std::vector<float>* rows = nullptr, bool end = true) {
@@ -207,8 +207,8 @@ std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint
 // --- Caches
 // ---------------------------------------------------------------------------------------
 
-// A declaration that comes when the boundary of its step has been planned reads lines which the
-// plan has for later: they are brought up to date at the boundary all the same.
+// A declaration that comes when its step's cache refresh has been planned. It reads cached rows
+// that the plan leaves for later: the refresh brings them up to date all the same.
 TEST(GpuCache, ADeclarationAfterThePlan) {
   constexpr uint32_t kRows = 100, kDim = 16;
   Device device(5);
@@ -260,7 +260,7 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
       device.memory->Collect();
       std::this_thread::sleep_for(
           std::chrono::milliseconds(2));  // so that it is likely to be planned
-      // What nobody waits for stays undone.
+      // What no thread waits for stays undone.
       device.sim->set_delays({0, 0, 100, 0, 30'000});
     }
     ASSERT_OK(frugal_step_end(gpu, s, 0));
@@ -268,7 +268,7 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
   }
 }
 
-// What comes ahead of a step goes before the boundary of another.
+// Work ahead of a step has a stream of its own, apart from the cache refresh of another step.
 TEST(GpuCache, PrioritiesOfStreams) {
   using frugal::device::Priority;
   Device device(5);
@@ -289,7 +289,7 @@ TEST(GpuCache, PrioritiesOfStreams) {
     EXPECT_EQ(device.sim->priorities(kernel), low) << kernel;
   for (const char* kernel : {"gather_rows", "reduce_runs"})
     EXPECT_EQ(device.sim->priorities(kernel), normal) << kernel;
-  // The boundary's, the caller's, and uploads.
+  // Copies of the cache refresh, of the caller, and uploads.
   const std::vector<Priority> all = {Priority::kLow, Priority::kNormal, Priority::kHigh};
   EXPECT_EQ(device.sim->priorities("copy"), all);
 }
@@ -315,11 +315,11 @@ TEST(Gpu, TheBitsOfTheCpu) {
 }
 
 // With a handle and no keys, lookup and push of a declared batch give work to the stream and
-// nothing else, and so does the end of the step: they come back although nothing of the stream runs
-// before somebody waits for it.
+// nothing else, and so does the end of the step. They return although nothing of the stream runs
+// before a thread waits for it.
 void DeclaredBatchesDoNotWait(double cache) {
   Device device;
-  // No flush threads: one that looks whether the device work has completed would wait for it.
+  // No flush threads: one that polls for completed device work would wait for it.
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
   frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
@@ -379,8 +379,8 @@ void DeclaredBatchesDoNotWait(double cache) {
 TEST(Gpu, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0); }
 TEST(GpuCache, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0.5); }
 
-// Offsets of a declared batch are for kernels alone; what is wrong with them is told when the step
-// ends.
+// Only kernels read the offsets of a declared batch. The end of the step reports what is wrong with
+// them.
 TEST(Gpu, OffsetsOnTheDevice) {
   Device device;
   Engine engine(2);
@@ -410,7 +410,7 @@ TEST(Gpu, OffsetsOnTheDevice) {
       op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
       op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), out.size() * 4, 4));
       op.offsets = static_cast<uint64_t*>(device.memory->Send(offsets, sizeof offsets, 8));
-      // The call has no answer to wait for: what is held would take a minute.
+      // The call has no result to wait for: what is held would take a minute.
       device.sim->set_delays({0, 0, 100, 0, 60'000'000});
       auto start = std::chrono::steady_clock::now();
       if (push)
@@ -474,7 +474,7 @@ TEST(Gpu, ABadIdOnTheDevice) {
   frugal_op op = OpOf(table, b);
   op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
   frugal_batch* batch = nullptr;
-  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));  // nobody has seen the keys yet
+  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));  // no thread has read the keys yet
   ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
   std::vector<float> out(b.keys.size() * 16);
   float* rows = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
@@ -489,7 +489,7 @@ TEST(Gpu, ABadIdOnTheDevice) {
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
 }
 
-// A NaN that the device finds is told by step_end, and the step is undone on every rank.
+// step_end reports a NaN that the device finds, and the step is undone on every rank.
 TEST(Gpu, NanOnTheDevice) {
   Device device;
   Engine engine(2);
@@ -549,7 +549,7 @@ TEST(Gpu, ACapturingStreamIsLeftAlone) {
   device.runtime->destroy_stream(captured);
 }
 
-// Whoever undoes a step may not touch a stream that is being captured by then.
+// The thread that undoes a step may not touch a stream that is being captured by then.
 TEST(Gpu, UndoingBesideACapture) {
   Device device;
   for (const char* how : {"abort", "another's abort", "close", "close the engine"}) {
@@ -621,7 +621,7 @@ TEST(Gpu, PointersOfTheWrongDevice) {
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
 }
 
-// With staleness rows are read by the host; in the first step there is nothing to be behind of.
+// With staleness the host reads the rows. In the first step no row can be stale.
 TEST(Gpu, GradientsOfWeightsWithStaleness) {
   Device device;
   auto stale = [](frugal_config* c) { c->staleness = 2; };
@@ -872,7 +872,7 @@ TEST(GpuMemory, ThatCannotBePinned) {
   }
   EXPECT_OK(frugal_trainer_close(trainer));
   trainer = nullptr;
-  // Nothing is pinned for who has not joined: a rank on the cpu is as it was.
+  // Memory is pinned only for trainers that have joined, and a rank on the cpu works as before.
   EXPECT_EQ(device.sim->live().pinned, pinned);
   {
     frugal_trainer* cpu = engine.Trainer(0, "cpu");
@@ -1030,7 +1030,7 @@ TEST(GpuMemory, ACacheTakesNoMoreThanItsBytes) {
     bytes[cache != 0] = device.sim->live().bytes;
     device.memory->Collect();
   }
-  // What the lists of a boundary take is in it.
+  // The cache's bytes include the lists of a cache refresh.
   EXPECT_GT(bytes[1], bytes[0] + (uint64_t{5} << 19));
   EXPECT_LE(bytes[1], bytes[0] + (uint64_t{3} << 20) + (uint64_t{1} << 18));
 }
@@ -1065,9 +1065,9 @@ TEST(GpuMemory, NothingIsLeftBehind) {
 
 // --- Failures ------------------------------------------------------------------------------------
 
-// Two ranks train; the n-th call of the seam fails once. A call that answers so is made again; if
-// that cannot be (the gradients may be lost), the step is aborted and done again. The bits are
-// right at the end.
+// Two ranks train; the n-th call of the device interface fails once. A call that returns this error
+// is made again. If that cannot be (the gradients may be lost), the step is aborted and done again.
+// The bits are right at the end.
 void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bool* reached) {
   constexpr uint64_t kSteps = 4;
   Device device;
@@ -1142,9 +1142,9 @@ TEST(GpuFailures, EachCallOnce) {
   }
 }
 
-// The device's memory is used up with the n-th call of the seam and stays so: calls of the rank are
-// refused, its step can be undone, and the other rank goes on. When there is memory again, the rank
-// goes on, too.
+// From the n-th call of the device interface on, the device's memory is used up: calls of the rank
+// are refused, its step can be undone, and the other rank goes on. When there is memory again, the
+// rank goes on, too.
 void NoMemoryFrom(uint64_t n, const std::vector<float>& expected, bool* reached) {
   constexpr uint64_t kSteps = 4;
   Device device;
@@ -1227,7 +1227,7 @@ TEST(GpuFailures, ADeviceThatDies) {
     }
     device.sim->fail_after(n, ErrorKind::kFault, false);
     std::atomic<bool> over{false};
-    // The other rank trains on, and is told.
+    // The other rank trains on, and a call of it returns the abort.
     std::thread other([&] {
       uint64_t at = 2;
       int32_t status = FRUGAL_OK;
@@ -1242,7 +1242,7 @@ TEST(GpuFailures, ADeviceThatDies) {
     for (uint64_t s = 2; s < 100 && status == FRUGAL_OK; ++s)
       status =
           DeviceStep(gpu, *device.memory, table, s, Batch(std::min<uint64_t>(s, 5), 0, 200, 12));
-    // A rank whose own call was not the one that failed is told by the next.
+    // A rank whose own call was not the one that failed learns it from the next.
     if (status == FRUGAL_ERR_STEP_ABORTED) status = frugal_step_begin(gpu, 0, 0);
     EXPECT_EQ(status, FRUGAL_ERR_DEVICE) << n << ": " << LastMessage();
     other.join();
@@ -1280,7 +1280,7 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
   op.rows_out = out.data();
   EXPECT_EQ(frugal_lookup(first, &op, 1), FRUGAL_ERR_DEVICE);
   ASSERT_OK(frugal_trainer_close(first));
-  // One abort, of which each of the others is told.
+  // One abort, which each of the others receives.
   for (frugal_trainer* t : {second, cpu}) {
     EXPECT_EQ(frugal_step_begin(t, 0, kWait), FRUGAL_ERR_STEP_ABORTED);
     ASSERT_OK(frugal_step_begin(t, 0, kWait));
@@ -1302,7 +1302,7 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
   EXPECT_EQ(alive.memory->Error(), "");
 }
 
-// --- Beside each other ---------------------------------------------------------------------------
+// --- Concurrent ranks ----------------------------------------------------------------------------
 
 // A rank leaves with a declaration that the others' step still needs, and comes back on another
 // device.
@@ -1419,8 +1419,8 @@ TEST(Gpu, AStepEndThatWaitsTooLong) {
   EXPECT_EQ(engine.Committed(), 1u);
 }
 
-// Work of the caller's that is behind the step in its stream, and does not end, is none of
-// step_begin's.
+// step_begin does not wait for the caller's own work that follows the step in its stream and does
+// not end.
 TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
   for (const double cache : {0.0, 0.5}) {
     Device device;
@@ -1457,7 +1457,7 @@ TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
   }
 }
 
-// A flush thread takes in what lands although nobody calls.
+// A flush thread takes in completed device work although no call comes.
 TEST(Gpu, StepsLandByThemselves) {
   Device device;
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 1; });
@@ -1478,8 +1478,8 @@ TEST(Gpu, StepsLandByThemselves) {
   EXPECT_EQ(stats.steps_committed, 1u);
 }
 
-// Who looks at what has completed while the engine is closed holds what is in flight: tables wait
-// for it, too.
+// A thread that polls for completed device work while the engine is closed holds that work: tables
+// wait for it, too.
 TEST(Gpu, ClosedBesideALook) {
   for (int i = 0; i < 10; ++i) {
     Device device;
@@ -1566,8 +1566,8 @@ TEST(GpuFailures, ADeviceThatIsReset) {
   }
 }
 
-// A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
-// So it is where one request for memory fails meanwhile.
+// A rank at the gate finds out that another one's device has been reset. Its call returns the
+// abort, and it goes on. The same is true where one request for memory fails meanwhile.
 TEST(GpuReset, TheGateOfAnotherRank) {
   for (int64_t request = 0; request < 6; ++request) {
     SCOPED_TRACE(testing::Message() << "request " << request);
@@ -1716,7 +1716,7 @@ TEST(GpuFailures, ClosedWithAStepInFlight) {
   }
 }
 
-// Keys on their way when the device dies: the other rank is told, and goes on.
+// Keys on their way when the device dies: the other rank receives the abort, and goes on.
 void LosesKeys(bool reset) {
   Device device;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
@@ -1837,8 +1837,8 @@ TEST_F(AttachedGpu, NoMemoryForLines) {
   EXPECT_TRUE(Same(engine.Rows(table, kRows, 16), Reference(1, 6, kRows, 16)));
 }
 
-// A boundary that cannot be carried out: the step has not begun, and begins the next time, with an
-// empty cache.
+// A cache refresh that cannot be carried out: the step has not begun, and begins the next time,
+// with an empty cache.
 TEST_F(AttachedGpu, ABoundaryThatFails) {
   Device device;
   Engine engine(1);
@@ -1865,8 +1865,7 @@ TEST_F(AttachedGpu, ABoundaryThatFails) {
   EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(1, 9, 300, 16)));
 }
 
-// The controller is killed while the device has work: calls tell, and closing leaves nothing
-// behind.
+// The controller is killed while the device has work: calls report that, and closing frees all.
 TEST_F(AttachedGpu, TheControllerEnds) {
   Device device;
   const auto before = device.sim->live();
@@ -1916,7 +1915,7 @@ TEST_F(AttachedGpu, AnAbortBesideALookup) {
   ASSERT_OK(frugal_lookup(gpu, &op, 1));
   void* there = device.memory->Send(got.data(), got.size() * 4, 4);
   op.rows_out = static_cast<float*>(there);
-  device.sim->set_delays({0, 0, 100, 0, 60'000'000});  // until somebody waits
+  device.sim->set_delays({0, 0, 100, 0, 60'000'000});  // until a thread waits
   ASSERT_OK(frugal_lookup(gpu, &op, 1));
   ASSERT_OK(frugal_step_abort(cpu));
   ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
@@ -1932,8 +1931,8 @@ TEST_F(AttachedGpu, AnAbortBesideALookup) {
   EXPECT_OK(frugal_step_end(cpu, 0, 0));
 }
 
-// A rank that is taken over in mid-step: the step is undone, and what its device does yet reaches
-// nobody.
+// A rank that is taken over in mid-step: the step is undone, and no rank sees what its device still
+// does.
 TEST_F(AttachedGpu, TakenOver) {
   Device device, spare(1);
   Engine engine(1);

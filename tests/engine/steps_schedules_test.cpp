@@ -60,8 +60,8 @@ struct World {
     HOLDS(schedule, parts.aborter.tell(t) == FRUGAL_ERR_STEP_ABORTED);
     return false;
   }
-  // Nobody commits the step while this rank is inside of it. What is pending is written first.
-  // With staleness 1 rows may be those of the step before, too: there the last rows tell.
+  // No thread commits the step while this rank is inside it. Pending updates are written first.
+  // With staleness 1 rows may be those of the step before, too: there the last rows are checked.
   bool read(Trainer& t, uint64_t step) {
     if (parts.config.staleness != 0) return true;
     Lock call(t.call_mu);

@@ -13,7 +13,7 @@ namespace frugal::table_cache_test {
 
 constexpr uint64_t kFirst = 10;
 
-// What a refresh tells lines, kept, and done.
+// Records what a refresh passes to the cached rows, and carries it out.
 class ToldCachedRows final : public CachedRows {
  public:
   explicit ToldCachedRows(std::unique_ptr<CachedRows> lines) : lines_(std::move(lines)) {
@@ -177,7 +177,7 @@ TEST_F(TableCacheTest, TheWindowKnowsWhichRowsItHas) {
   EXPECT_TRUE(table->window.pending_until(13)) << "the next read is of the host row";
 }
 
-// Who goes by a plan counts as a host row at once.
+// A row that a plan evicts counts as a host row at once.
 TEST_F(TableCacheTest, WhoGoesIsReadInItsHostRow) {
   open(1);
   const PartRef a = declare(10, {mine[0]}), b = declare(11, {mine[1]});
