@@ -47,7 +47,7 @@ uint32_t Bits(float x) {
   return bits;
 }
 
-// The call is refused with one of `statuses`, and the thread's last error tells so in words.
+// The call is refused with one of `statuses`, and the thread's last error says so in words.
 testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> statuses) {
   if (std::find(statuses.begin(), statuses.end(), status) == statuses.end()) {
     return testing::AssertionFailure() << "answered " << frugal_status_name(status) << " and not "
@@ -193,7 +193,7 @@ TEST(Library, InitFunctionsGiveTheSameBytesAsMacros) {
   const auto same = [](const void* a, const void* b, size_t n) {
     return std::memcmp(a, b, n) == 0;
   };
-  // Without the padding behind frugal_optimizer's last field.
+  // Without the padding after frugal_optimizer's last field.
   const size_t tail =
       sizeof(frugal_optimizer) - offsetof(frugal_optimizer, flags) - sizeof(uint32_t);
   {
@@ -694,8 +694,8 @@ TEST(Tables, AllByName) {
       EXPECT_EQ("", Next(engine, &cursor, capacity));
     }
   }
-  // What comes and goes meanwhile disturbs nobody: here the table that the cursor has passed, and
-  // the next one.
+  // Tables that come and go meanwhile do not disturb the cursor: here the one that it has passed,
+  // and the next one.
   cursor = 0;
   EXPECT_EQ("a", Next(engine, &cursor));
   ASSERT_OK(frugal_table_drop(a));
@@ -811,8 +811,8 @@ TEST(Tables, MostChangesOfTheOptimizer) {
   EXPECT_OK(frugal_table_set_optimizer(table, kMost + 1, &optimizer));
 }
 
-// What three steps make of a table that is created with `kind`, or gets it behind lookups, puts,
-// and a step that was skipped.
+// The result of three steps on a table that is created with `kind`, or gets it after lookups, puts,
+// and a skipped step.
 std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uint32_t flags,
                                 int32_t backing, uint32_t flush_threads, double cache_ratio,
                                 const char* device) {
@@ -1330,7 +1330,7 @@ TEST(Tables, SmallOnesTakeLittleMemory) {
 
 // --- Arithmetic ---
 
-// The calling thread rounds upwards, and knows no denormals where it can be told so.
+// The calling thread rounds upwards, and flushes denormals where it can.
 class OddEnvironment {
  public:
   explicit OddEnvironment(bool on) {
@@ -2010,7 +2010,7 @@ TEST(Prefetch, DefaultLookahead) {
   ASSERT_OK(frugal_step_end(trainer, 0, 0));
 }
 
-// With no flush threads keys are resolved in the call, and it still answers the same.
+// With no flush threads keys are resolved in the call, and it still returns the same.
 TEST(Prefetch, ATableThatIsTooSmallIsToldByTheStep) {
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 2, 1);
@@ -2144,8 +2144,8 @@ TEST(Prefetch, MostBatches) {
   EXPECT_EQ(engine.Committed(), 1u);
 }
 
-// A trainer's batches end with it, but for those of steps that others have not ended yet. Undone,
-// such a step is begun again by whoever has the rank then: the batch is of the keys that it named.
+// A trainer's batches end with it, except those of steps that others have not ended yet. If such a
+// step is undone, the rank's next trainer begins it again: the batch has the keys that it named.
 TEST(Prefetch, BatchesOfAFormerTrainer) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
@@ -2188,7 +2188,7 @@ TEST(Prefetch, BatchesOfAFormerTrainer) {
   EXPECT_REFUSED(frugal_prefetch_cancel(now, later), FRUGAL_ERR_BAD_HANDLE);
 }
 
-// Nor do these count as those of whoever has the rank then.
+// Nor do these count as those of the rank's next trainer.
 TEST(Prefetch, MostBatchesAfterAFormerTrainer) {
   constexpr uint32_t kMost = 4096;
   Engine engine(2);
@@ -2266,8 +2266,8 @@ class Ops : public testing::Test {
     hashed_ = engine_.Table("hashed", FRUGAL_HASHED, 10, 2);
     trainer_ = engine_.Trainer(0);
   }
-  // A pooled op on the dense table with two bags, of two keys and of one, behind one that creates
-  // rows of the hashed table: those must not be there after a refusal.
+  // A pooled op on the dense table with two bags, of two keys and of one. It follows an op that
+  // creates rows of the hashed table: those must not be there after a refusal.
   void Refuses(int32_t status, bool push, const std::function<void(frugal_op*)>& change) {
     RowOp creates(hashed_, {1, 2}, 2);
     frugal_op ops[] = {creates.op, creates.op};
@@ -2327,7 +2327,7 @@ TEST_F(Ops, BadOnesAreRefusedAndTakeNothing) {
   Refuses(invalid, true, [](frugal_op* op) { op->grads = nullptr; });
   Refuses(invalid, true, [&](frugal_op* op) { op->weight_grads_out = weight_grads; });
   EXPECT_EQ(weight_grads[0], kUntouched);
-  // A pushed bag has one gradient row; the third row here is nobody's.
+  // A pushed bag has one gradient row; the third row here belongs to no bag.
   ASSERT_OK(frugal_step_end(trainer_, 0, 0));
   EXPECT_EQ(Count(hashed_), 0u);
   for (uint64_t key = 0; key < 10; ++key) EXPECT_EQ(GetOne(dense_, key), 0.0f);
@@ -2552,7 +2552,7 @@ TEST(Nan, WhatRejectLooksAt) {
     EXPECT_OK(frugal_push_grad(trainer, &both.op, 1));
     EXPECT_OK(frugal_push_grad(trainer, &other.op, 1));
   }
-  // A NaN that belongs to padding is nobody's.
+  // A NaN that belongs to padding is ignored.
   RowOp padded(table, {4, 7}, 1);
   padded.grads = {1, kNan};
   padded.op.grads = padded.grads.data();
@@ -2743,7 +2743,7 @@ TEST(Reserved, RowsMakeWay) {
       for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, 0, 0));
       EXPECT_EQ(Keys(table), (std::set<uint64_t>{1, 2, 3, 4, 5, 6}));
       EXPECT_EQ(GetOne(table, 3), -1.0f);
-      // The declaration is as good as none: its rows are found, or not, by the step.
+      // The declaration has no effect: the step finds its rows, or does not.
       ASSERT_OK(frugal_step_begin(trainers[0], 1, kWait));
       ASSERT_OK(frugal_step_begin(trainers[1], 1, kWait));
       later.op.batch = batch;
@@ -2769,7 +2769,7 @@ TEST(Reserved, RowsMakeWay) {
     }
 }
 
-// Also beside another rank, which finds rows all the time.
+// Also concurrently with another rank, which finds rows all the time.
 TEST(Reserved, RowsMakeWayWhileOthersFindRows) {
   constexpr uint64_t kRows = 64;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
@@ -2854,7 +2854,7 @@ TEST(Outside, BusyInAStepAndWhileRanksAreApart) {
   expect(FRUGAL_OK);
 }
 
-// A rank can tell what it has trained, state and all, whatever the others are inside of.
+// A rank can read what it has trained, state and all, whatever steps the others are inside of.
 TEST(Outside, CommittedRowsAreReadInAStepAndWhileRanksAreApart) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
@@ -2943,7 +2943,7 @@ TEST(Outside, BadArguments) {
   EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), FRUGAL_ERR_KEY_OUT_OF_RANGE);
 }
 
-// What no memory can hold is refused before anything of it is looked at.
+// Counts and strides beyond any memory are refused before any key or row is read.
 TEST(Outside, CountsAndStridesBeyondMemory) {
   Engine engine;
   frugal_trainer* trainer = engine.Trainer(0);
@@ -3221,7 +3221,7 @@ TEST(Read, BetweenStepsIsNotTornByPuts) {
   }
 }
 
-// A rank that was told of an abort reads none of the rows that others are still giving back.
+// A rank that has received an abort reads none of the rows that others are still giving back.
 TEST(Read, BesideTheRestOfAnAbort) {
   Engine engine(3);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 200'000, 1);
@@ -3247,8 +3247,8 @@ TEST(Read, BesideTheRestOfAnAbort) {
 }
 
 // The window keeps the low bits of the step in which a row was touched last. Rows that are left
-// alone until those have wrapped around, with an update that nobody has written yet, are read
-// right. By the call that ends the step, without other threads; nor does AUTO defer them, however
+// alone until those have wrapped around, with an update that is not written yet, are read right.
+// The call that ends the step writes them, without other threads. AUTO does not defer them, however
 // idle the processors are.
 TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
   for (uint32_t world : {1u, 2u}) {
@@ -3443,7 +3443,7 @@ TEST(Fork, TheChildIsRefusedAndTheParentGoesOn) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    // Counts the calls that do not answer FRUGAL_ERR_FORKED; nothing of the parent's is used.
+    // Counts the calls that do not return FRUGAL_ERR_FORKED. It uses nothing of the parent's.
     int wrong = 0;
     const auto check = [&](int32_t status) { wrong += status == FRUGAL_ERR_FORKED ? 0 : 1; };
     uint64_t number = 1;

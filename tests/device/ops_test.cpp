@@ -249,7 +249,7 @@ struct Batch {
   std::vector<uint64_t> pairs;
   std::vector<uint32_t> distinct, start, positions;
   std::vector<FrequentRow> frequent_list;
-  std::vector<Item> items;  // runs of heavy rows
+  std::vector<Item> items;  // runs of frequent rows
   std::unique_ptr<Array<uint32_t>> memory[3];
   PartPtr part;
 };
@@ -451,7 +451,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     a.out_stride = dim * sizeof(float);
     const Extent e = extent(random);
     const Shape shape = gather_shape(&a, e);
-    // The others' blocks are beside them.
+    // The blocks of the other rows are in the same launch.
     ASSERT_GT(a.host_items, 0u);
     ASSERT_GT(a.hbm_items, 0u);
     EXPECT_LE(a.host_blocks, e.link_blocks);
@@ -563,7 +563,7 @@ TEST_F(ReadTest, Tier) {
   launch(Kernel::reduce_runs, reduce_shape(r), r);
   EXPECT_TRUE(same(sums->now(), values));
 
-  // Lines with such numbers: filled, and updated with hand-overs whose rows have them.
+  // Cached rows with such numbers: filled, and updated with rank gradients whose rows have them.
   const uint64_t line_bytes = kStride * sizeof(float);
   FillArgs f{};
   f.host = a.host;
@@ -711,8 +711,8 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
       EXPECT_EQ(of_keys->now(), expected_bags);
     }
 
-    // Offsets that are none: nothing behind the last key is touched (a fault would tell), and it is
-    // told.
+    // Invalid offsets: nothing after the last key is touched (a fault would show it), and they are
+    // reported.
     if (n != 0) {
       std::vector<uint64_t> none = offsets;
       switch (random.below(4)) {
@@ -1071,7 +1071,7 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       const bool one_each = start.back() == n;
       auto terms = make(*runtime_, Where::kHost,
                         filled<float>(start.back() * stride, random, special / 4));
-      // Rank r has handed over every world-th row of them, from the r-th on.
+      // Rank r has submitted every world-th row of them, from the r-th on.
       std::vector<Term> term;
       std::vector<const float*> cpu_term;
       std::vector<Ptr<float>> ranks;

@@ -231,7 +231,7 @@ EXPORTED void* dlopen(const char* file, int mode) noexcept {
   return NEXT(dlopen)(file, mode);
 }
 
-// --- the others: the answer of a failed call is -1, or what is given ---
+// --- the others: a failed call returns -1, or what is given ---
 
 #define FAILING(kind, code, failed, type, name, parameters, arguments) \
   EXPORTED type name parameters noexcept(noexcept(name arguments)) {   \
@@ -275,7 +275,7 @@ EXPORTED int fcntl(int fd, int what, ...) {
     return errno = new_one ? EMFILE : EPERM, -1;
   return NEXT(fcntl)(fd, what, argument);
 }
-// For a pidfd of the other end; who that is costs no descriptor.
+// For a pidfd of the other end. Other options, such as its user, cost no descriptor.
 EXPORTED int getsockopt(int fd, int level, int option, void* out, socklen_t* n) noexcept {
   constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD
   if (level == SOL_SOCKET && option == kPeerPidfd && fails(failing::kDescriptor))

@@ -34,7 +34,7 @@ enum Kind : uint32_t {
 };
 inline constexpr const char* kNames[kKinds] = {"memory", "map", "descriptor", "thread", "io"};
 
-// What is told of a run, in a file.
+// The record of a run, in a file.
 struct Report {
   std::atomic<uint64_t> points[kKinds];  // calls so far
   std::atomic<uint64_t> fired;           // that have failed

@@ -69,7 +69,7 @@ TEST_P(QueueTest, Empty) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
 }
 
-// The ring is read from the next commit on; what nobody reads comes last.
+// The ring is read from the next commit on. Entries without a next read come last.
 TEST_P(QueueTest, TheRingBeginsAtTheBase) {
   queue->set_next_commit(60);
   queue->push(0, kInfinity);
@@ -115,7 +115,7 @@ TEST_P(QueueTest, StagedEntriesWaitForTheCommit) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
   queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), (Ids{4, 2, 3}));
-  // A commit joins what is queued already, behind it.
+  // A commit joins what is queued already, after it.
   queue->push(5, 7);
   prepare(6, 7);
   queue->commit_prepared();
@@ -162,8 +162,8 @@ TEST_P(QueueTest, IdsGrow) {
   EXPECT_EQ(pop(0, kRing, 8), (Ids{3 * kIds - 1, kIds - 1}));
 }
 
-// Beside a map from entry to priority. The next commit moves on as it does in a window: no step is
-// passed that has entries.
+// Compared with a map from entry to priority. The next commit moves on as it does in a window: it
+// passes no step that has entries.
 TEST_P(QueueTest, RandomOperations) {
   for (int round = 0; round < 6; ++round) {
     Random random(test_seed() + static_cast<uint64_t>(round));
@@ -310,8 +310,8 @@ TEST_P(QueueTest, ManyThreads) {
   for (auto& n : taken) ASSERT_EQ(n.load(), 1);
 }
 
-// Entries that change their priority for ever leave stale places behind, and memory stays that of
-// the entries.
+// Entries that change their priority for ever leave stale queue items, and memory stays that of the
+// entries.
 TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   const Ids all = range(0, 3000);
   push(all.data(), all.size(), 1);
@@ -333,8 +333,8 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }
 
-// An entry that was taken and prepared again for a priority of old stands at its old place; its
-// owner skips that.
+// An entry that was taken, and prepared again for an old priority, still has its stale queue item.
+// Its owner skips that.
 TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(1, 5);
   queue->push(2, 5);

@@ -7,7 +7,8 @@ add_library(frugal_reference STATIC ${tests}/reference/reference.cpp)
 target_include_directories(frugal_reference PUBLIC ${tests} ${CMAKE_SOURCE_DIR}/include)
 target_link_libraries(frugal_reference PUBLIC frugal_flags)
 
-# Memory of a device is the run-time seam's, so this one is linked with the library's objects.
+# A device's memory belongs to the device interface, so this one is linked with the library's
+# objects.
 set(oracle_sources oracle.cpp driver.cpp processes.cpp replay.cpp script.cpp)
 list(TRANSFORM oracle_sources PREPEND ${tests}/oracle/)
 add_library(frugal_oracle OBJECT ${oracle_sources})

@@ -183,7 +183,7 @@ class ScriptMaker {
     if (random_.Chance(0.2)) o.clip_norm = random_.PowerOfTen(-2, 1);
     if (random_.Chance(0.2)) o.weight_bound = random_.PowerOfTen(-2, 1);
     if (random_.Chance(0.3)) o.grad_scale = random_.PowerOfTen(-3, 1);
-    // Each is looked at by one kind.
+    // One optimizer kind each reads these.
     if (random_.Chance(0.5)) o.flags |= FRUGAL_OPT_NESTEROV | FRUGAL_OPT_NO_BIAS_CORRECTION;
     if (random_.Chance(0.3)) o.flags |= FRUGAL_OPT_MEAN_RANKS;
     return o;
@@ -264,7 +264,7 @@ class ScriptMaker {
     }
     const uint32_t world = script_.config.world_size;
     std::vector<bool> present(world, true);
-    bool may_abort = true;  // with staleness: once between two boundaries
+    bool may_abort = true;  // with staleness: once between two step boundaries
     for (size_t i = 0; i < n; ++i) {
       const bool boundary = script_.boundaries.count(i) != 0;
       if (boundary) {
@@ -568,7 +568,7 @@ class ScriptMaker {
     for (Action& push : pushes) all.push_back(std::move(push));
     if (random_.Chance(0.35)) random_.Shuffle(&all);
 
-    // In a step that is being aborted it depends on timing what these answer.
+    // In a step that is being aborted, the results of these calls depend on timing.
     const bool steady = commits && (exact() || script_.aborts == 0);
     auto add = [&](Action action) {
       all.insert(all.begin() + static_cast<ptrdiff_t>(random_.Below(all.size() + 1)),
@@ -672,7 +672,7 @@ class ScriptMaker {
       action.first_step = script_.StepNumber(from);
       action.optimizer = MakeOptimizer(first.kind, first.initial_accumulator);
       script_.changes.push_back({t, action.first_step, action.optimizer});
-      // These places are passed whatever is aborted: no call before them can be told of an abort.
+      // These points are passed whatever is aborted: no call before them can return an abort.
       std::vector<Action>& actions =
           random_.Chance(0.5) ? step.attempts[0].before : step.attempts.back().inside;
       const bool front = &actions == &step.attempts[0].before;
@@ -765,15 +765,15 @@ class ScriptMaker {
   void LeaveUncommitted() {
     Random random(script_.seed * 139);  // another sequence, as for devices
     script_.killed = true;
-    // In most of them nobody writes what no gate has asked for: it is read out as it waits.
+    // In most of them no thread writes what no gate has asked for: it is read out while it waits.
     if (random.Chance(0.7)) {
       script_.config.flush_mode = FRUGAL_FLUSH_DEFERRED;
       script_.config.flush_threads = 0;
       script_.config.pending_bytes = uint64_t{1} << 30;
     }
     script_.boundaries.erase(script_.steps);
-    // Who has done its last call is told of no abort. With staleness one may come late, so nothing
-    // is aborted there.
+    // A rank that has made its last call receives no abort. With staleness an abort may come late,
+    // so nothing is aborted there.
     if (!exact()) script_.boundaries[script_.steps - 1];
     std::vector<Attempt*> last;
     for (RankSpec& rank : script_.ranks) {

@@ -1,5 +1,5 @@
 // What an engine's commits and flush threads work on, without an engine: ranks, tables whose rows
-// tell how often they were updated, and who writes them.
+// show how often they were updated, and their writers.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -63,7 +63,7 @@ struct EngineParts {
   RankGradients gradients(const TableRef& table, uint64_t step, uint32_t rank, const Slots& slots) {
     return gradients(table, resolved_part(pool, step, rank, slots));
   }
-  // What ranks hand over, each for its slots.
+  // The update of what ranks submit, each for its slots.
   UpdateRef update(const TableRef& table, uint64_t step, const std::vector<Slots>& of_ranks) {
     UpdateRef u = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
     u->step = step;
