@@ -948,7 +948,7 @@ void Scene::Caller::OutsideCall() {
       std::memset(&info, 0, sizeof info);
       info.struct_size = sizeof info;
       if (!found) break;
-      // It may have been dropped meanwhile; no counter says which was.
+      // It may have been dropped meanwhile; the test does not know.
       Doing("frugal_table_describe");
       Answer("frugal_table_describe", frugal_table_describe(found, &info), {});
       break;

@@ -293,7 +293,7 @@ TEST(Futex, WordThatIsMappedReadOnly) {
   std::atomic<bool> done{false};
   std::thread waiter([&] {
     while (read->load() == 0) futex_wait(word, 0, kNever);
-    // A waker may lack the right to write the word, too.
+    // Its waker cannot write the word either.
     while (!done.load()) futex_wait(word, 1, kNever);
   });
   written->store(1);

@@ -3246,10 +3246,8 @@ TEST(Read, BesideTheRestOfAnAbort) {
   }
 }
 
-// The window keeps the low bits of the step in which a row was touched last. Rows that are left
-// alone until those have wrapped around, with an update that is not written yet, are read right.
-// The call that ends the step writes them, without other threads. AUTO does not defer them, however
-// idle the processors are.
+// The call that ends a small step writes its updates, without other threads. AUTO does not defer
+// them, however idle the processors are.
 TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
   for (uint32_t world : {1u, 2u}) {
     Engine engine(world, [](frugal_config* c) { c->flush_threads = 2; });
@@ -3279,6 +3277,8 @@ TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
   }
 }
 
+// The window keeps the low bits of the step in which a row was touched last. A row with a pending
+// update, left alone until those bits have wrapped around, is read right.
 TEST(Window, ARowLeftAloneFor500Steps) {
   constexpr uint64_t kLookahead = 15;
   for (uint64_t gap = 490; gap <= 560; ++gap) {

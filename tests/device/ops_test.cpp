@@ -451,7 +451,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     a.out_stride = dim * sizeof(float);
     const Extent e = extent(random);
     const Shape shape = gather_shape(&a, e);
-    // The blocks of the other rows are in the same launch.
+    // Rows in HBM have further blocks.
     ASSERT_GT(a.host_items, 0u);
     ASSERT_GT(a.hbm_items, 0u);
     EXPECT_LE(a.host_blocks, e.link_blocks);

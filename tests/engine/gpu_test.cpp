@@ -204,8 +204,7 @@ std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint
   return engine.Rows(table, rows, dim);
 }
 
-// --- Caches
-// ---------------------------------------------------------------------------------------
+// --- Caches --------------------------------------------------------------------------------------
 
 // A declaration that comes when its step's cache refresh has been planned. It reads cached rows
 // that the plan leaves for later: the refresh brings them up to date all the same.
@@ -1746,8 +1745,7 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   LosesKeys(true);
 }
 
-// --- Attached: with a controller only
-// --------------------------------------------------------------
+// --- Attached: with a controller only ------------------------------------------------------------
 
 class AttachedGpu : public testing::Test {
   void SetUp() override {

@@ -57,7 +57,7 @@ std::string g_folder;  // of the service
   _exit(status);
 }
 
-// Counts reported losses and aborts. Too many of them end the failures, and then the job.
+// Counts reported failures. Too many of them end the injected failures, and then the job.
 void told(const std::string& why) {
   ++g_told;
   if (g_peer) return;

@@ -644,8 +644,7 @@ TEST(Attaching, CanceledThreads) {
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, open.answer.load());
 }
 
-// --- The end of a controller
-// -----------------------------------------------------------------------
+// --- The end of a controller ---------------------------------------------------------------------
 
 class Ends : public Calls {};
 INSTANTIATE_TEST_SUITE_P(Kinds, Ends, testing::ValuesIn(kKinds + 2, kKinds + 4),

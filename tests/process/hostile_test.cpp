@@ -95,8 +95,7 @@ void Ok(int status, const char* what) {
 }
 #define OK(call) Ok((call), #call)
 
-// --- The job
-// ---------------------------------------------------------------------------------------
+// --- The job -------------------------------------------------------------------------------------
 
 frugal_config JobConfig() {
   frugal_config c = FRUGAL_CONFIG_INIT;
@@ -333,8 +332,7 @@ class Job {
   bool over_ = false, undo_ = false;
 };
 
-// --- Processes
-// --------------------------------------------------------------------------------------
+// --- Processes -----------------------------------------------------------------------------------
 
 // This program with other arguments. What it says comes line by line.
 class Process {
@@ -389,8 +387,7 @@ void Say(const char* what) {
   if (dprintf(1, "%s\n", what) < 0) _exit(1);
 }
 
-// --- Enemies
-// ----------------------------------------------------------------------------------------
+// --- Enemies -------------------------------------------------------------------------------------
 
 enum class How {
   kAtOnce,  // it has the rank, and breaks a rule
@@ -943,8 +940,7 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
   return 1;
 }
 
-// --- What happens
-// -----------------------------------------------------------------------------------
+// --- What happens --------------------------------------------------------------------------------
 
 // The most memory that the controller has had since the last call.
 long PeakKib(pid_t pid) {

@@ -299,8 +299,7 @@ void Schedule::print() const {
   }
 }
 
-// --- Points
-// ----------------------------------------------------------------------------------------
+// --- Points --------------------------------------------------------------------------------------
 
 namespace {
 enum Leave : bool { kStay, kLeave };
@@ -401,8 +400,7 @@ void Schedule::sleep(uint64_t ns) {
   pass(*this, s, kStay);
 }
 
-// --- Many
-// ------------------------------------------------------------------------------------------
+// --- Many ----------------------------------------------------------------------------------------
 
 void explore(const char* name, uint64_t rounds, const std::function<void(Schedule&)>& one) {
   struct sigaction on {}, before;
