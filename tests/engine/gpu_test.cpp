@@ -257,8 +257,8 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
       ASSERT_OK(frugal_push_grad(gpu, &there, 1));
       ASSERT_OK(frugal_push_grad(cpu, &here, 1));
       device.memory->Collect();
-      std::this_thread::sleep_for(
-          std::chrono::milliseconds(2));  // so that it is likely to be planned
+      // So that the cache refresh is likely to be planned.
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
       // What no thread waits for stays undone.
       device.sim->set_delays({0, 0, 100, 0, 30'000});
     }

@@ -137,18 +137,19 @@ struct World {
       Lock lock(parts.mu);
       return all_committed() && !parts.tables.any_pending() && !parts.workers.applying();
     };
-    HOLDS(schedule, parts.workers.wait(
-                        UINT64_MAX, []() -> Status { return FRUGAL_OK; }, over,
-                        [&] { return parts.workers.help(false) || parts.flusher.write(UINT64_MAX); },
-                        [] { return false; }) == FRUGAL_OK);
+    HOLDS(schedule,
+          parts.workers.wait(
+              UINT64_MAX, []() -> Status { return FRUGAL_OK; }, over,
+              [&] { return parts.workers.help(false) || parts.flusher.write(UINT64_MAX); },
+              [] { return false; }) == FRUGAL_OK);
   }
 
   Schedule& schedule;
   CommitParts parts;
-  StepGate gate{{parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations,
-                 parts.pacing, parts.tables, parts.flusher},
-                {[](uint64_t) { return false; }, [](uint64_t) { return false; },
-                 [] { return false; }}};
+  StepGate gate{
+      {parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations, parts.pacing,
+       parts.tables, parts.flusher},
+      {[](uint64_t) { return false; }, [](uint64_t) { return false; }, [] { return false; }}};
   const TableRef table;
   TrainerRef trainers[kRanks];
   Slots handed[kSteps][kRanks];

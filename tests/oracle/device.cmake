@@ -1,4 +1,5 @@
-# The one-thread reference, and the oracle on devices. ./dev gpu builds these two without the other tests.
+# The one-thread reference, and the oracle on devices. ./dev gpu builds these two without the other
+# tests.
 include_guard(GLOBAL)
 set(tests ${CMAKE_CURRENT_LIST_DIR}/..)
 
@@ -14,4 +15,5 @@ list(TRANSFORM oracle_sources PREPEND ${tests}/oracle/)
 add_library(frugal_oracle OBJECT ${oracle_sources})
 target_link_libraries(frugal_oracle PUBLIC frugal_reference)
 add_executable(oracle_device ${tests}/oracle/device.cpp ${tests}/oracle/far.cpp)
-target_link_libraries(oracle_device PRIVATE frugal_oracle frugal_objects frugal_sim frugal_reference)
+target_link_libraries(oracle_device PRIVATE
+  frugal_oracle frugal_objects frugal_sim frugal_reference)

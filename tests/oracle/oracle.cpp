@@ -76,9 +76,8 @@ struct Totals {
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;
   frugal_stats stats = {};
-  FarCounts far = {};      // Tables with a storage tier, and those of them with memory for at most
-                           // 5 % of the rows.
-  // Tables with a store behind the memory; for 5 % of the rows at most that is.
+  FarCounts far = {};      // of runs with processes
+  // Tables with a storage tier, and those of them with memory for at most 5 % of the rows.
   uint64_t far_tables = 0, scarce = 0;
 };
 

@@ -653,7 +653,7 @@ TEST_F(Control, ASecondControllerIsRefused) {
 TEST_F(Control, ConnectWaitsForTheController) {
   const int before = g_attempts.load();
   std::thread later([&] {
-    g_attempts.wait(before);  // the listener was missing
+    g_attempts.wait(before);  // an attempt has failed: nothing listened
     serve();
   });
   client = connected();

@@ -983,15 +983,14 @@ class World {
   void HonestSteps(Job& job) {
     steps_ += kSteps;
     Process honest({"--honest", folder_.address(), std::to_string(steps_)});
-    CHECK(honest.Line() ==
-          "in");  // the rank's former trainer has left, so no step would wait for this one
+    // The rank's former trainer has left, so no step would wait for this one.
+    CHECK(honest.Line() == "in");
     (void)job.InVain();
     job.Allow(steps_);
     if (honest.Wait() != 0) Die(std::string(mode_name) + ": an honest process has failed");
     job.AwaitSteps(steps_);
-    OK(frugal_flush(
-        job.first().engine,
-        kBoundMs));  // its rank gradients are in its own memory until they are written
+    // Its rank gradients are in its own memory until they are written.
+    OK(frugal_flush(job.first().engine, kBoundMs));
   }
 
   void Try(const Mode& mode, Job& job, double usual) {

@@ -28,7 +28,7 @@ inline std::vector<std::string> open_files_of(pid_t pid) {
   for (const std::string& number : entries_of(folder)) {
     char what[256];
     const ssize_t n = readlink((folder + number).c_str(), what, sizeof what);
-    if (n < 0) continue;  // it was closed meanwhile, as the folder's own one was
+    if (n < 0) continue;  // it was closed meanwhile, as the folder's own was
     const std::string file(what, static_cast<size_t>(n));
     if (file.rfind("pipe:", 0) != 0) files.push_back(number + " " + file);
   }
