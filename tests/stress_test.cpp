@@ -1003,7 +1003,8 @@ void Scene::FinalChecks(Caller* caller) {
   std::vector<frugal_trainer*> ranks(config_.world_size);
   for (bool again : {false, true}) {
     for (uint32_t r = 0; r < ranks.size(); ++r) {
-      // Who was never there joins at any time, and only then do the steps of the others commit.
+      // A rank that was never there joins at any time, and only then do the steps of the others
+      // commit.
       if (!again && *joined_[r]) continue;
       frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
       config.rank = r;
@@ -1053,7 +1054,7 @@ void Scene::FinalChecks(Caller* caller) {
     if (!EXPECT_ANSWER(frugal_table_count, table, &count)) return;
     if (count != there)
       caller->Fault("frugal_table_count", FRUGAL_OK, "not the number of rows that get finds");
-    // No place is lost to a step that was aborted, or to a declaration.
+    // No slot is lost to an aborted step, or to a declaration.
     if (!EXPECT_ANSWER(frugal_delete, table, keys.data(), keys.size(), nullptr)) return;
     keys.clear();
     for (uint64_t i = 0; i < spec.capacity; ++i) keys.push_back(spec.hashed ? i + 1000 : i);

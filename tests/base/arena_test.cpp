@@ -73,7 +73,7 @@ TEST(Arenas, ManyPiecesAreInFewSegments) {
   EXPECT_EQ(descriptors_of(getpid()), files);
 }
 
-// Who still has an address of what is gone sees nothing of what comes after it.
+// A thread that still has an address of released memory does not see what comes after it.
 TEST(Arenas, AddressesAreNotUsedAgainSoon) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));

@@ -55,7 +55,7 @@ TEST(Shared, TwoMappingsOfTheSame) {
   EXPECT_STREQ(theirs.base + 4711, "from one side");
   std::strcpy(theirs.base + 4711, "from the other");
   EXPECT_STREQ(reader.base + 4711, "from the other");
-  // The reader cannot write, nor who gave it up.
+  // Neither a reader can write, nor a writer that has made its mapping read-only.
   EXPECT_EQ(1000 + SIGSEGV, Child([&] {
               // Mappings are not inherited: this child makes its own.
               signal(SIGSEGV, SIG_DFL);

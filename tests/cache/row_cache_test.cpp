@@ -146,7 +146,7 @@ TEST_F(RowCacheTest, LinesThatAreAddedToGoLater) {
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
 }
 
-// Declarations come and go: what is known of a line is asked again before it goes.
+// Declarations come and go: the next read of a cached row is checked again before its eviction.
 TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
   open(2);
   refresh(1, {{1, kNever}, {2, 9}});
@@ -243,8 +243,8 @@ class Walk {
     lines_ = choices[random_.below(6)];
     optimizer_ = random_.one_in(2) ? FRUGAL_ADAM : FRUGAL_ROWWISE_ADAGRAD;
     hot_ = random_.one_in(2);
-    // Where refreshes are added to, or memory fails, lines may be in no list, and the choice may
-    // be another one.
+    // Where refreshes are added to, or memory fails, cached rows may be in no list, and the choice
+    // may be another one.
     added_to_ = random_.one_in(2);
     memory_fails_ = random_.one_in(4);
     EXPECT_EQ(host_.open(rows_config(kRows, 6, optimizer_), nullptr), FRUGAL_OK);
@@ -328,7 +328,7 @@ class Walk {
     CachedRowUpdate& touched = due[0].planned ? plan.update : due[0].other;
     cache_.touched(parts, kOwner, &touched);
     check_touched(*update, touched);
-    // The host rows, and the lines that were there.
+    // The host rows, and the rows that were cached.
     update->make_list();
     ApplyScratch scratch(ranks, 0);
     std::vector<uint32_t> all(update->n);
@@ -498,7 +498,7 @@ class Walk {
   int32_t optimizer_;
   bool hot_, added_to_, memory_fails_;
   std::map<uint64_t, std::set<uint32_t>> reads_;  // by step
-  std::map<uint32_t, uint32_t> model_;            // row to line
+  std::map<uint32_t, uint32_t> model_;            // row to cache slot
   PartRef own_;                                   // of the step before
   std::set<uint32_t> read_, fresh_;               // by the step; came in at its refresh
   Vector<uint32_t> admitted_, to_;

@@ -1167,8 +1167,8 @@ TEST(Tables, MemoryThatIsNotThere) {
   }
 }
 
-// More than the machine has, but less than it can address: told before any of it is touched, for an
-// overcommitting kernel would end the process on the way.
+// More than the machine has, but less than it can address: the call reports it before it touches
+// any of it. Else an overcommitting kernel would end the process on the way.
 TEST(Tables, MoreMemoryThanTheMachineHas) {
   std::ifstream meminfo("/proc/meminfo");
   std::string word;
@@ -1575,7 +1575,7 @@ TEST(Trainers, ClosingBesideAnOpenGate) {
 }
 
 // Rows that a step has created before there were caches are not cached by the second one either: an
-// abort takes them back, and their places may become other rows.
+// abort takes them back, and their slots may become other rows.
 TEST(Trainers, ASecondCacheJoinsBeforeAnAbort) {
   Engine engine(3, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 64, 1, [](frugal_table_config* c) {
@@ -1610,7 +1610,7 @@ TEST(Trainers, ASecondCacheJoinsBeforeAnAbort) {
 // --- Steps ---
 
 // A step_begin whose gate is open, and that is closed before it has begun, ends, too: neither the
-// caller nor who closes hangs.
+// caller nor the closing thread hangs.
 TEST(Trainers, ClosingWhileStepsBegin) {
   for (int round = 0; round < 200; ++round) {
     SCOPED_TRACE(round);
@@ -1810,7 +1810,7 @@ TEST(Abort, UndoesTheStepOnAllRanks) {
   EXPECT_REFUSED(frugal_step_abort(b), FRUGAL_ERR_NOT_IN_STEP);
   EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ABORTED);
   EXPECT_NE(LastMessage().find("11"), std::string::npos) << LastMessage();
-  EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ORDER);  // told once
+  EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ORDER);  // reported once
   EXPECT_EQ(Count(table), 1u);
   EXPECT_EQ(GetOne(table, 1), -2.0f);
 
@@ -3348,7 +3348,7 @@ TEST(Stats, CountWhatRanksThatHaveLeftDid) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    for (uint64_t times = 1; times <= 2; ++times) {  // the second joins in the first's place
+    for (uint64_t times = 1; times <= 2; ++times) {  // the second joins as the same rank
       frugal_trainer* trainer = engine.Trainer(rank);
       RowOp row(table, {3}, 1);
       const frugal_stats before = engine.Stats();

@@ -265,7 +265,7 @@ uint32_t random_dim(Random& random) {
   return 1 + static_cast<uint32_t>(random.below(130));
 }
 
-// A gradient source over random memory, with the terms it stands for.
+// A gradient source over random memory, with the terms that it yields.
 struct Gradients {
   Gradients(uint32_t dim_in, size_t n, Random& random, double special, bool general) : dim(dim_in) {
     stride = dim * sizeof(float) + random.below(3) * 4 * random.below(9);

@@ -254,7 +254,7 @@ struct Batch {
   PartPtr part;
 };
 
-// A word of four bytes, of which no two kinds of rows share one.
+// A source has four bytes, and no two kinds of rows share one.
 TEST(Source, Kinds) {
   static_assert(sizeof(Source) == 4);
   EXPECT_FALSE(Source().is_own());
@@ -292,8 +292,8 @@ Batch random_batch(Runtime& d, Random& random, uint32_t rows, uint32_t dim) {
 
 size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_stride; }
 
-// Where rows are read: in host rows, lines, or staged rows. Lines hold other values than the host
-// row of their slot, so that it shows which was read.
+// Where rows are read: in host rows, cached rows, or prepared rows. Cached rows hold other values
+// than the host row of their slot, so that it shows which was read.
 struct Places {
   Places(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
          bool all_staged)
@@ -421,8 +421,8 @@ TEST_F(ReadTest, GatherRows) {
   });
 }
 
-// A row of host memory crosses the link once, however often it is in the batch: gathered, or staged
-// if it has more than a run of positions.
+// A row of host memory crosses the PCIe bus once, however often it is in the batch: gathered, or
+// prepared if it has more than a run of positions.
 TEST_F(ReadTest, HostRowsAreReadOnce) {
   for_seeds(20, [&](Random& random) {
     const uint32_t dim = random.one_of({32u, 64u, 128u}), rows = 200;
@@ -1000,8 +1000,8 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
   return o;
 }
 
-// Host rows come into lines, the terms of several ranks are added up, lines are updated: the same
-// bits as in the host rows.
+// Host rows become cached rows, the terms of several ranks are added up, cached rows are updated:
+// the same bits as in the host rows.
 TEST_F(OpsTest, LinesFollowHostRows) {
   constexpr int32_t kKinds[] = {
       FRUGAL_SGD,  FRUGAL_MOMENTUM, FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD,

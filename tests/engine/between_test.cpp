@@ -71,10 +71,10 @@ namespace {
 
 using BetweenTest = TierEngine;
 
-// A call of an earlier step takes the places of a step that is about to begin, or none of one that
+// A call of an earlier step takes the slots of a step that is about to begin, or none of one that
 // has begun.
 TEST_F(BetweenTest, AStepBeginsWithThePlacesThatItsGateHasFound) {
-  timeout_ms = 200;  // of a call that finds no places
+  timeout_ms = 200;  // of a call that finds no slots
   const Keys first = {1, 2, 3}, more = {4, 5};
   int taken = 0, kept = 0;
   for (int n = 1;; ++n) {

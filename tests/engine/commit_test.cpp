@@ -163,7 +163,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
   EXPECT_FALSE(parts.tables.any_pending());
 }
 
-// Whatever request for memory fails: nothing of the step is written; the next who tries goes on.
+// Whatever request for memory fails: nothing of the step is written, and the next try goes on.
 TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   const TrainerRef cached = parts.join(0, true);
   const TableRef one = parts.add_table(2000), other = parts.add_table(100);

@@ -101,7 +101,7 @@ class World {
     return keys;
   }
 
-  // --- Work that anybody does ---
+  // --- Work of any thread ---
 
   bool resolve(uint64_t up_to) {
     Declarations::Item item;

@@ -309,7 +309,7 @@ TEST_F(DeclarationsTest, RowsAreWarmedInOrderUpToALimit) {
   EXPECT_FALSE(all.next_to_warm(1, 7 * row, 2, true, &item, &from, &end));
 }
 
-// Of a hashed table, which has two places.
+// For a hashed table, which has two slots.
 struct DeclaredHoldersTest : DeclarationsTest {
   TableRef of = std::allocate_shared<Table>(HeapAllocator<Table>());
   void SetUp() override {
@@ -395,7 +395,7 @@ TEST_F(DeclaredHoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
   resolve();
   undo({10});
   ASSERT_TRUE(all.close(only(one)) && all.close(only(other)));
-  EXPECT_TRUE(sure());  // both hold the place until they are out
+  EXPECT_TRUE(sure());  // both hold the slot until they are out
   EXPECT_TRUE(all.take_out(only(one)));
   EXPECT_EQ(free_places(), 1u);
   EXPECT_TRUE(all.take_out(only(other)));

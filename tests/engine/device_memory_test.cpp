@@ -63,7 +63,7 @@ TEST_F(DeviceMemory, WhatStaysDoesNotCirculate) {
   EXPECT_EQ(sim->live().allocations, 0u);
 }
 
-// Where the device has no more, what is kept goes before anybody is refused.
+// Where the device has no more memory, kept buffers go before a request is refused.
 TEST_F(DeviceMemory, WhatIsKeptGoesFirst) {
   sim->set_memory_bytes(size_t{1} << 20);
   DeviceBuffer small = get(size_t{256} << 10);

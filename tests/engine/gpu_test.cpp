@@ -331,7 +331,7 @@ void DeclaredBatchesDoNotWait(double cache) {
     ASSERT_OK(frugal_prefetch(gpu, step, &op, 1, &batch));
     batches.push_back(batch);
   };
-  // Steps before, so that there are lines that it reads.
+  // Steps before, so that it reads cached rows.
   const uint64_t last = cache == 0 ? 0 : 20;
   for (uint64_t s = 0; s <= std::min<uint64_t>(last, 3); ++s) declare(s);
   for (uint64_t s = 0; s < last; ++s) {
@@ -825,7 +825,7 @@ TEST(Gpu, EveryKernelIsLaunched) {
     }
     EXPECT_TRUE(Same(engine.Rows(table, 60, 12), host.Rows(same, 60, 12))) << kind;
   }
-  // Frequent rows are staged where no line holds them.
+  // Frequent rows are prepared where they are not cached.
   {
     Engine engine(1);
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 60, 12);
@@ -1010,7 +1010,7 @@ TEST(GpuMemory, StepsInFlightKeepTheirMemory) {
   EXPECT_GT(stats.cache_planned, 0u);
 }
 
-// cache_bytes are what the lines may take of the device.
+// cache_bytes limit the device memory of the cached rows.
 TEST(GpuMemory, ACacheTakesNoMoreThanItsBytes) {
   Device device(3);
   uint64_t bytes[2];
@@ -1484,7 +1484,7 @@ TEST(Gpu, ClosedBesideALook) {
     Device device;
     device.sim->set_delays({0, 100, 0, 20'000, 0});
     Engine engine(1, [](frugal_config* c) {
-      c->timeout_ms = 0;  // so that what is in flight is not waited for at the beginning
+      c->timeout_ms = 0;  // so that device work in flight is not waited for at the beginning
       c->flush_threads = 0;
     });
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
@@ -1593,7 +1593,7 @@ TEST(GpuReset, TheGateOfAnotherRank) {
   }
 }
 
-// The engine is closed, with time to wait for what is in flight and without.
+// The engine is closed, with time to wait for device work in flight and without.
 TEST(GpuReset, TheEngineIsClosed) {
   for (const int64_t timeout_ms : {0, 1000}) {
     Device device;
@@ -1671,7 +1671,7 @@ TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
   EXPECT_GT(stalled, 0);
 }
 
-// Another rank aborts a step that is in flight.
+// Another rank aborts a step with device work in flight.
 TEST(GpuReset, AnAbort) {
   Device device;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
@@ -1688,7 +1688,7 @@ TEST(GpuReset, AnAbort) {
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
-// Closed before anybody has found out: what it has ended is undone, and the others go on.
+// Closed before any call has found out: what it has ended is undone, and the others go on.
 TEST(GpuFailures, ClosedWithAStepInFlight) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t threads = i % 2;
@@ -1821,7 +1821,7 @@ void DeclaredSteps(frugal_trainer* trainer, Device& device, frugal_table* table,
   }
 }
 
-// No memory of the device for lines: the trainer works without a cache of that table.
+// No device memory for cached rows: the trainer works without a cache of that table.
 TEST_F(AttachedGpu, NoMemoryForLines) {
   Device device;
   Engine engine(1);
@@ -1942,7 +1942,7 @@ TEST_F(AttachedGpu, TakenOver) {
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   config.device = spare.name.c_str();
   config.flags = FRUGAL_TRAINER_REPLACE;
-  // As another process would: attached by itself.
+  // Attached as another process would be.
   frugal_config other = FRUGAL_CONFIG_INIT;
   const std::string address = engine.folder.address();
   other.world_size = 1;

@@ -15,7 +15,7 @@
 
 namespace frugal::loading_parts_test {
 
-// Of a table with three places.
+// For a table with three slots.
 struct ArrivingTest : testing::Test {
   MemoryBudget budget;
   BufferPool pool;
@@ -61,7 +61,7 @@ struct ArrivingTest : testing::Test {
     item.part()->slots.reset();
     return s;
   }
-  // Of the next; BUSY if it has found no places.
+  // Resolves the next part; BUSY if it has found no slots.
   Status resolve(BatchRef* which = nullptr) {
     Declarations::Item item;
     if (!next(&item)) return FRUGAL_ERR_NOT_FOUND;

@@ -410,7 +410,7 @@ TEST_F(RowPathTest, APushIsSummedByRow) {
   EXPECT_EQ(view.keys, 3u);
 }
 
-// A later push of the table is kept by itself, and goes when its call fails; so does a first one.
+// A later push of the table is kept apart, and goes when its call fails; so does a first one.
 TEST_F(RowPathTest, APushThatFailsLeavesWhatWasBefore) {
   const std::vector<uint64_t> keys{9}, later{2};
   ASSERT_OK(push(op(table, keys), gradients({1})));

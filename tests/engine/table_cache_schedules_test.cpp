@@ -125,7 +125,7 @@ class World {
   struct Row {
     std::vector<Version> versions;
     size_t applied = 0;  // the one that is in the host row
-    size_t in_line = 0;  // the one that a line has to have since the last refresh
+    size_t in_line = 0;  // the one that a cached row has to have since the last refresh
     bool writing = false;
   };
 
@@ -311,7 +311,7 @@ class World {
           ++in_lines;
           continue;
         }
-        // Whose line has gone is not waited for by the gate.
+        // The gate does not wait for a row whose cached row has gone.
         if (rank == 0 && !p->sources)
           while (window_.force(&slot, 1, window_.next_commit()))
             if (!help(kFirst + i)) s_.pause();

@@ -208,7 +208,7 @@ TEST_F(WorkersTest, GatesWaitForUpdates) {
   EXPECT_FALSE(workers->applying());
   EXPECT_EQ(finished, 2);
   EXPECT_TRUE(one.each_once() && two.each_once());
-  // One that fails counts as done after health has told.
+  // A failed loop counts as done after health has reported it.
   Loop three(4);
   three.lacks = 2;
   workers->publish({apply_job(three, &finished)});

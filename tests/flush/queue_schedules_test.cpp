@@ -204,7 +204,7 @@ class Unlocked {
   }
   uint8_t some_prio() { return static_cast<uint8_t>(r_.below(3)); }
 
-  // Each has entries of its own, since who pushes knows that they are not queued.
+  // Each thread has entries of its own, since a pushing thread knows that they are not queued.
   void push(uint32_t t) {
     for (uint32_t id = t; id < kIds; id += 2) {
       const uint8_t prio = some_prio();
@@ -223,7 +223,7 @@ class Unlocked {
       queue_->move(id, prio);
     }
   }
-  // Returns whether there were any places.
+  // Returns whether there were any queue items.
   bool take(uint64_t most) {
     bool any = false;
     for (uint64_t n = most; n > 0; --n) {

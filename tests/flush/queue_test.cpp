@@ -52,7 +52,7 @@ struct Names {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Queues, QueueTest, testing::Bool(), Names());
-// What only the two-level queue has: stale places, blocks of memory.
+// What only the two-level queue has: stale queue items, blocks of memory.
 struct TwoLevelTest : QueueTest {};
 INSTANTIATE_TEST_SUITE_P(Queues, TwoLevelTest, testing::Values(false), Names());
 
@@ -97,7 +97,7 @@ TEST_P(QueueTest, AnAdjustedEntryIsThereOnce) {
        {uint8_t{40}, uint8_t{5}, uint8_t{5}, kInfinity, uint8_t{20}, uint8_t{35}})
     queue->adjust(1, prio);
   EXPECT_EQ(pop(0, kRing, 8), (Ids{2, 1}));
-  // Its former places do not bring it back, nor do they count for it when it is queued again.
+  // Its former queue items do not bring it back, nor do they count for it when it is queued again.
   queue->push(1, 50);
   EXPECT_EQ(pop(0, 49, 8), Ids());
   EXPECT_EQ(pop(0, 50, 8), Ids{1});
@@ -323,8 +323,8 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
     queue->adjust(
         id, prio[id] = random.one_in(3) ? kInfinity : static_cast<uint8_t>(random.below(kRing)));
   }
-  // 200,000 places are 393 blocks. Half of those that stay may be stale, and each of 65 bags has
-  // one begun.
+  // 200,000 queue items are 393 blocks. Half of those that stay may be stale, and each of 65
+  // buckets has one begun.
   EXPECT_LE(count.so_far(), 150);
   const Ids got = pop(0, kRing, all.size() + 1);
   for (size_t i = 1; i < got.size(); ++i)
@@ -382,7 +382,8 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   }
   queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
-  // Of a piece that memory ran short for some are in, until the stage is dropped.
+  // If memory runs short for a piece, some of its entries are in, until the prepared ones are
+  // dropped.
   const Ids all = range(0, 3000);
   for (int64_t n = 1; n <= 3; ++n) {
     HeapFails fails(n);

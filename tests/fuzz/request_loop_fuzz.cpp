@@ -62,7 +62,7 @@ struct World {
     Check(engine->create_table(t, &tables[1], true) == FRUGAL_OK);
     honest = Join(0);
     dense.assign(kRows * kDim, 0);
-    Step();  // who begins first says which step that is
+    Step();  // the first rank that begins says which step that is
   }
   TrainerRef Join(uint32_t rank) {
     frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;

@@ -712,7 +712,7 @@ void RankDriver::DoPrefetch(const Action& action) {
                                          ops.size(), &batch);
   FetchOps(action, Use::kPrefetch);
   for (Buffers& buffers : buffers_) buffers.Spoil();
-  // With staleness, an abort that this rank was not told of yet may have set it far back.
+  // With staleness, an abort that this rank has not received yet may have set it far back.
   if (status == FRUGAL_ERR_STEP_RANGE && !run_.exact() && script_.aborts > 0) return;
   if (Check(status, FRUGAL_OK, "prefetch") != Result::kOk) return;
   if (batch == nullptr) run_.Fail(Where() + "prefetch gave a null batch");

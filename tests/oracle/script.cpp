@@ -254,7 +254,7 @@ class ScriptMaker {
     late_chance_ = random_.Chance(0.3) ? 0.5 : 0.1;
   }
 
-  // Who is there in which step, what is aborted, where all meet.
+  // Which ranks are there in which step, what is aborted, where all meet.
   void MakeTimeline() {
     const size_t n = script_.steps;
     script_.boundaries[n];
@@ -451,7 +451,8 @@ class ScriptMaker {
     return op;
   }
 
-  // Puts an action at a random place of a random attempt. Returns false if the rank is away.
+  // Puts an action at a random position of a random attempt. Returns false if the rank is not
+  // there.
   bool Insert(RankStep* step, bool before, Action action) {
     if (step->attempts.empty()) return false;
     Attempt& attempt = step->attempts[random_.Below(step->attempts.size())];
@@ -600,7 +601,7 @@ class ScriptMaker {
     if (commits && script_.aborts == 0 && random_.Chance(0.04)) {
       attempt->before.push_back(MakeRead());
     }
-    // Declarations that were put here before keep their random places.
+    // Declarations that were put here before keep their random positions.
     std::vector<Action> inside = std::move(attempt->inside);
     for (Action& action : inside) add(std::move(action));
     attempt->inside = std::move(all);
@@ -654,7 +655,7 @@ class ScriptMaker {
     return action;
   }
 
-  // New hyper-parameters at random steps, told by a rank that is in an earlier or the same one.
+  // New hyper-parameters at random steps, set by a rank that is in an earlier or the same one.
   void MakeChanges() {
     const uint64_t count = random_.Weighted({30, 20, 20, 15, 15});
     std::set<std::pair<size_t, size_t>> used;
@@ -793,8 +794,8 @@ class ScriptMaker {
     }
   }
 
-  // From as many places on as the rows have that may be held at a time: of one step, or of as many
-  // as ranks can be inside of.
+  // At least as many slots as rows may be held at a time: those of one step, or of as many as ranks
+  // can be inside of.
   void MakePlaces() {
     Random random(script_.seed * 281);
     const uint64_t apart = std::min<uint64_t>(script_.config.staleness, script_.steps);

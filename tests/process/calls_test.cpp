@@ -650,8 +650,8 @@ class Ends : public Calls {};
 INSTANTIATE_TEST_SUITE_P(Kinds, Ends, testing::ValuesIn(kKinds + 2, kKinds + 4),
                          [](const auto& info) { return info.param.name; });
 
-// What a trainer has done since the last committed step is gone with the controller: it is not told
-// that it is there.
+// What a trainer has done since the last committed step is gone with the controller: no call
+// reports it as present.
 TEST_P(Ends, ReadsOfATrainer) {
   for (const char* moment : {"before", "inside", "ended", "committed", "undone", "waiting"}) {
     SCOPED_TRACE(moment);

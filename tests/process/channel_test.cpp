@@ -144,7 +144,8 @@ TEST(Channel, StreamsAGigabyteBetweenProcesses) {
   EXPECT_EQ(child.Wait(), 0);
 }
 
-// Each waits for the other's word, so every wake-up counts; now and then longer than anyone spins.
+// Each side waits for the other's message, so every wake-up counts; now and then longer than any
+// thread polls.
 TEST(Channel, RoundTripsWithSleepers) {
   Peer controller;
   ASSERT_OK(Create(4096, 0, &controller));
@@ -311,7 +312,7 @@ TEST(Channel, StagingAndReleases) {
   uint64_t offset = 0;
   EXPECT_FALSE(trainer->next_release(&offset));
   EXPECT_EQ(trainer->wait_release(After(1)), FRUGAL_ERR_TIMEOUT);
-  // Several threads release, each its own places; the trainer takes them in turn.
+  // Several threads release, each its own offsets; the trainer takes them in turn.
   constexpr uint64_t kEach = 20'000, kThreads = 3;
   std::vector<std::thread> threads;
   for (uint64_t t = 0; t < kThreads; ++t)

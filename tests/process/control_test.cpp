@@ -1082,7 +1082,8 @@ TEST_F(Control, OneProcessHasSoManyConnections) {
   EXPECT_NE(message.find("close"), std::string::npos) << message;
   const pid_t another = other("attach", &line);
   EXPECT_EQ(line, "0");
-  // A place is free at once, however long the controller is about the one that was closed.
+  // There is room for a connection at once, however long the controller is about the one that was
+  // closed.
   fake.hold(true);
   std::thread caller([&] { (void)mine[0]->drop_table(1, kNeverMs); });
   fake.wait_for([&] { return fake.holding == 1; });
@@ -1301,7 +1302,7 @@ TEST_F(Control, NoMoreConnectionsThanTheLimit) {
   EXPECT_TRUE(e.status == FRUGAL_ERR_PEER_LOST || e.status == FRUGAL_ERR_TIMEOUT) << message;
   EXPECT_EQ(a->ping(kNeverMs), FRUGAL_OK);
   b.reset();
-  d = connected();  // when the place is free
+  d = connected();  // when there is room for a connection
   ASSERT_TRUE(d);
   EXPECT_EQ(d->ping(kNeverMs), FRUGAL_OK);
   EXPECT_EQ(c->ping(kNeverMs), FRUGAL_OK);

@@ -285,8 +285,7 @@ class Job {
         cv_.wait(lock, [&] { return over_ || step < limit_; });
         if (over_) return;
       }
-      // As long as a call waits: whose silence is found out by that is found by the call that waits
-      // for it.
+      // With the default time-out: the call that waits for an unresponsive rank finds that out.
       int s = r.Begin(step, FRUGAL_TIMEOUT_DEFAULT);
       if (s == FRUGAL_OK && r.rank == 0 && Undoes()) {
         OK(frugal_step_abort(r.trainer));
@@ -1005,7 +1004,7 @@ class World {
       Process enemy({"--enemy", mode.name, folder_.address(), std::to_string(steps_)});
       CHECK(enemy.Line() == "acts");
       const uint64_t acts = now_ns();
-      // Who breaks a rule is cut off before anybody waits for it.
+      // A process that breaks a rule is cut off before any thread waits for it.
       if (mode.first || (mode.how == How::kAtOnce && !mode.undone)) CHECK(enemy.Line() == "done");
       if (ranked) {
         if (mode.undone) job.Undo();

@@ -68,7 +68,7 @@ static_assert(sizeof kNames / sizeof *kNames == kPoints);
 constexpr int kPageFd = 100;
 constexpr uint32_t kMaxWorld = 8;
 constexpr int kDone = 0, kLost = 3, kWrong = 4;
-constexpr int64_t kTimeoutMs = 20000;  // who is stopped is replaced; less than watch() waits
+constexpr int64_t kTimeoutMs = 20000;  // a stopped process is replaced; less than watch() waits
 constexpr uint32_t kMaxSteps = 2000;
 
 struct Page {  // shared by all
@@ -369,7 +369,7 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   tc.cache_ratio = o.cache;
   tc.flags = replace ? FRUGAL_TRAINER_REPLACE : 0;
   t.at(kJoining);
-  // Who was killed may not be dead as yet: a signal takes its time on a machine with much to do.
+  // A killed process may not be dead yet: a signal takes its time on a busy machine.
   int32_t joined;
   const uint64_t until = now_ms() + 5000;
   while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS &&
@@ -403,7 +403,7 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
 #endif
   if (rank % 2 == 0) return result;  // without closing
   NEEDS(frugal_close(e));
-  // A thread that was joined stands in /proc for a moment longer.
+  // A joined thread is in /proc for a moment longer.
   for (int i = 0;
        i < 1000 && (threads_of(getpid()) > threads || descriptors_of(getpid()) > descriptors); ++i)
     usleep(1000);

@@ -147,7 +147,7 @@ TEST(Regions, PlacesAreNeverAnothers) {
   }
 }
 
-// What is handed on can be opened anew, and is not written by that.
+// A descriptor that a reader receives can be opened anew, but not for writing.
 TEST(Regions, NobodyElseWrites) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));

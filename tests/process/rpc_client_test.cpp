@@ -103,7 +103,7 @@ TEST_F(TalkTest, AnAnswerHasItsArgumentsAndItsPayload) {
   EXPECT_EQ(got, "payload");
   EXPECT_EQ(e.args[0], 42u);
   EXPECT_EQ(e.args[4], ~uint64_t{42});
-  // What is not read of it is let go.
+  // The unread rest of a reply is released.
   answer(Call::kGet, 2, FRUGAL_OK, 0, "unread");
   answer(Call::kFlush, 3);
   EXPECT_EQ(ask({Call::kGet, {}, {}}), "");

@@ -50,8 +50,8 @@ bool Says(const char* what) { return Error().find(what) != std::string::npos; }
 
 #define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
 
-// After which who says nothing is taken for lost, in tests that wait for that: longer than a
-// machine that has other things to do lets a process wait for its turn.
+// After this time an unresponsive process is taken for lost, in tests that wait for that. It is
+// longer than a busy machine lets a process wait for its turn.
 constexpr int64_t kSilenceMs = 4000;
 
 frugal_config Config(const std::string& address, int64_t timeout_ms = kNeverMs) {
@@ -412,7 +412,7 @@ bool RefusePidfds(uint32_t of_socket, uint32_t of_number) {
   return Filter(program);
 }
 
-// Who could not see the other end die does not attach.
+// A process that could not see the other end die does not attach.
 TEST_F(Service, NoDescriptorForThePeersProcess) {
   auto refuse = [] { return RefusePidfds(EMFILE, EMFILE); };
   auto refused = [&](const std::string& who) {
@@ -1105,7 +1105,7 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   OK(frugal_table_find(other, "hashed", &hashed));
   OK(frugal_table_drop(hashed));
   OK(frugal_step_begin(t, 5, -1));
-  // Who asks outside of steps comes after declarations, and one that was taken back is none.
+  // A call outside of steps comes after declarations. A declaration that was withdrawn is none.
   frugal_stats before{}, after{};
   before.struct_size = after.struct_size = sizeof before;
   OK(frugal_get_stats(e, &before));
@@ -1145,7 +1145,7 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   OK(frugal_close(e));
 }
 
-// Who asks outside of steps waits for its own time only, and takes nothing from the trainer.
+// A call outside of steps waits for its own time only, and takes nothing from the trainer.
 TEST_F(Service, AskedBesideADeclaration) {
   constexpr size_t kKeys = 1000;
   ControllerProgram controller(address());
@@ -1335,8 +1335,8 @@ TEST_F(Service, AJobThatStandsStill) {
   munmap(shared, sizeof(Shared));
 }
 
-// A trainer whose calls all fail is taken for lost as a silent one is: it does not begin the step
-// that was undone.
+// A trainer whose calls all fail is taken for lost like an unresponsive one: it does not begin the
+// step that was undone.
 TEST_F(Service, TrainerWhoseCallsFail) {
   ControllerProgram controller(address());
   frugal_engine* engines[3];
@@ -1410,7 +1410,7 @@ TEST_F(Service, ReplacedTrainersAreClosed) {
     now = next;
     OK(frugal_step_begin(now, 0, FRUGAL_TIMEOUT_INFINITE));
   }
-  // A thread that has said its last word ends a moment later.
+  // A thread ends a moment after its last message.
   for (int i = 0; i < 1000 && threads_of(controller.pid()) > before + 1; ++i) usleep(10000);
   EXPECT_LE(threads_of(controller.pid()), before + 1);
   OK(frugal_close(e));
@@ -1605,7 +1605,7 @@ double CpuSeconds(pid_t pid) {
 // What a process moves by system calls, as its tracer sees them: whatever library makes them.
 struct Moved {
   uint64_t calls = 0, socket = 0, other = 0;  // calls, bytes, bytes
-  uint64_t unclear = 0;                       // calls whose bytes are not told
+  uint64_t unclear = 0;                       // calls whose bytes are unknown
 };
 
 // Runs `body` in a child, and sums up for each value of the number that it sets.
@@ -2612,7 +2612,8 @@ double Field(const std::string& json, const std::string& name) {
 }
 #endif
 
-// Who has attached with FRUGAL_OBSERVE sees a job of two ranks, and changes nothing of it.
+// An engine that is attached with FRUGAL_OBSERVE sees a job of two ranks, and changes nothing of
+// it.
 TEST_F(Service, Observers) {
   ControllerProgram controller(address());
   frugal_engine *a = nullptr, *b = nullptr, *observer = nullptr;
@@ -3228,7 +3229,7 @@ TEST_F(Service, StopAfterDeath) {
     EXPECT_EQ(0, InChild([&] {
       frugal_engine* e = nullptr;
       frugal_trainer* t = nullptr;
-      // And ends without a word.
+      // The process ends without closing anything.
       return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;
     }));
     EXPECT_EQ(0, controller.end(SIGTERM)) << round;

@@ -37,7 +37,8 @@ class BlockRunner {
   BlockRunner(const BlockRunner&) = delete;
   BlockRunner& operator=(const BlockRunner&) = delete;
 
-  // False: a fault, told in `fault`, an array of kFaultText bytes; or no memory for the fibers.
+  // False: a fault, whose text is in `fault`, an array of kFaultText bytes; or no memory for the
+  // fibers.
   bool run(const KernelEntry& kernel, const Shape& shape, const void* arguments, Random* random,
            char* fault);
 

@@ -315,7 +315,7 @@ Result SimRuntime::passed(const char* call, Event e, uint64_t timeout_ns, bool* 
       Unseen unseen;
       mark.reset();
     }
-    // Operations that were passed over did not do what the event stands for.
+    // Operations that were skipped did not do what the event marks.
     return health_->failed() ? faulted(call) : Result();
   });
 }

@@ -910,7 +910,7 @@ TEST(Streams, HeldWorkIsFreedByWhoWaits) {
     ASSERT_FINE(device.sim->record(e, s));
   }
   bool passed = false;
-  // Who only asks gets there, too.
+  // Queries alone get there, too.
   while (!passed) ASSERT_FINE(device.sim->query(e, &passed));
   uint32_t expected = 0;
   for (uint32_t i = 0; i < 20; ++i) expected = expected * 2 + i;
@@ -1235,7 +1235,7 @@ void Provoke(Race race) {
     EXPECT_FINE(device.Finish(a));
     if (words[513] == 77) std::abort();
     words[0] = 6;
-    // What ran before a fault is over when a call has told the fault.
+    // What ran before a fault is over when a call has reported the fault.
     EXPECT_FINE(device.Launch(kWords, {1, 32, 0}, read, a));
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     EXPECT_FINE(device.Launch(kTouch, {2, 32, 0}, TouchArgs{{}, kRead4}, b));

@@ -82,7 +82,7 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
 
   // From the next operation on.
   void set_delays(const Delays& delays);
-  // Its position. Callers have told the order of the operation, and are unseen now.
+  // Returns its position. Callers have reported the operation's order, and are unseen now.
   uint64_t add(std::unique_ptr<Operation> operation);
   // Waits until the mark has passed; false: timeout_ns are over. 0: asks.
   static bool wait(const std::shared_ptr<Mark>& mark, uint64_t timeout_ns);

@@ -49,7 +49,7 @@ TEST(Schedules, ALostUpdate) {
   EXPECT_EQ(wrong(count(true)), 0u);
 }
 
-// One that needs another thread at two places of a long run.
+// An order that needs another thread at two points of a long run.
 TEST(Schedules, AnOrderOfThree) {
   auto run = [](Schedule& s) {
     uint64_t at = 0;

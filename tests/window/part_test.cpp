@@ -137,7 +137,7 @@ TEST_F(PartTest, LentKeysAreCopiedOnce) {
     EXPECT_TRUE(p->same_keys(keys, 3));
   }
   EXPECT_EQ(part->slots.as<uint32_t>()[1], other->slots.as<uint32_t>()[1]);
-  // Who never resolves gives back, too.
+  // A part that is never resolved gives its keys back, too.
   {
     PartRef dropped = make_part();
     ASSERT_OK(
@@ -289,8 +289,8 @@ TEST_F(PartTest, WithoutMemoryNothingIsResolved) {
   EXPECT_GT(without.rounds(), 4);
 }
 
-// Nor does anybody hold a place for what was not resolved. Where buffers are cut from an arena,
-// its lists want memory, too: those of so many keys are pieces of their own.
+// Nor is a slot held for what was not resolved. Where buffers are cut from an arena, its lists need
+// memory, too: those of so many keys are pieces of their own.
 TEST_F(PartTest, WithoutMemoryNoPlaceIsHeld) {
   std::vector<uint64_t> keys(kHugePage / sizeof(uint32_t) + 1);
   for (size_t i = 0; i < keys.size(); ++i) keys[i] = i % 900;

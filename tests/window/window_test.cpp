@@ -145,7 +145,7 @@ TEST_F(WindowTest, StepsThatCannotBeLinked) {
   EXPECT_EQ(next_of(link(101, {1})), far->step % kRing);
 }
 
-// Who declares nothing of a table has a part without rows.
+// A rank that declares nothing of a table has a part without rows.
 TEST_F(WindowTest, AnEmptyPart) {
   open();
   const PartRef none = link(101, {});
@@ -374,7 +374,7 @@ TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
   }
 }
 
-// Who looks up what was not declared forces the rows' oldest updates, and asks again.
+// An undeclared lookup forces the rows' oldest updates, and checks again.
 TEST_F(WindowTest, ForcedRows) {
   open();
   commit(100, Slots{1, 2, 3});
@@ -979,7 +979,7 @@ class Walk {
       if (updates.front().claimed) continue;
       const uint64_t high = bounds(slot, updates.front().update->step).second;
       ASSERT_GE(high, latest) << "row " << slot << " is more urgent and was left";
-      // (A claim may have fewer rows than there are: it meets stale places of prepared rows.)
+      // (A claim may have fewer rows than there are: it meets stale queue items of prepared rows.)
       if (!any) {
         ASSERT_TRUE(step != kNever && high > step) << "row " << slot << " was left";
       }
@@ -1092,9 +1092,9 @@ class Walk {
     return link.owned && owner(slot) == link.part->rank;
   }
 
-  // By when an update of `step` to the row has to be written: between these. A step that was taken
-  // in by words seems to read its rows until it is committed; a row that is forced seems to be read
-  // now.
+  // By when an update of `step` to the row has to be written: between these. A step that was
+  // prepared by read sets seems to read its rows until it is committed; a row that is forced seems
+  // to be read now.
   Bounds bounds(uint32_t slot, uint64_t step) const {
     // (Without a bound on staleness a row waits for 64 steps at most.)
     const uint64_t first =
@@ -1173,7 +1173,7 @@ class Walk {
   UpdateRef prepared_;
   bool as_declared_ = false;
   std::set<uint32_t> late_;     // rows of the prepared update that had older ones
-  std::set<uint32_t> touched_;  // rows that were taken in by words for the step `next_commit_`
+  std::set<uint32_t> touched_;  // rows that were prepared by read sets for the step `next_commit_`
   std::set<uint32_t> cached_;
   bool forcing_ = false;
   uint64_t enqueued_ = 0, dequeued_ = 0;
