@@ -1746,7 +1746,7 @@ TEST(Steps, OneThreadDrivesAllRanks) {
   }
 }
 
-// A step whose rows were taken in ahead, by what was declared, has those that were pushed.
+// A step whose rows were prepared ahead, by what was declared, has those that were pushed.
 TEST(Steps, OtherRowsArePushedThanDeclared) {
   Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
   frugal_trainer* trainer = engine.Trainer(0);
@@ -1756,7 +1756,8 @@ TEST(Steps, OtherRowsArePushedThanDeclared) {
     RowOp declared(table, {1, 2}, 1), pushed(table, {2, 3}, 1);
     ASSERT_OK(frugal_prefetch(trainer, step, &declared.op, 1, nullptr));
     ASSERT_OK(frugal_step_begin(trainer, step, kWait));
-    // Nothing is pending and all is linked: what is counted from here on is that staging has begun.
+    // Nothing is pending and all is linked: what is counted from here on shows that preparing has
+    // begun.
     const uint64_t before = engine.Stats().entry_ns;
     for (int look = 0; look < 2000 && engine.Stats().entry_ns == before; ++look)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -143,7 +143,7 @@ TEST(StepRecords, Flights) {
   EXPECT_EQ(records.end(), 0u);
 }
 
-// The window forgets what was taken in of the step: the next update begins as if there had been
+// The window forgets what was prepared of the step: the next update begins as if there had been
 // none.
 TEST(StepRecords, AnUndoneStep) {
   CommitParts parts(1, FRUGAL_FLUSH_DEFERRED);

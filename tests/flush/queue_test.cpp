@@ -396,7 +396,7 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   EXPECT_EQ(sorted(pop(0, kRing, 4000)), all);
 }
 
-// Where there is no memory to rewrite the bags, they stay as they are until there is.
+// Where there is no memory to rewrite the buckets, they stay as they are until there is.
 TEST_P(TwoLevelTest, StalePlacesWithoutMemory) {
   const Ids all = range(0, 20000);
   push(all.data(), all.size(), 1);

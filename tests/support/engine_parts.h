@@ -115,7 +115,7 @@ struct CommitParts : EngineParts {
   void end(const TrainerRef& t, const TableRef& table, const Slots& slots) {
     submit_gradients(t, table, gradients(table, t->step, t->rank, slots));
   }
-  // What ranks, in order, have declared for a step is taken in ahead. It is the window's next.
+  // What ranks, in order, have declared for a step is prepared ahead. It is the window's next.
   UpdateRef prepare(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {
     EXPECT_OK(tables.open_window(*table));
     for (const PartRef& p : declared) {

@@ -623,7 +623,8 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
   }
 }
 
-// The same where a row gets its turn when the older update has been written, or at the commit.
+// The same where a blocked update becomes the oldest of its row: when the older one has been
+// written, or at the commit.
 TEST_F(WindowTest, ATurnWithoutMemory) {
   for (const bool at_commit : {true, false}) {
     SCOPED_TRACE(at_commit);
@@ -671,7 +672,7 @@ TEST_F(WindowTest, ATurnWithoutMemory) {
   }
 }
 
-// An update that cannot be taken in has changed nothing.
+// An update that cannot be prepared has changed nothing.
 TEST_F(WindowTest, AnUpdateWithoutMemory) {
   Slots many;
   for (uint32_t i = 0; i < 5000; ++i) many.push_back(2 * i);
