@@ -1,6 +1,6 @@
 // Shifts threads against each other: loaded before everything else (LD_PRELOAD), it now and then
-// lets a thread sleep, or yield, around a call on a mutex, a condition variable or the clock. What
-// is right only as long as nobody is interrupted between two sections then goes wrong within
+// lets a thread sleep, or yield, around a call on a mutex, a condition variable or the clock. Code
+// that is right only while no thread is interrupted between two sections then goes wrong within
 // seconds, not once a month.
 //
 //   FRUGAL_JITTER_SEED=7 FRUGAL_JITTER_ONE_IN=128 FRUGAL_JITTER_US=300
@@ -97,7 +97,7 @@ JITTERED(pthread_cond_clockwait,
          (c, m, clock, t))
 JITTERED(pthread_cond_signal, (pthread_cond_t* c), (c))
 JITTERED(pthread_cond_broadcast, (pthread_cond_t* c), (c))
-// The engine looks at the clock where it begins and ends what it counts: places between two locks.
+// The engine reads the clock where it begins and ends what it counts: between two locks.
 JITTERED(clock_gettime, (clockid_t clock, timespec* t), (clock, t))
 
 }  // extern "C"

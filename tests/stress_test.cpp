@@ -64,7 +64,7 @@ uint64_t seeds = 40;
 uint64_t first_seed = 1;
 bool verbose = false;
 
-// How often a call gave an answer: what never happened was not tested.
+// How often a call returned a status: what never happened was not tested.
 using Tally = std::map<std::pair<std::string, int32_t>, uint64_t>;
 Tally all_answers;
 
@@ -77,7 +77,7 @@ void Pause(uint64_t microseconds) {
 
 // --- Hangs ---------------------------------------------------------------------------------------
 
-// What a thread is at. The watchdog counts its own ticks: a machine that stands still for a while
+// A thread's current call. The watchdog counts its own ticks: a machine that stops for a while
 // stops them, too.
 struct Beat {
   std::atomic<uint64_t> calls{0};
@@ -140,8 +140,8 @@ struct TableSpec {
   uint32_t dim = 2;
   uint64_t capacity = 0, universe = 0;
   uint64_t salt = 0;
-  // Who drops it takes the handle away first, and counts: a thread that has the handle from before,
-  // and it alone, may be told that it is bad.
+  // A thread that drops it takes the handle away first, and counts. Only a thread that has the
+  // handle from before may find that it is bad.
   std::atomic<frugal_table*> handle{nullptr};
   std::atomic<uint64_t> drops{0};
 
@@ -178,8 +178,8 @@ struct Session {
   frugal_trainer* handle = nullptr;
   uint32_t rank = 0;
   std::atomic<bool> closed{false};  // set before it is closed
-  std::mutex lent_mu;  // lent memory is gone when the trainer is closed: held by who writes there,
-                       // or closes
+  std::mutex lent_mu;  // lent memory is gone when the trainer is closed: a thread that writes there
+                       // holds this, and one that closes
 };
 
 // Rows of one table in one call.
@@ -312,7 +312,7 @@ Scene::Scene(uint64_t seed) : seed_(seed), random_(seed) {
     joined_.push_back(std::make_unique<std::atomic<bool>>(false));
 }
 
-// --- Answers -------------------------------------------------------------------------------------
+// --- Results -------------------------------------------------------------------------------------
 
 void Scene::Caller::Doing(const char* call) {
   beat_->doing = call;
@@ -360,7 +360,7 @@ void Scene::Caller::TableCall(const TableUse& use, const char* call, int32_t sta
     Fault(call, status, "nobody has dropped the table or closed the engine");
 }
 
-// What a trainer's call has answered. `ops`: their tables may have been dropped.
+// What a trainer's call has returned. `ops`: their tables may have been dropped.
 Scene::Caller::In Scene::Caller::Told(Life* life, const char* call, int32_t status,
                                   std::initializer_list<int32_t> own,
                                   const std::vector<std::unique_ptr<RowOp>>* ops) {
@@ -477,8 +477,7 @@ void Scene::Caller::Leave(Session* session) {
   EngineCall("frugal_trainer_close", frugal_trainer_close(session->handle), {});
 }
 
-// The step that comes after the last committed one: this rank has not ended it, so nobody commits
-// it.
+// The step after the last committed one: this rank has not ended it, so no thread commits it.
 void Scene::Caller::ReadStep(Life* life) {
   uint64_t committed = FRUGAL_NO_STEP;
   Doing("frugal_committed_step");
@@ -508,7 +507,7 @@ void Scene::Caller::Live(std::shared_ptr<Session> session) {
       }
       if (in == In::kAborted) ReadStep(&life);
     }
-    // Somebody wants a moment between steps.
+    // Another thread wants a moment between steps.
     for (int i = 0; i < 50 && life.next >= run_.hold_from_ && !run_.stop_ && !life.over; ++i) {
       if (random_.Chance(0.1) && ReadRows(&life, false) == In::kAborted) ReadStep(&life);
       Pause(50);
@@ -764,7 +763,7 @@ Scene::Caller::In Scene::Caller::Inside(Life* life, uint64_t step) {
       {FRUGAL_ERR_STEP_ABORTED});
 }
 
-// --- Beside the steps ----------------------------------------------------------------------------
+// --- Concurrently with the steps -----------------------------------------------------------------
 
 void Scene::Caller::CreateTable(TableSpec* spec) {
   frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
@@ -918,7 +917,7 @@ void Scene::Caller::OutsideCall() {
     case 8:
       Doing("frugal_health");
       EngineCall("frugal_health", frugal_health(engine), {});
-      // Traces come and go beside all else.
+      // Traces come and go concurrently with all else.
       if (random_.Chance(0.5)) {
         Doing("frugal_trace_start");
         EngineCall("frugal_trace_start", frugal_trace_start(engine, random_.Between(1, 2000)),
@@ -949,7 +948,7 @@ void Scene::Caller::OutsideCall() {
       std::memset(&info, 0, sizeof info);
       info.struct_size = sizeof info;
       if (!found) break;
-      // Dropped meanwhile, perhaps; nobody tells which.
+      // It may have been dropped meanwhile; the test does not know.
       Doing("frugal_table_describe");
       Answer("frugal_table_describe", frugal_table_describe(found, &info), {});
       break;
@@ -990,7 +989,7 @@ void Scene::Caller::OutsideLoop() {
 
 // --- The end -------------------------------------------------------------------------------------
 
-// Nobody else is there any more.
+// No other thread is left.
 void Scene::FinalChecks(Caller* caller) {
   auto expect = [&](const char* call, int32_t status) {
     caller->Answer(call, status, {});
@@ -1004,7 +1003,8 @@ void Scene::FinalChecks(Caller* caller) {
   std::vector<frugal_trainer*> ranks(config_.world_size);
   for (bool again : {false, true}) {
     for (uint32_t r = 0; r < ranks.size(); ++r) {
-      // Who was never there joins at any time, and only then do the steps of the others commit.
+      // A rank that was never there joins at any time, and only then do the steps of the others
+      // commit.
       if (!again && *joined_[r]) continue;
       frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
       config.rank = r;
@@ -1054,7 +1054,7 @@ void Scene::FinalChecks(Caller* caller) {
     if (!EXPECT_ANSWER(frugal_table_count, table, &count)) return;
     if (count != there)
       caller->Fault("frugal_table_count", FRUGAL_OK, "not the number of rows that get finds");
-    // No place is lost to a step that was aborted, or to a declaration.
+    // No slot is lost to an aborted step, or to a declaration.
     if (!EXPECT_ANSWER(frugal_delete, table, keys.data(), keys.size(), nullptr)) return;
     keys.clear();
     for (uint64_t i = 0; i < spec.capacity; ++i) keys.push_back(spec.hashed ? i + 1000 : i);
@@ -1147,7 +1147,7 @@ TEST(Stress, RandomCallsFromManyThreads) {
         "frugal_prefetch_cancel", "frugal_step_abort", "frugal_get", "frugal_put", "frugal_delete",
         "frugal_read", "frugal_table_drop", "frugal_trainer_close"})
     EXPECT_GE((all_answers[{call, FRUGAL_OK}]), 10u) << call;
-  // Ranks are told that a step was undone by whatever call is next.
+  // The rank's next call, whatever it is, reports that a step was undone.
   uint64_t told = 0;
   for (const auto& [answer, n] : all_answers)
     told += answer.second == FRUGAL_ERR_STEP_ABORTED ? n : 0;

@@ -46,7 +46,7 @@ TEST(Arenas, WhatNobodyHasGoesBack) {
       arena.put_back(taken[i], sizes[i] * kMiB);
     EXPECT_EQ(arena.bytes_held(), 12 * kMiB);
     EXPECT_LE(shared_kib(), before + (14 << 10));
-    // Of what is small there is as much until nobody has any: it is counted meanwhile.
+    // Small memory stays until none of it is in use, and counts meanwhile.
     arena.put_back(taken[3], sizes[3] * kMiB);
     EXPECT_EQ(arena.bytes_held(), 12 * kMiB);
     EXPECT_EQ(budget.idle.load(), 6 * kMiB);
@@ -73,7 +73,7 @@ TEST(Arenas, ManyPiecesAreInFewSegments) {
   EXPECT_EQ(descriptors_of(getpid()), files);
 }
 
-// Who still has an address of what is gone sees nothing of what comes after it.
+// A thread that still has an address of released memory does not see what comes after it.
 TEST(Arenas, AddressesAreNotUsedAgainSoon) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -97,7 +97,7 @@ TEST(Arenas, AddressesAreNotUsedAgainSoon) {
   EXPECT_NE(LastMessage().find("50331648 bytes more"), std::string::npos) << LastMessage();
 }
 
-// Nor is looked again whether the machine has as much to spare.
+// Nor is it checked again whether the machine has that much to spare.
 TEST(Arenas, WhatHasMemoryWantsNoMore) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));

@@ -36,7 +36,7 @@ TEST(Buffers, OfSizesThatAreWantedOnceAFewStay) {
       }
       std::vector<size_t> sizes = Sizes();
       if (ascending) std::reverse(sizes.begin(), sizes.end());
-      // Parts of pieces are kept beside that, one of each size.
+      // Parts of pieces are kept in addition, one of each size.
       size_t small = 0, last = 0;
       for (size_t bytes : sizes) {
         const size_t capacity = BufferPool::capacity_for(bytes);
@@ -76,7 +76,7 @@ TEST(Buffers, WhatNobodyWantsAnyMoreGoesBack) {
   EXPECT_LE(pool.bytes_held(), 68 * kMiB);
 }
 
-// What was large once goes when steps have passed that did without, or who used it has left.
+// A buffer that was large once goes when later steps did without it, or when its user has left.
 TEST(Buffers, WhatTheLastStepsDidNotUseGoesBack) {
   for (const bool shared : {false, true})
     for (const bool steps : {false, true}) {
@@ -163,7 +163,7 @@ TEST(Buffers, EachPoolMakesRoom) {
   EXPECT_EQ(first.bytes_held() + second.bytes_held(), 0u);
 }
 
-// Of an arena's memory all counts that nobody has, also what lies between buffers that are in use.
+// All memory of an arena that is not in use counts, also between buffers in use.
 TEST(Buffers, WhatAnArenaHasLeftCountsAgainstTheBudget) {
   MemoryBudget budget;
   budget.limit = 64 * kMiB;
@@ -237,7 +237,7 @@ TEST(Buffers, CountAgainstABudget) {
   EXPECT_EQ(budget.used.load(), 0u);
 }
 
-// Lists of the pool's own, and of its arena's, want memory, too: that is told as all else is.
+// Lists of the pool, and of its arena, need memory, too: a lack of it is reported like any other.
 TEST(Buffers, WithoutMemoryThereIsAStatus) {
   for (const bool shared : {false, true})
     for (const size_t bytes : {size_t{100}, 3 * kMiB}) {
@@ -262,7 +262,7 @@ TEST(Buffers, WithoutMemoryThereIsAStatus) {
     }
 }
 
-// Processes that are attached look at it when the engine is gone.
+// Attached processes read it when the engine is gone.
 TEST(Buffers, WhatIsLeftStays) {
   Arena arena;
   ASSERT_EQ(arena.open(size_t{1} << 30), FRUGAL_OK);

@@ -52,7 +52,7 @@ TEST(Handles, ManyAtATime) {
   for (const uint64_t handle : open) ASSERT_NE(handle_remove(HandleKind::kBatch, handle), nullptr);
 }
 
-// Each object is removed once, whoever does it, and whoever has got it has it whole.
+// Each object is removed once, by whichever thread. A thread that has got it has it whole.
 TEST(Handles, ThreadsThatUseAndRemoveTheSame) {
   constexpr uint64_t kRounds = 2000;
   std::atomic<uint64_t> shown{0}, removed{0}, wrong{0};

@@ -38,7 +38,7 @@ TEST(Shared, IsSealedAndHasNoName) {
   EXPECT_EQ(reinterpret_cast<uintptr_t>(m.base) % kHugePage, 0u);
   EXPECT_NE(0, ftruncate(m.fd, 4096));
   EXPECT_NE(0, ftruncate(m.fd, 1 << 30));
-  EXPECT_NE(0, fcntl(m.fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE));  // nobody adds any
+  EXPECT_NE(0, fcntl(m.fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE));  // no process adds any
   EXPECT_EQ(fcntl(m.fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
   os_release(&m);
 }
@@ -55,7 +55,7 @@ TEST(Shared, TwoMappingsOfTheSame) {
   EXPECT_STREQ(theirs.base + 4711, "from one side");
   std::strcpy(theirs.base + 4711, "from the other");
   EXPECT_STREQ(reader.base + 4711, "from the other");
-  // The reader cannot write, nor who gave it up.
+  // Neither a reader can write, nor a writer that has made its mapping read-only.
   EXPECT_EQ(1000 + SIGSEGV, Child([&] {
               // Mappings are not inherited: this child makes its own.
               signal(SIGSEGV, SIG_DFL);
@@ -114,8 +114,8 @@ TEST(Shared, HugePagesOfWhatIsLarge) {
   for (Mapping* m : {&asked, &large, &small}) os_release(m);
 }
 
-// Nobody writes but through the mapping that was made first, whoever opens the memory anew. That
-// one goes on to grow; parts of it do not go back.
+// Only the mapping that was made first can write, however another process opens the memory. That
+// mapping can still grow; parts of it do not go back.
 TEST(Shared, WrittenByOneMapping) {
   Mapping mine;
   ASSERT_OK(os_reserve(3 * kHugePage, true, &mine));
@@ -176,7 +176,7 @@ TEST(Shared, IsInNoCoreDump) {
   os_release(&theirs);
 }
 
-// A descriptor that nothing can be written through is enough for who only reads.
+// A reader needs no more than a descriptor that cannot write.
 TEST(Shared, DescriptorForReading) {
   Mapping mine, reader, none;
   ASSERT_OK(os_reserve(kHugePage, true, &mine));
@@ -289,11 +289,11 @@ TEST(Futex, WordThatIsMappedReadOnly) {
   const auto* read = reinterpret_cast<const std::atomic<uint32_t>*>(theirs.base);
   const auto* word = reinterpret_cast<const uint32_t*>(theirs.base);
   futex_wait(word, 1, kNever);     // not what it is: returns at once
-  futex_wait(word, 0, 1000);       // nobody wakes it
+  futex_wait(word, 0, 1000);       // no thread wakes it
   std::atomic<bool> done{false};
   std::thread waiter([&] {
     while (read->load() == 0) futex_wait(word, 0, kNever);
-    // Woken by who cannot write it either.
+    // Its waker cannot write the word either.
     while (!done.load()) futex_wait(word, 1, kNever);
   });
   written->store(1);
@@ -335,11 +335,11 @@ TEST(Futex, WhoStoodStillHasNotWaited) {
   EXPECT_GT(never.slice(), 100'000 * kHour);
   const uint32_t word = 0;
   WaitTime some(5 * kMs);
-  while (!some.over()) futex_wait(&word, 0, &some);  // nobody wakes it
+  while (!some.over()) futex_wait(&word, 0, &some);  // no thread wakes it
   futex_wait(&word, 1, &never);                       // not what it is: returns at once
 }
 
-// Nobody goes on as if a thread had ended that has not.
+// No thread goes on as if another had ended that has not.
 TEST(ThreadDeathTest, AJoinThatCannotBe) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   const auto joins_itself = [] {

@@ -68,7 +68,7 @@ struct RowCacheTest : testing::Test {
   Rows host;
   RowCache cache;
   std::unique_ptr<CachedRows> of_cache;
-  std::map<uint32_t, uint64_t> known;  // next reads, as a window would tell
+  std::map<uint32_t, uint64_t> known;  // next reads, as a window would report them
   Vector<uint32_t> admitted, lines, evicted;
 };
 
@@ -92,7 +92,7 @@ TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
   EXPECT_EQ(cached(), (Slots{5, 7}));
 }
 
-// The row that is read last goes, first those of which nobody knows a read, of these the one that
+// The row that is read last is evicted. Rows without a known read come first, of these the one that
 // has been so for longest.
 TEST_F(RowCacheTest, WhoGoes) {
   open(3);
@@ -125,7 +125,7 @@ TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
   EXPECT_TRUE(evicted.empty());
   refresh(3, {{1, kNever}, {3, 4}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
-  // Nor at what is added to the refresh. Who is read already is not read again.
+  // Nor at what is added to the refresh. A row that is read already is not read again.
   refresh(3, {{1, kNever}, {4, 4}}, true);
   EXPECT_TRUE(evicted.empty());
   EXPECT_TRUE(admitted.empty());
@@ -134,7 +134,8 @@ TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
 
-// Who looks for a line passes over those that the step reads. They may go later all the same.
+// The search for a cache slot skips the rows that the step reads. They may be evicted later all the
+// same.
 TEST_F(RowCacheTest, LinesThatAreAddedToGoLater) {
   open(2);
   refresh(1, {{1, 9}});
@@ -145,7 +146,7 @@ TEST_F(RowCacheTest, LinesThatAreAddedToGoLater) {
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
 }
 
-// Declarations come and go: what is known of a line is asked again before it goes.
+// Declarations come and go: the next read of a cached row is checked again before its eviction.
 TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
   open(2);
   refresh(1, {{1, kNever}, {2, 9}});
@@ -153,7 +154,7 @@ TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
   refresh(2, {{3, 6}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
   known[1] = kNever;  // and cancelled
-  refresh(5, {});     // the step for which it was listed: nobody reads it
+  refresh(5, {});     // the step for which it was listed: no step reads it
   refresh(6, {{4, 8}});
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
@@ -233,8 +234,8 @@ TEST_F(RowCacheTest, WithoutMemoryForLines) {
 
 // --- Walks ---------------------------------------------------------------------------------------
 
-// Boundaries of many steps. Reads are known some steps ahead; some are declared late; rows are put
-// and deleted; memory fails. Ranks push what they like.
+// Cache refreshes of many steps. Reads are known some steps ahead; some are declared late; rows are
+// put and deleted; memory fails. Ranks push what they like.
 class Walk {
  public:
   explicit Walk(uint64_t seed) : random_(seed) {
@@ -242,8 +243,8 @@ class Walk {
     lines_ = choices[random_.below(6)];
     optimizer_ = random_.one_in(2) ? FRUGAL_ADAM : FRUGAL_ROWWISE_ADAGRAD;
     hot_ = random_.one_in(2);
-    // Where refreshes are added to, or memory fails, lines may be in no list, and the choice may
-    // be another one.
+    // Where refreshes are added to, or memory fails, cached rows may be in no list, and the choice
+    // may be another one.
     added_to_ = random_.one_in(2);
     memory_fails_ = random_.one_in(4);
     EXPECT_EQ(host_.open(rows_config(kRows, 6, optimizer_), nullptr), FRUGAL_OK);
@@ -327,7 +328,7 @@ class Walk {
     CachedRowUpdate& touched = due[0].planned ? plan.update : due[0].other;
     cache_.touched(parts, kOwner, &touched);
     check_touched(*update, touched);
-    // The host rows, and the lines that were there.
+    // The host rows, and the rows that were cached.
     update->make_list();
     ApplyScratch scratch(ranks, 0);
     std::vector<uint32_t> all(update->n);
@@ -356,7 +357,7 @@ class Walk {
     check_places();
   }
 
-  // A part of the owner, who is told where its rows are when the refresh has been planned.
+  // A part of the owner, with the sources of its rows once the refresh has been planned.
   PartRef placed_part(const Slots& slots) {
     PartRef part = resolved_part(pool_, step_, kOwner, slots);
     EXPECT_EQ(pool_.get((part->distinct + 1) * sizeof(device::Source), &part->sources), FRUGAL_OK);
@@ -497,7 +498,7 @@ class Walk {
   int32_t optimizer_;
   bool hot_, added_to_, memory_fails_;
   std::map<uint64_t, std::set<uint32_t>> reads_;  // by step
-  std::map<uint32_t, uint32_t> model_;            // row to line
+  std::map<uint32_t, uint32_t> model_;            // row to cache slot
   PartRef own_;                                   // of the step before
   std::set<uint32_t> read_, fresh_;               // by the step; came in at its refresh
   Vector<uint32_t> admitted_, to_;

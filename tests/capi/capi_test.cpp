@@ -47,7 +47,7 @@ uint32_t Bits(float x) {
   return bits;
 }
 
-// The call is refused with one of `statuses`, and the thread's last error tells so in words.
+// The call is refused with one of `statuses`, and the thread's last error says so in words.
 testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> statuses) {
   if (std::find(statuses.begin(), statuses.end(), status) == statuses.end()) {
     return testing::AssertionFailure() << "answered " << frugal_status_name(status) << " and not "
@@ -193,7 +193,7 @@ TEST(Library, InitFunctionsGiveTheSameBytesAsMacros) {
   const auto same = [](const void* a, const void* b, size_t n) {
     return std::memcmp(a, b, n) == 0;
   };
-  // Without the padding behind frugal_optimizer's last field.
+  // Without the padding after frugal_optimizer's last field.
   const size_t tail =
       sizeof(frugal_optimizer) - offsetof(frugal_optimizer, flags) - sizeof(uint32_t);
   {
@@ -694,8 +694,8 @@ TEST(Tables, AllByName) {
       EXPECT_EQ("", Next(engine, &cursor, capacity));
     }
   }
-  // What comes and goes meanwhile disturbs nobody: here the table that the cursor has passed, and
-  // the next one.
+  // Tables that come and go meanwhile do not disturb the cursor: here the one that it has passed,
+  // and the next one.
   cursor = 0;
   EXPECT_EQ("a", Next(engine, &cursor));
   ASSERT_OK(frugal_table_drop(a));
@@ -811,8 +811,8 @@ TEST(Tables, MostChangesOfTheOptimizer) {
   EXPECT_OK(frugal_table_set_optimizer(table, kMost + 1, &optimizer));
 }
 
-// What three steps make of a table that is created with `kind`, or gets it behind lookups, puts,
-// and a step that was skipped.
+// The result of three steps on a table that is created with `kind`, or gets it after lookups, puts,
+// and a skipped step.
 std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uint32_t flags,
                                 int32_t backing, uint32_t flush_threads, double cache_ratio,
                                 const char* device) {
@@ -1167,8 +1167,8 @@ TEST(Tables, MemoryThatIsNotThere) {
   }
 }
 
-// More than the machine has, but less than it can address: told before any of it is touched, for an
-// overcommitting kernel would end the process on the way.
+// More than the machine has, but less than it can address: the call reports it before it touches
+// any of it. Else an overcommitting kernel would end the process on the way.
 TEST(Tables, MoreMemoryThanTheMachineHas) {
   std::ifstream meminfo("/proc/meminfo");
   std::string word;
@@ -1330,7 +1330,7 @@ TEST(Tables, SmallOnesTakeLittleMemory) {
 
 // --- Arithmetic ---
 
-// The calling thread rounds upwards, and knows no denormals where it can be told so.
+// The calling thread rounds upwards, and flushes denormals where it can.
 class OddEnvironment {
  public:
   explicit OddEnvironment(bool on) {
@@ -1575,7 +1575,7 @@ TEST(Trainers, ClosingBesideAnOpenGate) {
 }
 
 // Rows that a step has created before there were caches are not cached by the second one either: an
-// abort takes them back, and their places may become other rows.
+// abort takes them back, and their slots may become other rows.
 TEST(Trainers, ASecondCacheJoinsBeforeAnAbort) {
   Engine engine(3, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 64, 1, [](frugal_table_config* c) {
@@ -1610,7 +1610,7 @@ TEST(Trainers, ASecondCacheJoinsBeforeAnAbort) {
 // --- Steps ---
 
 // A step_begin whose gate is open, and that is closed before it has begun, ends, too: neither the
-// caller nor who closes hangs.
+// caller nor the closing thread hangs.
 TEST(Trainers, ClosingWhileStepsBegin) {
   for (int round = 0; round < 200; ++round) {
     SCOPED_TRACE(round);
@@ -1746,7 +1746,7 @@ TEST(Steps, OneThreadDrivesAllRanks) {
   }
 }
 
-// A step whose rows were taken in ahead, by what was declared, has those that were pushed.
+// A step whose rows were prepared ahead, by what was declared, has those that were pushed.
 TEST(Steps, OtherRowsArePushedThanDeclared) {
   Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
   frugal_trainer* trainer = engine.Trainer(0);
@@ -1756,7 +1756,8 @@ TEST(Steps, OtherRowsArePushedThanDeclared) {
     RowOp declared(table, {1, 2}, 1), pushed(table, {2, 3}, 1);
     ASSERT_OK(frugal_prefetch(trainer, step, &declared.op, 1, nullptr));
     ASSERT_OK(frugal_step_begin(trainer, step, kWait));
-    // Nothing is pending and all is linked: what is counted from here on is that staging has begun.
+    // Nothing is pending and all is linked: what is counted from here on shows that preparing has
+    // begun.
     const uint64_t before = engine.Stats().entry_ns;
     for (int look = 0; look < 2000 && engine.Stats().entry_ns == before; ++look)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -1810,7 +1811,7 @@ TEST(Abort, UndoesTheStepOnAllRanks) {
   EXPECT_REFUSED(frugal_step_abort(b), FRUGAL_ERR_NOT_IN_STEP);
   EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ABORTED);
   EXPECT_NE(LastMessage().find("11"), std::string::npos) << LastMessage();
-  EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ORDER);  // told once
+  EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ORDER);  // reported once
   EXPECT_EQ(Count(table), 1u);
   EXPECT_EQ(GetOne(table, 1), -2.0f);
 
@@ -2010,7 +2011,7 @@ TEST(Prefetch, DefaultLookahead) {
   ASSERT_OK(frugal_step_end(trainer, 0, 0));
 }
 
-// With no flush threads keys are resolved in the call, and it still answers the same.
+// With no flush threads keys are resolved in the call, and it still returns the same.
 TEST(Prefetch, ATableThatIsTooSmallIsToldByTheStep) {
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 2, 1);
@@ -2144,8 +2145,8 @@ TEST(Prefetch, MostBatches) {
   EXPECT_EQ(engine.Committed(), 1u);
 }
 
-// A trainer's batches end with it, but for those of steps that others have not ended yet. Undone,
-// such a step is begun again by whoever has the rank then: the batch is of the keys that it named.
+// A trainer's batches end with it, except those of steps that others have not ended yet. If such a
+// step is undone, the rank's next trainer begins it again: the batch has the keys that it named.
 TEST(Prefetch, BatchesOfAFormerTrainer) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
@@ -2188,7 +2189,7 @@ TEST(Prefetch, BatchesOfAFormerTrainer) {
   EXPECT_REFUSED(frugal_prefetch_cancel(now, later), FRUGAL_ERR_BAD_HANDLE);
 }
 
-// Nor do these count as those of whoever has the rank then.
+// Nor do these count as those of the rank's next trainer.
 TEST(Prefetch, MostBatchesAfterAFormerTrainer) {
   constexpr uint32_t kMost = 4096;
   Engine engine(2);
@@ -2266,8 +2267,8 @@ class Ops : public testing::Test {
     hashed_ = engine_.Table("hashed", FRUGAL_HASHED, 10, 2);
     trainer_ = engine_.Trainer(0);
   }
-  // A pooled op on the dense table with two bags, of two keys and of one, behind one that creates
-  // rows of the hashed table: those must not be there after a refusal.
+  // A pooled op on the dense table with two bags, of two keys and of one. It follows an op that
+  // creates rows of the hashed table: those must not be there after a refusal.
   void Refuses(int32_t status, bool push, const std::function<void(frugal_op*)>& change) {
     RowOp creates(hashed_, {1, 2}, 2);
     frugal_op ops[] = {creates.op, creates.op};
@@ -2327,7 +2328,7 @@ TEST_F(Ops, BadOnesAreRefusedAndTakeNothing) {
   Refuses(invalid, true, [](frugal_op* op) { op->grads = nullptr; });
   Refuses(invalid, true, [&](frugal_op* op) { op->weight_grads_out = weight_grads; });
   EXPECT_EQ(weight_grads[0], kUntouched);
-  // A pushed bag has one gradient row; the third row here is nobody's.
+  // A pushed bag has one gradient row; the third row here belongs to no bag.
   ASSERT_OK(frugal_step_end(trainer_, 0, 0));
   EXPECT_EQ(Count(hashed_), 0u);
   for (uint64_t key = 0; key < 10; ++key) EXPECT_EQ(GetOne(dense_, key), 0.0f);
@@ -2552,7 +2553,7 @@ TEST(Nan, WhatRejectLooksAt) {
     EXPECT_OK(frugal_push_grad(trainer, &both.op, 1));
     EXPECT_OK(frugal_push_grad(trainer, &other.op, 1));
   }
-  // A NaN that belongs to padding is nobody's.
+  // A NaN that belongs to padding is ignored.
   RowOp padded(table, {4, 7}, 1);
   padded.grads = {1, kNan};
   padded.op.grads = padded.grads.data();
@@ -2743,7 +2744,7 @@ TEST(Reserved, RowsMakeWay) {
       for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, 0, 0));
       EXPECT_EQ(Keys(table), (std::set<uint64_t>{1, 2, 3, 4, 5, 6}));
       EXPECT_EQ(GetOne(table, 3), -1.0f);
-      // The declaration is as good as none: its rows are found, or not, by the step.
+      // The declaration has no effect: the step finds its rows, or does not.
       ASSERT_OK(frugal_step_begin(trainers[0], 1, kWait));
       ASSERT_OK(frugal_step_begin(trainers[1], 1, kWait));
       later.op.batch = batch;
@@ -2769,7 +2770,7 @@ TEST(Reserved, RowsMakeWay) {
     }
 }
 
-// Also beside another rank, which finds rows all the time.
+// Also concurrently with another rank, which finds rows all the time.
 TEST(Reserved, RowsMakeWayWhileOthersFindRows) {
   constexpr uint64_t kRows = 64;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
@@ -2854,7 +2855,7 @@ TEST(Outside, BusyInAStepAndWhileRanksAreApart) {
   expect(FRUGAL_OK);
 }
 
-// A rank can tell what it has trained, state and all, whatever the others are inside of.
+// A rank can read what it has trained, state and all, whatever steps the others are inside of.
 TEST(Outside, CommittedRowsAreReadInAStepAndWhileRanksAreApart) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
@@ -2943,7 +2944,7 @@ TEST(Outside, BadArguments) {
   EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), FRUGAL_ERR_KEY_OUT_OF_RANGE);
 }
 
-// What no memory can hold is refused before anything of it is looked at.
+// Counts and strides beyond any memory are refused before any key or row is read.
 TEST(Outside, CountsAndStridesBeyondMemory) {
   Engine engine;
   frugal_trainer* trainer = engine.Trainer(0);
@@ -3221,7 +3222,7 @@ TEST(Read, BetweenStepsIsNotTornByPuts) {
   }
 }
 
-// A rank that was told of an abort reads none of the rows that others are still giving back.
+// A rank that has received an abort reads none of the rows that others are still giving back.
 TEST(Read, BesideTheRestOfAnAbort) {
   Engine engine(3);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 200'000, 1);
@@ -3246,10 +3247,8 @@ TEST(Read, BesideTheRestOfAnAbort) {
   }
 }
 
-// The window keeps the low bits of the step in which a row was touched last. Rows that are left
-// alone until those have wrapped around, with an update that nobody has written yet, are read
-// right. By the call that ends the step, without other threads; nor does AUTO defer them, however
-// idle the processors are.
+// The call that ends a small step writes its updates, without other threads. AUTO does not defer
+// them, however idle the processors are.
 TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
   for (uint32_t world : {1u, 2u}) {
     Engine engine(world, [](frugal_config* c) { c->flush_threads = 2; });
@@ -3279,6 +3278,8 @@ TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
   }
 }
 
+// The window keeps the low bits of the step in which a row was touched last. A row with a pending
+// update, left alone until those bits have wrapped around, is read right.
 TEST(Window, ARowLeftAloneFor500Steps) {
   constexpr uint64_t kLookahead = 15;
   for (uint64_t gap = 490; gap <= 560; ++gap) {
@@ -3348,7 +3349,7 @@ TEST(Stats, CountWhatRanksThatHaveLeftDid) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    for (uint64_t times = 1; times <= 2; ++times) {  // the second joins in the first's place
+    for (uint64_t times = 1; times <= 2; ++times) {  // the second joins as the same rank
       frugal_trainer* trainer = engine.Trainer(rank);
       RowOp row(table, {3}, 1);
       const frugal_stats before = engine.Stats();
@@ -3443,7 +3444,7 @@ TEST(Fork, TheChildIsRefusedAndTheParentGoesOn) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    // Counts the calls that do not answer FRUGAL_ERR_FORKED; nothing of the parent's is used.
+    // Counts the calls that do not return FRUGAL_ERR_FORKED. It uses nothing of the parent's.
     int wrong = 0;
     const auto check = [&](int32_t status) { wrong += status == FRUGAL_ERR_FORKED ? 0 : 1; };
     uint64_t number = 1;

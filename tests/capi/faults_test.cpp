@@ -53,8 +53,8 @@ struct Engine : frugal_test::Engine {
   }
 };
 
-// An engine that is served. Who attaches is in this process, too: the memory that fails may be
-// either side's.
+// An engine that is served. The attached engine is in this process, too: the memory that fails may
+// be either side's.
 struct Served {
   explicit Served(const std::function<void(frugal_config*)>& change) {
     char name[] = "/tmp/frugal-test-XXXXXX";
@@ -166,7 +166,7 @@ std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures, bool 
     *failures += failed;
   };
   if (attached && arm == frugal::heap_test_fail_after) {
-    // The answer has the parts that are declared.
+    // The reply has the declared parts.
     Op declared(tables[2], Range(5, 100), dim, 0);
     EXPECT_OK(frugal_prefetch(trainers[0], 0, &declared.op, 1, nullptr));
     sweep([&] { return frugal_step_begin(trainers[0], 0, kWait); });
@@ -307,9 +307,9 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
   return Rows(table, n, dim);
 }
 
-// Where the end of a step lacks memory the rank is inside the step as before. Where it is the
-// commit that does, the end is none the worse, and the commit comes later. Both sides of a
-// controller tell the same.
+// Where the end of a step lacks memory, the rank is inside the step as before. Where its commit
+// does, the end counts all the same, and the commit comes later. Both sides of a controller return
+// the same.
 TEST(Memory, AStepEndsOrIsTold) {
   for (const bool attached : {false, true})
     for (int32_t mode : {FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED}) {
@@ -322,9 +322,9 @@ TEST(Memory, AStepEndsOrIsTold) {
     }
 }
 
-// Whoever undoes steps does not undo one that all ranks have ended, though its commit has lacked
-// memory: he commits it first. Where even that lacks memory a call can be made again, and who takes
-// a lost rank out tries again by himself.
+// An undo does not undo a step that all ranks have ended, though its commit has lacked memory: it
+// commits that step first. If even that lacks memory, a call can be made again. The thread that
+// takes out a lost rank tries again by itself.
 TEST(Memory, EndsBesideAnOwedCommit) {
   enum Way { kAbort, kClose, kCloseThere, kLose };  // the last two from another process
   const uint32_t dim = 8;
@@ -424,7 +424,7 @@ struct Outcome {
   std::vector<float> rows;
 };
 
-// A call that answers OUT_OF_MEMORY is made again.
+// A call that returns OUT_OF_MEMORY is made again.
 Outcome Training(int32_t mode, uint32_t threads, double cache_ratio, Arm arm, int64_t n) {
   const uint32_t dim = 4;
   const uint64_t keys = 600;
@@ -663,8 +663,8 @@ TEST(Memory, CloseNeedsNone) {
   }
 }
 
-// It commits what all ranks have ended, though that has lacked memory, and does once more: who is
-// attached reads it.
+// Closing commits what all ranks have ended, though the commit has lacked memory, and does once
+// more. An attached process reads it.
 TEST(Memory, CloseCommitsWhatIsOwed) {
   if (!CanServe()) GTEST_SKIP() << "a build without trainer processes";
   const uint32_t dim = 8;
@@ -693,7 +693,7 @@ TEST(Memory, CloseCommitsWhatIsOwed) {
       const int32_t ended = frugal_step_end(trainer, 0, 0);
       fired = frugal::heap_test_fail_after(0) <= 0;
       if (ended != FRUGAL_OK) break;  // the rank is still inside
-      // This call commits what is owed, but without memory.
+      // This call makes the stalled commit, but without memory.
       uint64_t committed = 77;
       frugal::heap_test_fail_after(-1);
       EXPECT_OK(frugal_committed_step(controller.engine->handle, &committed));

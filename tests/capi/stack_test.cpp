@@ -95,7 +95,7 @@ void train(Job& job, frugal_engine* engine, int32_t key_space, int32_t kind, uin
     op.grads = job.grads.data();
     CHECK(frugal_lookup(trainer, &op, 1));
     CHECK(frugal_push_grad(trainer, &op, 1));
-    // Bags, of keys that nobody has declared.
+    // Bags of undeclared keys.
     op = rows;
     op.pooling = FRUGAL_POOL_SUM;
     op.offsets = job.offsets.data();

@@ -21,7 +21,7 @@ uint64_t number(T v) {
     return static_cast<uint64_t>(v);
 }
 
-// A call that belongs onto the device, and would be unsafe beside a capture.
+// A call that belongs onto the device, and would be unsafe during a capture.
 template <class... T>
 cudaError_t on_device(const char* name, T... arguments) {
   g_state.calls.push_back({name, {number(arguments)...}});

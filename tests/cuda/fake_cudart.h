@@ -1,5 +1,5 @@
-// A stand-in for the CUDA run-time library and driver with two devices that do nothing: what
-// lib/device/cuda/runtime.cpp asks of them can be looked at, and each call can be made to fail.
+// A stand-in for the CUDA run-time library and driver, with two devices that do nothing. It records
+// the calls of lib/device/cuda/runtime.cpp, and can make each of them fail.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -21,14 +21,14 @@ struct Call {
 
 struct State {
   std::vector<Call> calls;                       // since the last clear()
-  std::map<std::string, cudaError_t> fails;      // call -> what it answers
+  std::map<std::string, cudaError_t> fails;      // call -> what it returns
   std::map<cudaDeviceAttr, int> attributes;      // 1 if not named
   std::map<const void*, cudaPointerAttributes> pointers;  // pageable if not named
   int queries_until_passed = 0;                  // of an event
   int queries = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   std::set<const void*> loaded;                  // kernels, by cudaFuncGetAttributes
-  // Calls beside the device or in a mode other than relaxed that could end a capture.
+  // Calls without the device, or in a mode other than relaxed, that could end a capture.
   std::vector<std::string> misplaced;
   int expected_device = 0;
 };

@@ -81,7 +81,7 @@ TEST_F(CudaRuntime, IsOneWhileItLives) {
   EXPECT_NE(find_call("cudaFuncGetAttributes"), nullptr);
 }
 
-// Every call of the seam that asks CUDA for something, and the call that it makes of it.
+// Every call of the device interface that asks CUDA for something, and the CUDA call that it makes.
 struct Use {
   const char* call;
   std::function<Result(Runtime&)> use;
@@ -109,7 +109,7 @@ std::vector<Use> uses(Ptr<char> pinned, Ptr<char> device, Stream s, Event e) {
   };
 }
 
-// TearDown looks at what is left of the caller's.
+// TearDown checks the caller's context and mode.
 TEST_F(CudaRuntime, LeavesTheCallersContextAndModeAlone) {
   for (const Use& use : uses(pinned, device, stream, event)) {
     for (const CUcontext context : {CUcontext(nullptr), kForeign, fake::primary(0)}) {

@@ -33,7 +33,7 @@ using Row = std::vector<float>;
 uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
 float stored(float x) { return std::isnan(x) ? std::bit_cast<float>(0x7fc00000u) : x; }
 
-// --- The reference: section 1 -------------------------------------------------------------------
+// --- The reference: sums ------------------------------------------------------------------------
 
 float reference_fold32(const std::vector<float>& x) {
   std::vector<float> level;
@@ -71,7 +71,7 @@ Row fold_rows(const std::vector<Row>& terms, uint32_t dim) {
   return out;
 }
 
-// --- The reference: section 3 -------------------------------------------------------------------
+// --- The reference: updates ---------------------------------------------------------------------
 
 double reference_power(double x, uint64_t t) {
   double r = 1;
@@ -265,7 +265,7 @@ uint32_t random_dim(Random& random) {
   return 1 + static_cast<uint32_t>(random.below(130));
 }
 
-// A gradient source over random memory, with the terms it stands for.
+// A gradient source over random memory, with the terms that it yields.
 struct Gradients {
   Gradients(uint32_t dim_in, size_t n, Random& random, double special, bool general) : dim(dim_in) {
     stride = dim * sizeof(float) + random.below(3) * 4 * random.below(9);
@@ -534,7 +534,7 @@ TEST_P(KernelsTest, Reduce) {
   });
 }
 
-// An infinite weight makes no NaN of gradients that are not 0, whatever lies beside the row in a
+// An infinite weight makes no NaN of gradients that are not 0, whatever is next to the row in a
 // vector.
 TEST_P(KernelsTest, InfiniteFactors) {
   for_seeds(20, [&](Random& random) {
@@ -592,18 +592,18 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
   return o;
 }
 
-// What an Undo tells of each row: before it is written it is kept whole and named, behind that it
-// is told to be written.
+// What an Undo records of each row: a copy and its name before it is written, and afterwards that
+// it is written.
 struct UndoWatch {
   const RowsRef before;
-  const bool by_marks, watched;  // or the kernel tells by itself
+  const bool by_marks, watched;  // or the kernel records it by itself
   std::vector<float> values, state;
   uint32_t slot = 0xffffffffu;
   uint64_t progress = 0;
   std::vector<uint8_t> marks;
   std::vector<uint32_t> index, written;
   std::vector<std::vector<float>>
-      then;               // the values of those rows when they were told to be written
+      then;               // the values of those rows when they were recorded as written
   size_t kept, told = 0;  // floats of state; calls
   Undo undo{};
 

@@ -249,12 +249,12 @@ struct Batch {
   std::vector<uint64_t> pairs;
   std::vector<uint32_t> distinct, start, positions;
   std::vector<FrequentRow> frequent_list;
-  std::vector<Item> items;  // runs of heavy rows
+  std::vector<Item> items;  // runs of frequent rows
   std::unique_ptr<Array<uint32_t>> memory[3];
   PartPtr part;
 };
 
-// A word of four bytes, of which no two kinds of rows share one.
+// A source has four bytes, and no two kinds of rows share one.
 TEST(Source, Kinds) {
   static_assert(sizeof(Source) == 4);
   EXPECT_FALSE(Source().is_own());
@@ -292,10 +292,10 @@ Batch random_batch(Runtime& d, Random& random, uint32_t rows, uint32_t dim) {
 
 size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_stride; }
 
-// Where rows are read: in host rows, lines, or staged rows. Lines hold other values than the host
-// row of their slot, so that it shows which was read.
-struct SlotMap {
-  SlotMap(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
+// Where rows are read: in host rows, cached rows, or prepared rows. Cached rows hold other values
+// than the host row of their slot, so that it shows which was read.
+struct RowSources {
+  RowSources(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
          bool all_staged)
       : stride(row_stride(dim)) {
     host = make(d, Where::kHost, filled<float>(rows * stride, random, 0.05));
@@ -355,7 +355,7 @@ struct SlotMap {
 
 class ReadTest : public OpsTest {
  protected:
-  void stage(Random& random, const Batch& batch, const SlotMap& places, uint32_t dim,
+  void stage(Random& random, const Batch& batch, const RowSources& places, uint32_t dim,
              bool in_order) {
     if (places.to_stage.empty()) return;
     auto rows = make(*runtime_, anywhere(random), places.to_stage);
@@ -379,7 +379,7 @@ TEST_F(ReadTest, GatherRows) {
     const Batch batch = dim > 1000 ? Batch(*runtime_, random, rows, {33}, 4, 2)
                                    : random_batch(*runtime_, random, rows, dim);
     const bool simple = batch.frequent_list.empty() && random.chance(0.5);  // no sources, no items
-    SlotMap places(*runtime_, random, rows, dim, batch, !simple && random.chance(0.8), false);
+    RowSources places(*runtime_, random, rows, dim, batch, !simple && random.chance(0.8), false);
     stage(random, batch, places, dim, true);
 
     std::vector<Item> items, later;
@@ -421,13 +421,13 @@ TEST_F(ReadTest, GatherRows) {
   });
 }
 
-// A row of host memory crosses the link once, however often it is in the batch: gathered, or staged
-// if it has more than a run of positions.
+// A row of host memory crosses the PCIe bus once, however often it is in the batch: gathered, or
+// prepared if it has more than a run of positions.
 TEST_F(ReadTest, HostRowsAreReadOnce) {
   for_seeds(20, [&](Random& random) {
     const uint32_t dim = random.one_of({32u, 64u, 128u}), rows = 200;
     const Batch batch(*runtime_, random, rows, {2, 31, 32, 33, 100}, 200, 5);
-    SlotMap places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
+    RowSources places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
     ASSERT_EQ(places.stride, dim);
     const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address),
                                 dim * sizeof(float), rows);
@@ -451,7 +451,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     a.out_stride = dim * sizeof(float);
     const Extent e = extent(random);
     const Shape shape = gather_shape(&a, e);
-    // The others' blocks are beside them.
+    // Rows in HBM have further blocks.
     ASSERT_GT(a.host_items, 0u);
     ASSERT_GT(a.hbm_items, 0u);
     EXPECT_LE(a.host_blocks, e.link_blocks);
@@ -563,7 +563,7 @@ TEST_F(ReadTest, Tier) {
   launch(Kernel::reduce_runs, reduce_shape(r), r);
   EXPECT_TRUE(same(sums->now(), values));
 
-  // Lines with such numbers: filled, and updated with hand-overs whose rows have them.
+  // Cached rows with such numbers: filled, and updated with rank gradients whose rows have them.
   const uint64_t line_bytes = kStride * sizeof(float);
   FillArgs f{};
   f.host = a.host;
@@ -621,7 +621,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     const uint32_t rows = static_cast<uint32_t>(random.from(1, 200));
     const Batch batch = random_batch(*runtime_, random, rows, dim);
     const bool all_staged = random.chance(0.5);
-    SlotMap places(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
+    RowSources places(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
     stage(random, batch, places, dim, !all_staged);
     const size_t n = batch.slots.size();
     auto memory = make(*runtime_, anywhere(random), std::vector<Source>(n, Source{0x12345678u}));
@@ -711,8 +711,8 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
       EXPECT_EQ(of_keys->now(), expected_bags);
     }
 
-    // Offsets that are none: nothing behind the last key is touched (a fault would tell), and it is
-    // told.
+    // Invalid offsets: nothing after the last key is touched (a fault would show it), and they are
+    // reported.
     if (n != 0) {
       std::vector<uint64_t> none = offsets;
       switch (random.below(4)) {
@@ -1000,8 +1000,8 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
   return o;
 }
 
-// Host rows come into lines, the terms of several ranks are added up, lines are updated: the same
-// bits as in the host rows.
+// Host rows become cached rows, the terms of several ranks are added up, cached rows are updated:
+// the same bits as in the host rows.
 TEST_F(OpsTest, LinesFollowHostRows) {
   constexpr int32_t kKinds[] = {
       FRUGAL_SGD,  FRUGAL_MOMENTUM, FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD,
@@ -1071,7 +1071,7 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       const bool one_each = start.back() == n;
       auto terms = make(*runtime_, Where::kHost,
                         filled<float>(start.back() * stride, random, special / 4));
-      // Rank r has handed over every world-th row of them, from the r-th on.
+      // Rank r has submitted every world-th row of them, from the r-th on.
       std::vector<Term> term;
       std::vector<const float*> cpu_term;
       std::vector<Ptr<float>> ranks;

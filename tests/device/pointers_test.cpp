@@ -18,8 +18,8 @@ namespace {
 
 const void* at(uint64_t address) { return reinterpret_cast<const void*>(address); }
 
-// The loader's lock, which a look takes, is not given back in a child whose fork came in the middle
-// of a look of another thread. (Before a driver is found: then nobody looks any more.)
+// A check takes the loader's lock. A child whose fork came in the middle of another thread's check
+// does not get that lock back. (Only before a driver is found: then no check takes it any more.)
 TEST(Pointers, ForksBesideLooks) {
   std::atomic<bool> stop{false};
   std::atomic<int> looking{0};
@@ -53,7 +53,7 @@ TEST(Pointers, OfADriverThatComesLate) {
   look_for_devices();
   EXPECT_FALSE(only_on_device(at(kDevice)));
   ASSERT_NE(dlopen(FAKE_LIBCUDA, RTLD_NOW), nullptr) << dlerror();
-  EXPECT_FALSE(only_on_device(at(kDevice)));  // nobody has looked
+  EXPECT_FALSE(only_on_device(at(kDevice)));  // no thread has checked
   EXPECT_FALSE(any_only_on_device());
   look_for_devices();
   EXPECT_TRUE(any_only_on_device());

@@ -88,7 +88,7 @@ TEST_F(AbortTest, WhoIsInsideNoStepUndoesNone) {
   EXPECT_EQ(undo(a, Why::kFailed), FRUGAL_OK);
   EXPECT_TRUE(b->in_step.load());
   EXPECT_EQ(b->abort_notice.load(), 0u);
-  // Nobody waits for who has failed, be it inside a step or not.
+  // No rank waits for a failed trainer, be it inside a step or not.
   a->closing = false;
   EXPECT_EQ(undo(a, Why::kFailed), FRUGAL_OK);
   EXPECT_EQ(b->abort_notice.load(), 1u);
@@ -166,8 +166,8 @@ TEST_F(AbortTest, TheOthersAreToldWhoseProcessIsGone) {
   EXPECT_EQ(parts.ranks.check_inside(*a), FRUGAL_ERR_PEER_LOST);
 }
 
-// All have ended it: it is committed before those behind it are undone. Without memory for that
-// nothing is.
+// All ranks have ended the step, so it is committed before later steps are undone. Without memory
+// for that, no step is undone.
 TEST_F(AbortTest, AStepThatIsOwedIsCommittedFirst) {
   const auto owe = [&](uint64_t step) {
     begin(step);
@@ -193,7 +193,8 @@ TEST_F(AbortTest, AStepThatIsOwedIsCommittedFirst) {
   parts.write_all();
   EXPECT_EQ(parts.times(table, 1), 2);
   expect_trains(1, 2);
-  // Who cannot be told tries again until there is memory, or the engine is about to be closed.
+  // An undo that cannot set its notices is tried again until there is memory, or the engine is
+  // about to be closed.
   owe(2);
   begin(3);
   parts.aborter.stop_retrying();

@@ -15,8 +15,8 @@
 
 namespace {
 
-// Of a thread: at its n-th moment with so many locks `act` runs, in another thread, and the thread
-// goes on behind it.
+// For one thread: at its n-th moment with this many locks, `act` runs in another thread. The thread
+// goes on after it.
 struct Between {
   Between(int n, std::function<void()> act_in, int locks_in = 1)
       : left(n), locks(locks_in), act(std::move(act_in)) {
@@ -71,10 +71,10 @@ namespace {
 
 using BetweenTest = TierEngine;
 
-// A call of an earlier step takes the places of a step that is about to begin, or none of one that
+// A call of an earlier step takes the slots of a step that is about to begin, or none of one that
 // has begun.
 TEST_F(BetweenTest, AStepBeginsWithThePlacesThatItsGateHasFound) {
-  timeout_ms = 200;  // of a call that finds no places
+  timeout_ms = 200;  // of a call that finds no slots
   const Keys first = {1, 2, 3}, more = {4, 5};
   int taken = 0, kept = 0;
   for (int n = 1;; ++n) {
@@ -104,7 +104,7 @@ TEST_F(BetweenTest, AStepBeginsWithThePlacesThatItsGateHasFound) {
   EXPECT_GT(kept, 0);
 }
 
-// A gate that wants places for its step, for which others let go of some meanwhile.
+// A gate that lacks slots for its step, while other holders release some.
 TEST_F(BetweenTest, LaterStepsStayWhereNobodyLacksPlacesAnyMore) {
   const Keys soon = {5, 6}, later = {1, 2}, others = {3, 4};
   int lacked = 0;
@@ -180,7 +180,7 @@ struct Operation {
   int32_t said = 1;
 };
 
-// No step begins beside an operation outside steps, and none of these beside a step.
+// No step begins during an operation outside steps, and no such operation begins during a step.
 TEST(Between, AStepOrAnOperationOutsideSteps) {
   const auto no_threads = [](frugal_config* c) { c->flush_threads = 0; };
   int moment = 0;  // the last of the operation's at which it is under way: no step begins

@@ -83,7 +83,8 @@ TEST_P(CommitTest, AStepThatIsSkippedChangesNothing) {
   EXPECT_EQ(parts.times(table, 1), 0);
 }
 
-// What ranks have ended before they left is committed; after that nothing is, until somebody joins.
+// A step that ranks have ended before they left is committed. After that none is, until a trainer
+// joins.
 TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
   const TableRef table = parts.add_table(100);
   all_end(0, table, {1});
@@ -162,7 +163,7 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
   EXPECT_FALSE(parts.tables.any_pending());
 }
 
-// Whatever request for memory fails: nothing of the step is written; the next who tries goes on.
+// Whatever request for memory fails: nothing of the step is written, and the next try goes on.
 TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   const TrainerRef cached = parts.join(0, true);
   const TableRef one = parts.add_table(2000), other = parts.add_table(100);

@@ -70,7 +70,7 @@ class World {
     while (write(UINT64_MAX)) {
     }
     for (const auto& [key, row] : updates_) HOLDS(s_, row.applied == row.steps.size());
-    // Nobody reads any row any more.
+    // No step reads any row any more.
     if (slots.empty()) return;
     commit_update(steps_, {resolved_part(pool_, steps_, 0, slots)});
     HOLDS(s_, window_.any_pending() && !window_.pending_until(steps_ + Window::kHorizon - 2));
@@ -101,7 +101,7 @@ class World {
     return keys;
   }
 
-  // --- Work that anybody does ---
+  // --- Work of any thread ---
 
   bool resolve(uint64_t up_to) {
     Declarations::Item item;
@@ -242,7 +242,7 @@ class World {
     return true;
   }
 
-  // Looks at what is declared, and lets the rows exist.
+  // Takes the declared parts of the step, and makes their rows exist.
   bool use(uint32_t rank) {
     Rank& of = of_[rank];
     Lock call(of.call_mu);

@@ -187,7 +187,7 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   enter(2, 0, {});
   all.joined(1, 2);
   EXPECT_EQ(all.add(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_TRUE(all.close(only(former[0])));  // it stays, for whoever names it
+  EXPECT_TRUE(all.close(only(former[0])));  // it stays, for a caller that names it
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
   auto full = [&] {
     return all.add(batch(2, 1, {}), false, nullptr, &alone) == FRUGAL_ERR_INVALID_ARGUMENT;
@@ -213,7 +213,8 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   EXPECT_FALSE(full());
 }
 
-// What a rank has, and in which order, while others come and go before and behind it.
+// What a rank has, and in which order, while batches of other ranks come and go before and after
+// it.
 TEST_F(DeclarationsTest, ARankFindsItsOwnAmongManyRanks) {
   constexpr uint32_t kMany = 200;
   Random r(test_seed());
@@ -308,7 +309,7 @@ TEST_F(DeclarationsTest, RowsAreWarmedInOrderUpToALimit) {
   EXPECT_FALSE(all.next_to_warm(1, 7 * row, 2, true, &item, &from, &end));
 }
 
-// Of a hashed table, which has two places.
+// For a hashed table, which has two slots.
 struct DeclaredHoldersTest : DeclarationsTest {
   TableRef of = std::allocate_shared<Table>(HeapAllocator<Table>());
   void SetUp() override {
@@ -336,7 +337,7 @@ struct DeclaredHoldersTest : DeclarationsTest {
     Declarations::Item item;
     ASSERT_TRUE(next(UINT64_MAX, &item));
     ASSERT_OK(item.part()->resolve(pool, of->rows, Rows::Missing::kReserve, nullptr));
-    ASSERT_EQ(item.part()->state.load(), Part::kResolving);  // until that is told
+    ASSERT_EQ(item.part()->state.load(), Part::kResolving);  // until resolved() is called
     all.resolved(item, true);
   }
   // The rows of these keys exist, and then they do no longer.
@@ -380,7 +381,7 @@ TEST_F(DeclaredHoldersTest, AreFoundAmongPartsWhileNobodyFindsRows) {
   Declarations::Item item;
   ASSERT_TRUE(next(2, &item));
   EXPECT_FALSE(sure());
-  // Who has done with finding rows looks again: nobody names 11.
+  // The thread that has found its rows checks again: no part names 11.
   all.resolved(item, false);
   EXPECT_FALSE(of->rows.holders_unknown());
   EXPECT_EQ(free_slots(), 1u);
@@ -394,7 +395,7 @@ TEST_F(DeclaredHoldersTest, ABatchThatIsTakenOutLetsGoOfRowsThatWereUndone) {
   resolve();
   undo({10});
   ASSERT_TRUE(all.close(only(one)) && all.close(only(other)));
-  EXPECT_TRUE(sure());  // both hold the place until they are out
+  EXPECT_TRUE(sure());  // both hold the slot until they are out
   EXPECT_TRUE(all.take_out(only(one)));
   EXPECT_EQ(free_slots(), 1u);
   EXPECT_TRUE(all.take_out(only(other)));
@@ -442,7 +443,7 @@ TEST_F(DeclarationsTest, NothingIsEnteredWithoutMemory) {
   }
 }
 
-// Anything in any order; at each moment all that is asked is answered as by looking at all parts.
+// Anything in any order. At each moment every query returns what a scan of all parts returns.
 class Model : public DeclarationsTest {
  protected:
   struct Held {

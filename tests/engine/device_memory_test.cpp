@@ -46,7 +46,7 @@ TEST_F(DeviceMemory, WhatIsGivenBackCirculates) {
   EXPECT_EQ(sim->live().allocations, 0u);
 }
 
-// A buffer that its pool's owner has left behind is still the device's to take back.
+// The device can still take back a buffer that outlives its pool.
 TEST_F(DeviceMemory, ABufferOutlivesWhoHadThePool) {
   DeviceBuffer b = get(5000);
   pool = nullptr;
@@ -63,7 +63,7 @@ TEST_F(DeviceMemory, WhatStaysDoesNotCirculate) {
   EXPECT_EQ(sim->live().allocations, 0u);
 }
 
-// Where the device has no more, what is kept goes before anybody is refused.
+// Where the device has no more memory, kept buffers go before a request is refused.
 TEST_F(DeviceMemory, WhatIsKeptGoesFirst) {
   sim->set_memory_bytes(size_t{1} << 20);
   DeviceBuffer small = get(size_t{256} << 10);
@@ -82,7 +82,7 @@ TEST_F(DeviceMemory, WhatIsKeptGoesFirst) {
   sim->set_memory_bytes(UINT64_MAX);
 }
 
-// Much is not kept for long when nobody has wanted it of late.
+// A pool does not keep much unused memory for long.
 TEST_F(DeviceMemory, WhatNobodyWantsGoesBack) {
   std::vector<DeviceBuffer> many;
   for (int i = 0; i < 24; ++i) many.push_back(get(size_t{1} << 20));

@@ -148,7 +148,7 @@ frugal_op OpOf(frugal_table* table, const Batch& b) {
   return op;
 }
 
-// One step of one rank with rows and gradients on the device. Answers the first status that is not
+// One step of one rank with rows and gradients on the device. Returns the first status that is not
 // OK.
 int32_t DeviceStep(frugal_trainer* trainer, RankDevice& memory, frugal_table* table, uint64_t step,
                    const Batch& b, std::vector<float>* rows = nullptr, bool end = true) {
@@ -204,11 +204,10 @@ std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint
   return engine.Rows(table, rows, dim);
 }
 
-// --- Caches
-// ---------------------------------------------------------------------------------------
+// --- Caches --------------------------------------------------------------------------------------
 
-// A declaration that comes when the boundary of its step has been planned reads lines which the
-// plan has for later: they are brought up to date at the boundary all the same.
+// A declaration that comes when its step's cache refresh has been planned. It reads cached rows
+// that the plan leaves for later: the refresh brings them up to date all the same.
 TEST(GpuCache, ADeclarationAfterThePlan) {
   constexpr uint32_t kRows = 100, kDim = 16;
   Device device(5);
@@ -258,9 +257,9 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
       ASSERT_OK(frugal_push_grad(gpu, &there, 1));
       ASSERT_OK(frugal_push_grad(cpu, &here, 1));
       device.memory->Collect();
-      std::this_thread::sleep_for(
-          std::chrono::milliseconds(2));  // so that it is likely to be planned
-      // What nobody waits for stays undone.
+      // So that the cache refresh is likely to be planned.
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      // What no thread waits for stays undone.
       device.sim->set_delays({0, 0, 100, 0, 30'000});
     }
     ASSERT_OK(frugal_step_end(gpu, s, 0));
@@ -268,7 +267,7 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
   }
 }
 
-// What comes ahead of a step goes before the boundary of another.
+// Work ahead of a step has a stream of its own, apart from the cache refresh of another step.
 TEST(GpuCache, PrioritiesOfStreams) {
   using frugal::device::Priority;
   Device device(5);
@@ -289,7 +288,7 @@ TEST(GpuCache, PrioritiesOfStreams) {
     EXPECT_EQ(device.sim->priorities(kernel), low) << kernel;
   for (const char* kernel : {"gather_rows", "reduce_runs"})
     EXPECT_EQ(device.sim->priorities(kernel), normal) << kernel;
-  // The boundary's, the caller's, and uploads.
+  // Copies of the cache refresh, of the caller, and uploads.
   const std::vector<Priority> all = {Priority::kLow, Priority::kNormal, Priority::kHigh};
   EXPECT_EQ(device.sim->priorities("copy"), all);
 }
@@ -315,11 +314,11 @@ TEST(Gpu, TheBitsOfTheCpu) {
 }
 
 // With a handle and no keys, lookup and push of a declared batch give work to the stream and
-// nothing else, and so does the end of the step: they come back although nothing of the stream runs
-// before somebody waits for it.
+// nothing else, and so does the end of the step. They return although nothing of the stream runs
+// before a thread waits for it.
 void DeclaredBatchesDoNotWait(double cache) {
   Device device;
-  // No flush threads: one that looks whether the device work has completed would wait for it.
+  // No flush threads: one that polls for completed device work would wait for it.
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
   frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
@@ -332,7 +331,7 @@ void DeclaredBatchesDoNotWait(double cache) {
     ASSERT_OK(frugal_prefetch(gpu, step, &op, 1, &batch));
     batches.push_back(batch);
   };
-  // Steps before, so that there are lines that it reads.
+  // Steps before, so that it reads cached rows.
   const uint64_t last = cache == 0 ? 0 : 20;
   for (uint64_t s = 0; s <= std::min<uint64_t>(last, 3); ++s) declare(s);
   for (uint64_t s = 0; s < last; ++s) {
@@ -379,8 +378,8 @@ void DeclaredBatchesDoNotWait(double cache) {
 TEST(Gpu, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0); }
 TEST(GpuCache, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0.5); }
 
-// Offsets of a declared batch are for kernels alone; what is wrong with them is told when the step
-// ends.
+// Only kernels read the offsets of a declared batch. The end of the step reports what is wrong with
+// them.
 TEST(Gpu, OffsetsOnTheDevice) {
   Device device;
   Engine engine(2);
@@ -410,7 +409,7 @@ TEST(Gpu, OffsetsOnTheDevice) {
       op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
       op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), out.size() * 4, 4));
       op.offsets = static_cast<uint64_t*>(device.memory->Send(offsets, sizeof offsets, 8));
-      // The call has no answer to wait for: what is held would take a minute.
+      // The call has no result to wait for: what is held would take a minute.
       device.sim->set_delays({0, 0, 100, 0, 60'000'000});
       auto start = std::chrono::steady_clock::now();
       if (push)
@@ -474,7 +473,7 @@ TEST(Gpu, ABadIdOnTheDevice) {
   frugal_op op = OpOf(table, b);
   op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
   frugal_batch* batch = nullptr;
-  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));  // nobody has seen the keys yet
+  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));  // no thread has read the keys yet
   ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
   std::vector<float> out(b.keys.size() * 16);
   float* rows = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
@@ -489,7 +488,7 @@ TEST(Gpu, ABadIdOnTheDevice) {
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
 }
 
-// A NaN that the device finds is told by step_end, and the step is undone on every rank.
+// step_end reports a NaN that the device finds, and the step is undone on every rank.
 TEST(Gpu, NanOnTheDevice) {
   Device device;
   Engine engine(2);
@@ -549,7 +548,7 @@ TEST(Gpu, ACapturingStreamIsLeftAlone) {
   device.runtime->destroy_stream(captured);
 }
 
-// Whoever undoes a step may not touch a stream that is being captured by then.
+// The thread that undoes a step may not touch a stream that is being captured by then.
 TEST(Gpu, UndoingBesideACapture) {
   Device device;
   for (const char* how : {"abort", "another's abort", "close", "close the engine"}) {
@@ -621,7 +620,7 @@ TEST(Gpu, PointersOfTheWrongDevice) {
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
 }
 
-// With staleness rows are read by the host; in the first step there is nothing to be behind of.
+// With staleness the host reads the rows. In the first step no row can be stale.
 TEST(Gpu, GradientsOfWeightsWithStaleness) {
   Device device;
   auto stale = [](frugal_config* c) { c->staleness = 2; };
@@ -826,7 +825,7 @@ TEST(Gpu, EveryKernelIsLaunched) {
     }
     EXPECT_TRUE(Same(engine.Rows(table, 60, 12), host.Rows(same, 60, 12))) << kind;
   }
-  // Frequent rows are staged where no line holds them.
+  // Frequent rows are prepared where they are not cached.
   {
     Engine engine(1);
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 60, 12);
@@ -872,7 +871,7 @@ TEST(GpuMemory, ThatCannotBePinned) {
   }
   EXPECT_OK(frugal_trainer_close(trainer));
   trainer = nullptr;
-  // Nothing is pinned for who has not joined: a rank on the cpu is as it was.
+  // Memory is pinned only for trainers that have joined, and a rank on the cpu works as before.
   EXPECT_EQ(device.sim->live().pinned, pinned);
   {
     frugal_trainer* cpu = engine.Trainer(0, "cpu");
@@ -1011,7 +1010,7 @@ TEST(GpuMemory, StepsInFlightKeepTheirMemory) {
   EXPECT_GT(stats.cache_planned, 0u);
 }
 
-// cache_bytes are what the lines may take of the device.
+// cache_bytes limit the device memory of the cached rows.
 TEST(GpuMemory, ACacheTakesNoMoreThanItsBytes) {
   Device device(3);
   uint64_t bytes[2];
@@ -1030,7 +1029,7 @@ TEST(GpuMemory, ACacheTakesNoMoreThanItsBytes) {
     bytes[cache != 0] = device.sim->live().bytes;
     device.memory->Collect();
   }
-  // What the lists of a boundary take is in it.
+  // The cache's bytes include the lists of a cache refresh.
   EXPECT_GT(bytes[1], bytes[0] + (uint64_t{5} << 19));
   EXPECT_LE(bytes[1], bytes[0] + (uint64_t{3} << 20) + (uint64_t{1} << 18));
 }
@@ -1065,9 +1064,9 @@ TEST(GpuMemory, NothingIsLeftBehind) {
 
 // --- Failures ------------------------------------------------------------------------------------
 
-// Two ranks train; the n-th call of the seam fails once. A call that answers so is made again; if
-// that cannot be (the gradients may be lost), the step is aborted and done again. The bits are
-// right at the end.
+// Two ranks train; the n-th call of the device interface fails once. A call that returns this error
+// is made again. If that cannot be (the gradients may be lost), the step is aborted and done again.
+// The bits are right at the end.
 void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bool* reached) {
   constexpr uint64_t kSteps = 4;
   Device device;
@@ -1142,9 +1141,9 @@ TEST(GpuFailures, EachCallOnce) {
   }
 }
 
-// The device's memory is used up with the n-th call of the seam and stays so: calls of the rank are
-// refused, its step can be undone, and the other rank goes on. When there is memory again, the rank
-// goes on, too.
+// From the n-th call of the device interface on, the device's memory is used up: calls of the rank
+// are refused, its step can be undone, and the other rank goes on. When there is memory again, the
+// rank goes on, too.
 void NoMemoryFrom(uint64_t n, const std::vector<float>& expected, bool* reached) {
   constexpr uint64_t kSteps = 4;
   Device device;
@@ -1227,7 +1226,7 @@ TEST(GpuFailures, ADeviceThatDies) {
     }
     device.sim->fail_after(n, ErrorKind::kFault, false);
     std::atomic<bool> over{false};
-    // The other rank trains on, and is told.
+    // The other rank trains on, and a call of it returns the abort.
     std::thread other([&] {
       uint64_t at = 2;
       int32_t status = FRUGAL_OK;
@@ -1242,7 +1241,7 @@ TEST(GpuFailures, ADeviceThatDies) {
     for (uint64_t s = 2; s < 100 && status == FRUGAL_OK; ++s)
       status =
           DeviceStep(gpu, *device.memory, table, s, Batch(std::min<uint64_t>(s, 5), 0, 200, 12));
-    // A rank whose own call was not the one that failed is told by the next.
+    // A rank whose own call was not the one that failed learns it from the next.
     if (status == FRUGAL_ERR_STEP_ABORTED) status = frugal_step_begin(gpu, 0, 0);
     EXPECT_EQ(status, FRUGAL_ERR_DEVICE) << n << ": " << LastMessage();
     other.join();
@@ -1280,7 +1279,7 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
   op.rows_out = out.data();
   EXPECT_EQ(frugal_lookup(first, &op, 1), FRUGAL_ERR_DEVICE);
   ASSERT_OK(frugal_trainer_close(first));
-  // One abort, of which each of the others is told.
+  // One abort, which each of the others receives.
   for (frugal_trainer* t : {second, cpu}) {
     EXPECT_EQ(frugal_step_begin(t, 0, kWait), FRUGAL_ERR_STEP_ABORTED);
     ASSERT_OK(frugal_step_begin(t, 0, kWait));
@@ -1302,7 +1301,7 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
   EXPECT_EQ(alive.memory->Error(), "");
 }
 
-// --- Beside each other ---------------------------------------------------------------------------
+// --- Concurrent ranks ----------------------------------------------------------------------------
 
 // A rank leaves with a declaration that the others' step still needs, and comes back on another
 // device.
@@ -1419,8 +1418,8 @@ TEST(Gpu, AStepEndThatWaitsTooLong) {
   EXPECT_EQ(engine.Committed(), 1u);
 }
 
-// Work of the caller's that is behind the step in its stream, and does not end, is none of
-// step_begin's.
+// step_begin does not wait for the caller's own work that follows the step in its stream and does
+// not end.
 TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
   for (const double cache : {0.0, 0.5}) {
     Device device;
@@ -1457,7 +1456,7 @@ TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
   }
 }
 
-// A flush thread takes in what lands although nobody calls.
+// A flush thread takes in completed device work although no call comes.
 TEST(Gpu, StepsLandByThemselves) {
   Device device;
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 1; });
@@ -1478,14 +1477,14 @@ TEST(Gpu, StepsLandByThemselves) {
   EXPECT_EQ(stats.steps_committed, 1u);
 }
 
-// Who looks at what has completed while the engine is closed holds what is in flight: tables wait
-// for it, too.
+// A thread that polls for completed device work while the engine is closed holds that work: tables
+// wait for it, too.
 TEST(Gpu, ClosedBesideALook) {
   for (int i = 0; i < 10; ++i) {
     Device device;
     device.sim->set_delays({0, 100, 0, 20'000, 0});
     Engine engine(1, [](frugal_config* c) {
-      c->timeout_ms = 0;  // so that what is in flight is not waited for at the beginning
+      c->timeout_ms = 0;  // so that device work in flight is not waited for at the beginning
       c->flush_threads = 0;
     });
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
@@ -1566,8 +1565,8 @@ TEST(GpuFailures, ADeviceThatIsReset) {
   }
 }
 
-// A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
-// So it is where one request for memory fails meanwhile.
+// A rank at the gate finds out that another one's device has been reset. Its call returns the
+// abort, and it goes on. The same is true where one request for memory fails meanwhile.
 TEST(GpuReset, TheGateOfAnotherRank) {
   for (int64_t request = 0; request < 6; ++request) {
     SCOPED_TRACE(testing::Message() << "request " << request);
@@ -1594,7 +1593,7 @@ TEST(GpuReset, TheGateOfAnotherRank) {
   }
 }
 
-// The engine is closed, with time to wait for what is in flight and without.
+// The engine is closed, with time to wait for device work in flight and without.
 TEST(GpuReset, TheEngineIsClosed) {
   for (const int64_t timeout_ms : {0, 1000}) {
     Device device;
@@ -1672,7 +1671,7 @@ TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
   EXPECT_GT(stalled, 0);
 }
 
-// Another rank aborts a step that is in flight.
+// Another rank aborts a step with device work in flight.
 TEST(GpuReset, AnAbort) {
   Device device;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
@@ -1689,7 +1688,7 @@ TEST(GpuReset, AnAbort) {
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
-// Closed before anybody has found out: what it has ended is undone, and the others go on.
+// Closed before any call has found out: what it has ended is undone, and the others go on.
 TEST(GpuFailures, ClosedWithAStepInFlight) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t threads = i % 2;
@@ -1716,7 +1715,7 @@ TEST(GpuFailures, ClosedWithAStepInFlight) {
   }
 }
 
-// Keys on their way when the device dies: the other rank is told, and goes on.
+// Keys on their way when the device dies: the other rank receives the abort, and goes on.
 void LosesKeys(bool reset) {
   Device device;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
@@ -1746,8 +1745,7 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   LosesKeys(true);
 }
 
-// --- Attached: with a controller only
-// --------------------------------------------------------------
+// --- Attached: with a controller only ------------------------------------------------------------
 
 class AttachedGpu : public testing::Test {
   void SetUp() override {
@@ -1823,7 +1821,7 @@ void DeclaredSteps(frugal_trainer* trainer, Device& device, frugal_table* table,
   }
 }
 
-// No memory of the device for lines: the trainer works without a cache of that table.
+// No device memory for cached rows: the trainer works without a cache of that table.
 TEST_F(AttachedGpu, NoMemoryForLines) {
   Device device;
   Engine engine(1);
@@ -1837,8 +1835,8 @@ TEST_F(AttachedGpu, NoMemoryForLines) {
   EXPECT_TRUE(Same(engine.Rows(table, kRows, 16), Reference(1, 6, kRows, 16)));
 }
 
-// A boundary that cannot be carried out: the step has not begun, and begins the next time, with an
-// empty cache.
+// A cache refresh that cannot be carried out: the step has not begun, and begins the next time,
+// with an empty cache.
 TEST_F(AttachedGpu, ABoundaryThatFails) {
   Device device;
   Engine engine(1);
@@ -1865,8 +1863,7 @@ TEST_F(AttachedGpu, ABoundaryThatFails) {
   EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(1, 9, 300, 16)));
 }
 
-// The controller is killed while the device has work: calls tell, and closing leaves nothing
-// behind.
+// The controller is killed while the device has work: calls report that, and closing frees all.
 TEST_F(AttachedGpu, TheControllerEnds) {
   Device device;
   const auto before = device.sim->live();
@@ -1916,7 +1913,7 @@ TEST_F(AttachedGpu, AnAbortBesideALookup) {
   ASSERT_OK(frugal_lookup(gpu, &op, 1));
   void* there = device.memory->Send(got.data(), got.size() * 4, 4);
   op.rows_out = static_cast<float*>(there);
-  device.sim->set_delays({0, 0, 100, 0, 60'000'000});  // until somebody waits
+  device.sim->set_delays({0, 0, 100, 0, 60'000'000});  // until a thread waits
   ASSERT_OK(frugal_lookup(gpu, &op, 1));
   ASSERT_OK(frugal_step_abort(cpu));
   ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
@@ -1932,8 +1929,8 @@ TEST_F(AttachedGpu, AnAbortBesideALookup) {
   EXPECT_OK(frugal_step_end(cpu, 0, 0));
 }
 
-// A rank that is taken over in mid-step: the step is undone, and what its device does yet reaches
-// nobody.
+// A rank that is taken over in mid-step: the step is undone, and no rank sees what its device still
+// does.
 TEST_F(AttachedGpu, TakenOver) {
   Device device, spare(1);
   Engine engine(1);
@@ -1945,7 +1942,7 @@ TEST_F(AttachedGpu, TakenOver) {
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   config.device = spare.name.c_str();
   config.flags = FRUGAL_TRAINER_REPLACE;
-  // As another process would: attached by itself.
+  // Attached as another process would be.
   frugal_config other = FRUGAL_CONFIG_INIT;
   const std::string address = engine.folder.address();
   other.world_size = 1;

@@ -77,7 +77,7 @@ struct LedgerTest : TableWithLedger {
     return {RowWrite::What::kUpdate, update->record.get(), nullptr, chunk};
   }
   // The first rows of a chunk, at most n and not all, where it is left; returns how far that is.
-  // look() looks at them before they are let go.
+  // look() sees them before they are released.
   template <class Look>
   uint64_t write_some(size_t chunk, size_t n, Look look) {
     TermList terms;
@@ -122,7 +122,7 @@ TEST_F(LedgerTest, AnUpdateInChunks) {
   EXPECT_EQ(seen().lost.load(), kNoStep);
 }
 
-// Its rows are told one by one, and the chunk never as whole.
+// The ledger records its rows one by one, and never the chunk as whole.
 TEST_F(LedgerTest, AChunkThatIsLeftInTheMiddle) {
   add(true);
   const size_t left = random.below(bounds.size() - 1), rows_written = random.below(5);
@@ -141,7 +141,7 @@ TEST_F(LedgerTest, AChunkThatIsLeftInTheMiddle) {
   EXPECT_EQ(seen().lost.load(), kStep);
 }
 
-// Likewise of a step that was never committed: nobody misses it.
+// Likewise for a step that was never committed: it is not reported as lost.
 TEST_F(LedgerTest, AnUpdateThatWasNotCommitted) {
   ASSERT_OK(table->add(*update, &bounds, &update->record));
   update->record.reset();
@@ -190,7 +190,7 @@ TEST_F(LedgerTest, TheImageOfARow) {
     EXPECT_EQ(slots_of(before_image), Slots{last});
     EXPECT_EQ(values_of(before_image, 0), before[last]);
     EXPECT_NE(row(last), before[last]);
-    // A thread that writes beside it has an image of its own.
+    // A thread that writes concurrently has a before-image of its own.
     {
       const RowWrite other(rows, &any, 1, of_chunk(1));
       EXPECT_EQ(before_images().size(), 2u);

@@ -15,7 +15,7 @@
 
 namespace frugal::loading_parts_test {
 
-// Of a table with three places.
+// For a table with three slots.
 struct ArrivingTest : testing::Test {
   MemoryBudget budget;
   BufferPool pool;
@@ -61,7 +61,7 @@ struct ArrivingTest : testing::Test {
     item.part()->slots.reset();
     return s;
   }
-  // Of the next; BUSY if it has found no places.
+  // Resolves the next part; BUSY if it has found no slots.
   Status resolve(BatchRef* which = nullptr) {
     Declarations::Item item;
     if (!next(&item)) return FRUGAL_ERR_NOT_FOUND;
@@ -70,7 +70,7 @@ struct ArrivingTest : testing::Test {
     s == FRUGAL_ERR_BUSY ? all.put_back(item) : all.resolved(item, s == FRUGAL_OK);
     return s;
   }
-  // Rows that exist, and that nobody holds.
+  // Rows that exist and have no holder.
   void make(const std::vector<uint64_t>& keys) {
     for (const uint64_t key : keys) {
       uint32_t slot;
@@ -140,7 +140,7 @@ TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
   EXPECT_EQ(tried, soon);
   EXPECT_EQ(state(soon), Part::kDeclared);
   EXPECT_EQ(all.unready(5, kNoStep), 5u);
-  // It is not tried again before somebody lets go, nor is any behind it.
+  // It is not tried again before a holder is released, nor is any part after it.
   Declarations::Item item;
   EXPECT_FALSE(next(&item));
   EXPECT_EQ(item.batch, soon);
@@ -189,7 +189,7 @@ TEST_F(ArrivingTest, ThoseOfTheLastStepGiveWayFirst) {
   EXPECT_TRUE(revoke(4, b.get()));
   EXPECT_EQ(state(a), Part::kDeclared);
   EXPECT_FALSE(revoke(4, b.get()));
-  // Nor while their step retires: who retires them lets go.
+  // Nor while their step retires: the thread that retires them releases their holds.
   const Vector<Declarations::Held> served = all.begin_retiring(6);
   EXPECT_EQ(served.size(), 1u);
   EXPECT_FALSE(revoke(4));

@@ -37,7 +37,7 @@ struct PhaseTest : testing::Test {
     });
     while (!begun) std::this_thread::yield();
     {
-      ControlLock lock(mu);  // who waits has let go of it
+      ControlLock lock(mu);  // the waiting thread has released it
       follows = true;
     }
     what_follows();
@@ -48,7 +48,7 @@ struct PhaseTest : testing::Test {
 };
 
 TEST_F(PhaseTest, EachActWaitsForThoseThatItIsNotToRunBeside) {
-  // {begins, not beside}
+  // {begins, not concurrently with}
   const std::set<std::pair<P::Act, P::Act>> apart = {
       {P::kStep, P::kOutside}, {P::kStep, P::kAbort},     {P::kPrepare, P::kCommit},
       {P::kPrepare, P::kAbort},  {P::kCommit, P::kCommit},  {P::kCommit, P::kAbort},

@@ -57,7 +57,7 @@ TEST_F(RanksTest, TheFirstStepIsAnyAndTheSameForAll) {
   ASSERT_OK(ranks.may_begin(*b, 41));
 }
 
-// Without the mutex held: whoever is visited may leave.
+// Visits are without the mutex: a trainer may leave meanwhile.
 TEST_F(RanksTest, ThoseWhoAreThere) {
   const TrainerRef a = join(0), c = join(2);
   EXPECT_EQ(ranks.at(2), c);
@@ -209,7 +209,7 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   ASSERT_OK(ranks.may_begin(*a, 4));
 }
 
-// Beside a look at all ranks: what is counted where ranks begin, end, undo, come and go.
+// Each count equals that of a scan of all ranks, where ranks begin, end, undo, come and go.
 TEST(RanksModel, CountsAsByLookingAtAllRanks) {
   constexpr uint32_t kRanks = 5;
   ControlMutex mu;
@@ -303,7 +303,7 @@ TEST(SilenceTest, IsALittleLessThanTheTimeOut) {
   is(-1, UINT64_MAX, 1000 * kMs);
 }
 
-// Who has said nothing for as long as somebody has waited, and is in no call, is lost: once.
+// A trainer that made no call for as long as another has waited, and is in none, is lost: once.
 TEST_F(RanksTest, WhoSaysNothingIsLost) {
   const TrainerRef a = join(0), b = join(1), c = join(2);
   begin(a, 0);

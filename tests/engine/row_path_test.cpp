@@ -192,7 +192,7 @@ class RowPathTest : public testing::Test {
     trainer.call_mu.assert_held();
     found = {};
     frugal_op reads = o;
-    reads.rows_out = out.data();  // which nobody writes here
+    reads.rows_out = out.data();  // which nothing writes here
     return RowPath(view).find(reads, Use::kLookup, nullptr, &found);
   }
   // What a row reads as.
@@ -299,7 +299,7 @@ TEST_F(RowPathTest, BatchesThatAreNotTheOpsOwn) {
   const std::vector<uint64_t> keys{3};
   const auto batch = declare({{table, keys}});
   trainer.call_mu.assert_held();
-  trainer.parts[0].up_to_date = false;  // else the handle alone is looked at
+  trainer.parts[0].up_to_date = false;  // else only the handle is checked
   const frugal_op good = op(table, batch);
   ASSERT_OK(find(good));
   EXPECT_EQ(found.declared, trainer.parts[0].part) << "somebody is to be asked before it is read";
@@ -374,7 +374,7 @@ TEST_F(RowPathTest, ALookupThatIsUndone) {
   EXPECT_EQ(view.keys, 0u);
 }
 
-// Rows that are written meanwhile: who writes one is waited for, as long as that pays.
+// Rows that are written meanwhile: the reader waits for the writing thread, as long as that pays.
 TEST_F(RowPathTest, RowsThatAreBeingWritten) {
   std::vector<VersionWord> versions(kVersionWords);
   view.versions = versions.data();
@@ -410,7 +410,7 @@ TEST_F(RowPathTest, APushIsSummedByRow) {
   EXPECT_EQ(view.keys, 3u);
 }
 
-// A later push of the table is kept by itself, and goes when its call fails; so does a first one.
+// A later push of the table is kept apart, and goes when its call fails; so does a first one.
 TEST_F(RowPathTest, APushThatFailsLeavesWhatWasBefore) {
   const std::vector<uint64_t> keys{9}, later{2};
   ASSERT_OK(push(op(table, keys), gradients({1})));
@@ -442,7 +442,7 @@ TEST_F(RowPathTest, ACallIsTakenAsAWhole) {
   EXPECT_TRUE(pushed(table) && pushed(other));
 }
 
-// Lent memory that has a gradient for each row is handed over as it is, until another push of the
+// Lent memory that has a gradient for each row is submitted as it is, until another push of the
 // table needs its sums.
 TEST_F(RowPathTest, LentGradientsAreKept) {
   view.keeps = true;

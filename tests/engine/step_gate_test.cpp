@@ -21,7 +21,7 @@ struct StepGateTest : testing::Test {
     table = parts->add_table(100);
     parts->ranks.start(0);
   }
-  // One look at the gate of a step, and what it waits for. Empty: for nothing.
+  // Checks the gate of a step once, and returns what it waits for. Empty: for nothing.
   std::string look(uint64_t step) {
     pass = {};
     pass.step = step;
@@ -29,7 +29,7 @@ struct StepGateTest : testing::Test {
   }
   // Bits of all that it has waited for at the last look.
   bool waited(WaitedFor what) const { return pass.waited == waited_for(what); }
-  // Helps until there is nothing to do, and looks again.
+  // Helps until there is nothing to do, and checks again.
   std::string help(uint64_t step) {
     look(step);
     while (gate->help(pass)) {
@@ -99,7 +99,8 @@ TEST_F(StepGateTest, RanksThatHaveNotEndedTheStepsBefore) {
   ASSERT_OK(parts->committer.ready());
   EXPECT_EQ(look(1), "");
   EXPECT_NE(look(2), "");
-  // With staleness so many steps may be open; all of them are what can be told apart.
+  // With staleness this many steps may be open. With FRUGAL_STALENESS_ASYNC it is as many as can be
+  // distinguished.
   for (const uint64_t staleness : {uint64_t{3}, uint64_t{FRUGAL_STALENESS_ASYNC}}) {
     open(FRUGAL_FLUSH_DEFERRED, staleness);
     end(a, 0);
@@ -161,7 +162,7 @@ TEST_F(StepGateTest, RowsThatAreLoading) {
   EXPECT_EQ(loads, 0);
 }
 
-// Where steps are not written in the order of who reads them, nothing may be pending.
+// Where steps are not written in the order of their next reads, nothing may be pending.
 TEST_F(StepGateTest, AllThatIsPendingWhereNothingIsDeferred) {
   open(FRUGAL_FLUSH_AT_ONCE);
   ASSERT_OK(parts->tables.open_window(*table));
@@ -177,8 +178,8 @@ TEST_F(StepGateTest, AllThatIsPendingWhereNothingIsDeferred) {
   EXPECT_EQ(parts->times(table, 7), 2);
 }
 
-// Of a step that reads some of the rows, only those: queued ones, and those that somebody writes
-// just now.
+// Of a step that reads some of the rows, only those: queued ones, and those that another thread is
+// writing.
 TEST_F(StepGateTest, PendingRowsThatTheStepReads) {
   open();
   ASSERT_OK(parts->tables.open_window(*table));

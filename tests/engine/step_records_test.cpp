@@ -42,7 +42,7 @@ TEST(StepRecords, AStepIsCompleteWhenAllRanksHaveEndedItAndNothingIsInFlight) {
   EXPECT_EQ(records.complete(), nullptr);
   records.of(4).device_work[0]->completed = true;
   records.done(records.forget_completed());
-  // Whoever has ended it and left, too, if it has left something.
+  // A rank that has ended it and left counts, too, if its record still exists.
   for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
   EXPECT_EQ(records.complete(), records.find(4));
   records.erase(4);
@@ -65,7 +65,7 @@ TEST(StepRecords, ItIsBetweenStepsWhenAllThatIsEndedIsCommitted) {
   EXPECT_FALSE(records.between(&why));
   EXPECT_EQ(why, "step 4 is ended by some ranks, and not by rank 1");
   EXPECT_EQ(records.end(), 5u);
-  // Of the first step that somebody has told something of, who has left since.
+  // The first step of which a record contains anything counts, although its ranks have left.
   for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
   records.of(2);
   for (int what = 0; what < 3; ++what) {
@@ -117,8 +117,8 @@ TEST(StepRecords, WhatIsTakenInAhead) {
   EXPECT_TRUE(records.all_prepared());
 }
 
-// They count until what follows from their landing is done; one that has failed stays, for whoever
-// is to be told.
+// Device work counts until what follows from its completion is done. Failed work stays, for the
+// rank that is to learn of it.
 TEST(StepRecords, Flights) {
   EngineParts parts;
   StepRecords& records = parts.records;
@@ -143,7 +143,7 @@ TEST(StepRecords, Flights) {
   EXPECT_EQ(records.end(), 0u);
 }
 
-// The window forgets what was taken in of the step: the next update begins as if there had been
+// The window forgets what was prepared of the step: the next update begins as if there had been
 // none.
 TEST(StepRecords, AnUndoneStep) {
   CommitParts parts(1, FRUGAL_FLUSH_DEFERRED);

@@ -60,8 +60,8 @@ struct World {
     HOLDS(schedule, parts.aborter.tell(t) == FRUGAL_ERR_STEP_ABORTED);
     return false;
   }
-  // Nobody commits the step while this rank is inside of it. What is pending is written first.
-  // With staleness 1 rows may be those of the step before, too: there the last rows tell.
+  // No thread commits the step while this rank is inside it. Pending updates are written first.
+  // With staleness 1 rows may be those of the step before, too: there the last rows are checked.
   bool read(Trainer& t, uint64_t step) {
     if (parts.config.staleness != 0) return true;
     Lock call(t.call_mu);
@@ -137,18 +137,19 @@ struct World {
       Lock lock(parts.mu);
       return all_committed() && !parts.tables.any_pending() && !parts.workers.applying();
     };
-    HOLDS(schedule, parts.workers.wait(
-                        UINT64_MAX, []() -> Status { return FRUGAL_OK; }, over,
-                        [&] { return parts.workers.help(false) || parts.flusher.write(UINT64_MAX); },
-                        [] { return false; }) == FRUGAL_OK);
+    HOLDS(schedule,
+          parts.workers.wait(
+              UINT64_MAX, []() -> Status { return FRUGAL_OK; }, over,
+              [&] { return parts.workers.help(false) || parts.flusher.write(UINT64_MAX); },
+              [] { return false; }) == FRUGAL_OK);
   }
 
   Schedule& schedule;
   CommitParts parts;
-  StepGate gate{{parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations,
-                 parts.pacing, parts.tables, parts.flusher},
-                {[](uint64_t) { return false; }, [](uint64_t) { return false; },
-                 [] { return false; }}};
+  StepGate gate{
+      {parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations, parts.pacing,
+       parts.tables, parts.flusher},
+      {[](uint64_t) { return false; }, [](uint64_t) { return false; }, [] { return false; }}};
   const TableRef table;
   TrainerRef trainers[kRanks];
   Slots handed[kSteps][kRanks];

@@ -29,8 +29,8 @@ struct Totals {
   uint64_t planned = 0, in_lines = 0, in_host = 0;
 };
 
-// Lines that may fail at a refresh, and that tell which of them a step may not read: those to
-// which updates come later where a device brings them.
+// Cached rows whose refresh may fail. `later` lists those that a step may not read yet: a device
+// brings their updates later.
 class WornCachedRows final : public CachedRows {
  public:
   struct Last {
@@ -125,7 +125,7 @@ class World {
   struct Row {
     std::vector<Version> versions;
     size_t applied = 0;  // the one that is in the host row
-    size_t in_line = 0;  // the one that a line has to have since the last refresh
+    size_t in_line = 0;  // the one that a cached row has to have since the last refresh
     bool writing = false;
   };
 
@@ -311,7 +311,7 @@ class World {
           ++in_lines;
           continue;
         }
-        // Whose line has gone is not waited for by the gate.
+        // The gate does not wait for a row whose cached row has gone.
         if (rank == 0 && !p->sources)
           while (window_.force(&slot, 1, window_.next_commit()))
             if (!help(kFirst + i)) s_.pause();
@@ -374,7 +374,7 @@ class World {
     committed_ = i + 1;
   }
 
-  // --- The cache: the planner's while planning_, else rank 0's, or of who is outside ---
+  // --- The cache: the planner's while planning_, else rank 0's, or the thread's outside steps ---
 
   void end_planning() {
     for (;; s_.pause()) {
@@ -491,14 +491,15 @@ class World {
   AnyTrainer owner_;
   WornCachedRows::Last last_;
   TableCache cache_{owner_, table_, pool_, counters_, tau_ != 0};
-  Mutex refresh_mu_;  // before the other: no commit beside a refresh
+  Mutex refresh_mu_;  // before the other: no commit during a refresh
   Mutex control_;   // what follows, and Step
   size_t committed_ GUARDED_BY(control_) = 0;
   size_t begun_[2] GUARDED_BY(control_) = {};
   uint32_t inside_ GUARDED_BY(control_) = 0;  // ranks
   std::atomic<uint32_t> done_{0};
   bool outside_ GUARDED_BY(control_) = false;
-  // The refresh behind which the next may be planned, that which is, and whether somebody does.
+  // The refresh after which the next may be planned, the one that is planned, and whether a thread
+  // plans.
   size_t passed_ GUARDED_BY(control_) = kNone, planned_ GUARDED_BY(control_) = kNone;
   bool planning_ GUARDED_BY(control_) = false;
   bool plan_more_ GUARDED_BY(control_) = false;

@@ -13,7 +13,7 @@ namespace frugal::table_cache_test {
 
 constexpr uint64_t kFirst = 10;
 
-// What a refresh tells lines, kept, and done.
+// Records what a refresh passes to the cached rows, and carries it out.
 class ToldCachedRows final : public CachedRows {
  public:
   explicit ToldCachedRows(std::unique_ptr<CachedRows> lines) : lines_(std::move(lines)) {
@@ -177,7 +177,7 @@ TEST_F(TableCacheTest, TheWindowKnowsWhichRowsItHas) {
   EXPECT_TRUE(table->window.pending_until(13)) << "the next read is of the host row";
 }
 
-// Who goes by a plan counts as a host row at once.
+// A row that a plan evicts counts as a host row at once.
 TEST_F(TableCacheTest, WhoGoesIsReadInItsHostRow) {
   open(1);
   const PartRef a = declare(10, {mine[0]}), b = declare(11, {mine[1]});
@@ -193,7 +193,7 @@ TEST_F(TableCacheTest, WhoGoesIsReadInItsHostRow) {
   EXPECT_EQ(parts.counters.cache_evicted_dirty.load(), 1u);
 }
 
-// Who comes is filled from a host row for which the step's gate has waited.
+// An admitted row is filled from a host row for which the step's gate has waited.
 TEST_F(TableCacheTest, WhoComesCountsAsAHostRowUntilThen) {
   open(1);
   const PartRef a = declare(11, {mine[0]});
@@ -225,7 +225,8 @@ TEST_F(TableCacheTest, APlanThatDoesNotStandIsCancelled) {
   EXPECT_EQ(parts.counters.cache_admitted.load(), 2u) << "it was not there";
 }
 
-// It reads lines that the plan has for later, so all of them are brought up to date at once.
+// It reads cached rows that the plan leaves for later, so all of them are brought up to date at
+// once.
 TEST_F(TableCacheTest, ADeclarationThatComesAfterThePlan) {
   plan_the_next();
   const PartRef late = declare(11, {mine[1], mine[3]});
@@ -273,8 +274,8 @@ TEST_F(TableCacheTest, SeveralUpdatesAreDue) {
   EXPECT_EQ(read(a, mine[1]), 2);
 }
 
-// With staleness rows are not waited for: those with updates pending are not what a line would have
-// to be.
+// With staleness rows are not waited for: a row with pending updates differs from what a cached row
+// would have to be.
 TEST_F(TableCacheTest, PendingRowsStayOut) {
   open(4, true);
   const PartRef a = declare(11, {mine[0], mine[1]});

@@ -64,7 +64,7 @@ TEST_F(TierTest, LaterStepsAndCachesGiveWayToACall) {
 
 // Not even to a call of an earlier step.
 TEST_F(TierTest, AStepThatHasBegunGivesNothingUp) {
-  timeout_ms = 50;  // which it will take: nobody lets go of a place
+  timeout_ms = 50;  // which passes: no holder releases a slot
   open(100, 4, 0, 1, 2);
   const Keys first = {1, 2, 3}, more = {4, 5};
   ASSERT_OK(begin(0));

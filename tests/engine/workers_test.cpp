@@ -72,7 +72,7 @@ TEST_F(WorkersTest, WhatIsNotUrgentWaits) {
   workers->add(Urgency::kFavour, of(favour, [&] { EXPECT_FALSE(hold.load()); }));
   workers->start();
   until([&] { return urgent == 0; });
-  hold = false;  // nobody is woken: a thread that is held looks again
+  hold = false;  // no thread is woken: a held thread checks again
   until([&] { return idle == 0 && favour == 0; });
 }
 
@@ -136,7 +136,7 @@ TEST_F(WorkersTest, AWaitHelpsUntilItIsOver) {
   EXPECT_EQ(workers->wait(0, closed, always, never, never), FRUGAL_ERR_CLOSED);
   EXPECT_EQ(workers->wait(UINT64_MAX, ok, never, []() -> bool { throw std::bad_alloc(); }, never),
             FRUGAL_ERR_OUT_OF_MEMORY);
-  // What is in flight is asked for again and again, and nobody tells.
+  // Device work in flight is polled again and again: nothing notifies the waiting thread.
   int looks = 0;
   auto look = [&] { return ++looks < 0; };
   EXPECT_EQ(workers->wait(UINT64_MAX, ok, [&] { return looks > 20; }, look, always), FRUGAL_OK);
@@ -208,7 +208,7 @@ TEST_F(WorkersTest, GatesWaitForUpdates) {
   EXPECT_FALSE(workers->applying());
   EXPECT_EQ(finished, 2);
   EXPECT_TRUE(one.each_once() && two.each_once());
-  // One that fails counts as done after health has told.
+  // A failed loop counts as done after health has reported it.
   Loop three(4);
   three.lacks = 2;
   workers->publish({apply_job(three, &finished)});
@@ -247,8 +247,8 @@ TEST_F(WorkersTest, UpdatesMayBeLeftToFlushThreads) {
 
 // --- Chosen interleavings ------------------------------------------------------------------------
 
-// Who settles on control state, or waits for it, while two others change it, one after the other.
-// Nobody wakes by himself who settles, so a wake-up that is lost is a deadlock.
+// Threads wait for control state, in wait_until() or in wait(), while two others change it, one
+// after the other. wait_until() never wakes by itself, so a lost wake-up is a deadlock.
 TEST(WorkersSchedules, NoWakeUpIsLost) {
   explore("workers.wait", 10000, [](Schedule& s) {
     Trace trace;

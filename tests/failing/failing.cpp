@@ -6,14 +6,14 @@
 //   FAILING_AT       the n-th call of the kind fails; 0, or none: calls are counted only
 //   FAILING_EVER     1: all calls of the kind from the n-th on fail
 //   FAILING_PROGRAM  only in processes of this name (at most its first 15 letters count), of all
-//   those that inherit
-//                    the variables; without: in each of them
+//                    those that inherit the variables; without: in each of them
 //   FAILING_WHOLE    1: calls of all threads of the process count, from its start on. Without:
-//   calls of threads that
-//                    are inside the library, that is, between failing_enter() and failing_leave(),
-//                    and of threads that such a one has started
+//                    calls of threads that are inside the library, that is, between
+//                    failing_enter() and failing_leave(), and of threads that such a one has
+//                    started
 //   FAILING_REPORT   a file of sizeof(failing::Report) bytes at least, where the counts go (shared
-//   by all processes) FAILING_TRACE    1: the report tells the stack of the call that has failed
+//                    by all processes)
+//   FAILING_TRACE    1: the report contains the stack of the call that has failed
 //
 // The engine's heap is mimalloc, found by name: it is not found here, so that the engine takes
 // plain malloc, which this can make fail. Nothing here allocates or locks, for it is called from
@@ -231,7 +231,7 @@ EXPORTED void* dlopen(const char* file, int mode) noexcept {
   return NEXT(dlopen)(file, mode);
 }
 
-// --- the others: the answer of a failed call is -1, or what is given ---
+// --- the others: a failed call returns -1, or what is given ---
 
 #define FAILING(kind, code, failed, type, name, parameters, arguments) \
   EXPORTED type name parameters noexcept(noexcept(name arguments)) {   \
@@ -275,7 +275,7 @@ EXPORTED int fcntl(int fd, int what, ...) {
     return errno = new_one ? EMFILE : EPERM, -1;
   return NEXT(fcntl)(fd, what, argument);
 }
-// For a pidfd of the other end; who that is costs no descriptor.
+// Only a pidfd of the other end costs a descriptor.
 EXPORTED int getsockopt(int fd, int level, int option, void* out, socklen_t* n) noexcept {
   constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD
   if (level == SOL_SOCKET && option == kPeerPidfd && fails(failing::kDescriptor))

@@ -4,16 +4,15 @@
 // How to have a job swept (tests/failing/sweep.py; its own process, an attached trainer, a
 // controller, a server):
 //
-// 1. Write the job as a program that makes its calls of the library within failing::Call (below),
-// and makes those
-//    again that answer with a status that the header names. Where something fails for ever, it
-//    calls failing::over() after some tries: then nothing fails any more, and the job has to come
-//    to its end, right to the last bit. It prints one line in the end: "ok DIGEST" (exit status 0),
-//    "unhealthy WHY" (3), or "wrong WHY" (1).
-// 2. Run the sweep over it: sweep.py --preload libfrugal_failing.so -- PROGRAM ARGUMENTS. Where the
-// job starts
-//    processes of its own (a controller), and these are what is to meet failures, give --program
-//    NAME, with --whole: that program makes no difference between the library's calls and its own.
+// 1. Write the job as a program that makes its calls of the library within failing::Call (below).
+//    It makes those again that return a status that the header names. Where something fails for
+//    ever, it calls failing::over() after some tries: then nothing fails any more, and the job has
+//    to come to its end, right to the last bit. It prints one line in the end: "ok DIGEST" (exit
+//    status 0), "unhealthy WHY" (3), or "wrong WHY" (1).
+// 2. Run the sweep over it: sweep.py --preload libfrugal_failing.so -- PROGRAM ARGUMENTS. The job
+//    may start processes of its own (a controller), and these are to meet failures: then give
+//    --program NAME, with --whole. That program makes no difference between the library's calls
+//    and its own.
 #pragma once
 #include <dlfcn.h>
 
@@ -34,7 +33,7 @@ enum Kind : uint32_t {
 };
 inline constexpr const char* kNames[kKinds] = {"memory", "map", "descriptor", "thread", "io"};
 
-// What is told of a run, in a file.
+// The record of a run, in a file.
 struct Report {
   std::atomic<uint64_t> points[kKinds];  // calls so far
   std::atomic<uint64_t> fired;           // that have failed

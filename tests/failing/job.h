@@ -61,7 +61,7 @@ std::vector<uint64_t> keys_of(uint64_t step, uint32_t rank, uint64_t most, size_
   return keys;
 }
 
-// A job's own: makes a call until it succeeds. `named`: what it may answer beside OUT_OF_MEMORY
+// A job's own: makes a call until it succeeds. `named`: what it may return besides OUT_OF_MEMORY
 // where something fails.
 void again(const char* call, const std::function<int32_t()>& make,
            std::initializer_list<int32_t> named = {});

@@ -1,9 +1,9 @@
 /* A program that loads the library when it is running, as Python does, without the C++ library
  * being there already; made to meet failures (failing.h). Threads make their first calls: one that
- * only asks, one that gives a wrong handle, one that trains, closes the engine, lets go of the
- * library, and ends after that.
+ * only queries, one that gives a wrong handle, one that trains. The last one closes the engine,
+ * unloads the library, and ends after that.
  *
- *   late_job LIBRARY [--served]   the engine is served, too, and a thread attaches to it and looks;
+ *   late_job LIBRARY [--served]   the engine is served, too, and a thread attaches to it and reads;
  *                                 when the library is loaded no pthread key is left for a while
  */
 #define _GNU_SOURCE 1
@@ -142,8 +142,7 @@ static void* trains(void* digest) {
   return digest;
 }
 
-/* What an attached process may be told, where its connection is lost, too: then it attaches again.
- */
+/* What a call of an attached process may return, also for a lost connection: it attaches again. */
 static int lost(const char* call, int32_t status) {
   frugal_error error;
   int32_t none = 0;
@@ -214,7 +213,7 @@ static void in_a_thread(void* (*run)(void*), void* argument) {
   pthread_join(thread, NULL);
 }
 
-/* A thread that has no key is told so, and needs not load the library again. */
+/* A thread without a key receives an error, and need not load the library again. */
 static void* has_no_key(void* unused) {
   uint64_t step;
   frugal_error error;

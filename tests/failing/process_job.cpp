@@ -57,7 +57,7 @@ std::string g_folder;  // of the service
   _exit(status);
 }
 
-// What is told is counted; what goes on being told ends the failures, and then the job.
+// Counts reported failures. Too many of them end the injected failures, and then the job.
 void told(const std::string& why) {
   ++g_told;
   if (g_peer) return;
@@ -92,7 +92,7 @@ void again(const char* call, const std::function<int32_t()>& make,
     }
     told(why);
     look_after_other();
-    // A controller that can accept nobody cannot say so. To wait in vain for a whole time-out once
+    // A controller that can accept no connection cannot report that. One wait for a whole time-out
     // is enough.
     if (!g_peer && why.find("has not answered") != std::string::npos) failing::over();
     if (status == FRUGAL_ERR_PEER_LOST) throw Lost{};
@@ -218,7 +218,7 @@ struct Job : JobBase {
   }
   void train(uint64_t step) {
     for (uint32_t r : ranks) {
-      // A step that was undone is told to each rank once, by its next call.
+      // Each rank's next call reports an undone step, once.
       const auto begin = [&] {
         AGAIN(frugal_step_begin(trainers[r], step, FRUGAL_TIMEOUT_DEFAULT));
       };
@@ -233,7 +233,7 @@ struct Job : JobBase {
     if (step == kKilled && std::exchange(options.kills, false)) {
       g_other->end_now();
       g_other = new Program("/proc/self/exe", peer);
-      for (;; usleep(1000)) use(step);  // until its loss is told
+      for (;; usleep(1000)) use(step);  // until its loss is reported
     }
     if (step == kAborted && ranks[0] == 0 && !aborted) {
       AGAIN(frugal_step_abort(trainers[0]));
@@ -373,7 +373,7 @@ struct Job : JobBase {
         if (g_said.compare(0, 3, "ok ") != 0) other_has_ended(g_said);
         g_other = nullptr;
         // A step that this rank has ended was undone if the other one was lost before it was
-        // committed. That is told by the next call.
+        // committed. The next call reports that.
         for (uint32_t r : ranks) {
           Op some(dense, keys_of(0, r, 3, 1), 0);
           AGAIN(frugal_prefetch(trainers[r], kSteps + 1, &some.op, 1, nullptr));

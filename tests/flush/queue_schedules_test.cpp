@@ -101,7 +101,7 @@ class World {
       s_.note("commits the stage");
       queue_->commit_prepared();
       for (uint32_t id : those(true)) entries_[id].prepared = false;
-      // The next commit moves on; nobody is left at the priority of the step that has passed.
+      // The next commit moves on. No entry is left at the priority of the step that has passed.
       const uint8_t passed = static_cast<uint8_t>(next_commit_ & (kRing - 1));
       queue_->set_next_commit(++next_commit_);
       for (uint32_t id : those(false))
@@ -165,13 +165,12 @@ class World {
   const bool tree_heap_;
   Mutex mu_;
   std::unique_ptr<QueueOwner> queue_ PT_GUARDED_BY(mu_);
-  uint64_t next_commit_ = 61;  // the ring turns over
+  uint64_t next_commit_ = 61;  // the ring wraps around
   std::map<uint32_t, Entry> entries_;
   std::vector<uint32_t> free_;
 };
 
-// The two-level queue, whose calls have a lock, and marks that are looked at and changed without
-// it.
+// The two-level queue: its calls have a lock, and its marks are read and changed without it.
 class Unlocked {
  public:
   explicit Unlocked(Schedule& schedule)
@@ -205,7 +204,7 @@ class Unlocked {
   }
   uint8_t some_prio() { return static_cast<uint8_t>(r_.below(3)); }
 
-  // Each has entries of its own, since who pushes knows that they are not queued.
+  // Each thread has entries of its own, since a pushing thread knows that they are not queued.
   void push(uint32_t t) {
     for (uint32_t id = t; id < kIds; id += 2) {
       const uint8_t prio = some_prio();
@@ -224,7 +223,7 @@ class Unlocked {
       queue_->move(id, prio);
     }
   }
-  // Returns whether there were any places.
+  // Returns whether there were any queue items.
   bool take(uint64_t most) {
     bool any = false;
     for (uint64_t n = most; n > 0; --n) {

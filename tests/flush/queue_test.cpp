@@ -52,7 +52,7 @@ struct Names {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Queues, QueueTest, testing::Bool(), Names());
-// What only the two-level queue has: stale places, blocks of memory.
+// What only the two-level queue has: stale queue items, blocks of memory.
 struct TwoLevelTest : QueueTest {};
 INSTANTIATE_TEST_SUITE_P(Queues, TwoLevelTest, testing::Values(false), Names());
 
@@ -69,7 +69,7 @@ TEST_P(QueueTest, Empty) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
 }
 
-// The ring is read from the next commit on; what nobody reads comes last.
+// The ring is read from the next commit on. Entries without a next read come last.
 TEST_P(QueueTest, TheRingBeginsAtTheBase) {
   queue->set_next_commit(60);
   queue->push(0, kInfinity);
@@ -97,7 +97,7 @@ TEST_P(QueueTest, AnAdjustedEntryIsThereOnce) {
        {uint8_t{40}, uint8_t{5}, uint8_t{5}, kInfinity, uint8_t{20}, uint8_t{35}})
     queue->adjust(1, prio);
   EXPECT_EQ(pop(0, kRing, 8), (Ids{2, 1}));
-  // Its former places do not bring it back, nor do they count for it when it is queued again.
+  // Its former queue items do not bring it back, nor do they count for it when it is queued again.
   queue->push(1, 50);
   EXPECT_EQ(pop(0, 49, 8), Ids());
   EXPECT_EQ(pop(0, 50, 8), Ids{1});
@@ -115,7 +115,7 @@ TEST_P(QueueTest, StagedEntriesWaitForTheCommit) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
   queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), (Ids{4, 2, 3}));
-  // A commit joins what is queued already, behind it.
+  // A commit joins what is queued already, after it.
   queue->push(5, 7);
   prepare(6, 7);
   queue->commit_prepared();
@@ -162,8 +162,8 @@ TEST_P(QueueTest, IdsGrow) {
   EXPECT_EQ(pop(0, kRing, 8), (Ids{3 * kIds - 1, kIds - 1}));
 }
 
-// Beside a map from entry to priority. The next commit moves on as it does in a window: no step is
-// passed that has entries.
+// Compared with a map from entry to priority. The next commit moves on as it does in a window: it
+// passes no step that has entries.
 TEST_P(QueueTest, RandomOperations) {
   for (int round = 0; round < 6; ++round) {
     Random random(test_seed() + static_cast<uint64_t>(round));
@@ -310,8 +310,8 @@ TEST_P(QueueTest, ManyThreads) {
   for (auto& n : taken) ASSERT_EQ(n.load(), 1);
 }
 
-// Entries that change their priority for ever leave stale places behind, and memory stays that of
-// the entries.
+// Entries that change their priority for ever leave stale queue items, and memory stays that of the
+// entries.
 TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   const Ids all = range(0, 3000);
   push(all.data(), all.size(), 1);
@@ -323,8 +323,8 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
     queue->adjust(
         id, prio[id] = random.one_in(3) ? kInfinity : static_cast<uint8_t>(random.below(kRing)));
   }
-  // 200,000 places are 393 blocks. Half of those that stay may be stale, and each of 65 bags has
-  // one begun.
+  // 200,000 queue items are 393 blocks. Half of those that stay may be stale, and each of 65
+  // buckets has one begun.
   EXPECT_LE(count.so_far(), 150);
   const Ids got = pop(0, kRing, all.size() + 1);
   for (size_t i = 1; i < got.size(); ++i)
@@ -333,8 +333,8 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }
 
-// An entry that was taken and prepared again for a priority of old stands at its old place; its
-// owner skips that.
+// An entry that was taken, and prepared again for an old priority, still has its stale queue item.
+// Its owner skips that.
 TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(1, 5);
   queue->push(2, 5);
@@ -382,7 +382,8 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   }
   queue->commit_prepared();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
-  // Of a piece that memory ran short for some are in, until the stage is dropped.
+  // If memory runs short for a piece, some of its entries are in, until the prepared ones are
+  // dropped.
   const Ids all = range(0, 3000);
   for (int64_t n = 1; n <= 3; ++n) {
     HeapFails fails(n);
@@ -395,7 +396,7 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   EXPECT_EQ(sorted(pop(0, kRing, 4000)), all);
 }
 
-// Where there is no memory to rewrite the bags, they stay as they are until there is.
+// Where there is no memory to rewrite the buckets, they stay as they are until there is.
 TEST_P(TwoLevelTest, StalePlacesWithoutMemory) {
   const Ids all = range(0, 20000);
   push(all.data(), all.size(), 1);

@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
     }
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
   }
-  // The service answers as before, and the changed inputs reached its handler.
+  // The service replies as before, and the changed inputs reached its handler.
   const Bytes again = record();
   frugal::fuzzed_service().stop();
   const uint64_t reached = frugal::fuzzed_handler().calls - before;

@@ -1,5 +1,5 @@
 // Bytes of a peer to the controller's socket. The service must live on: whatever comes, it ends the
-// connection when the peer has ended its side, and goes on to answer others.
+// connection when the peer has ended its side, and goes on to serve others.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -14,8 +14,8 @@
 
 namespace {
 
-// Bytes of the message that begins here, or all that there are. *asks: it is one that is answered,
-// so that the next may name what the answer gives.
+// Bytes of the message that begins here, or all that there are. *asks: it is one that gets a reply,
+// so that the next may name what the reply gives.
 size_t message(const uint8_t* data, size_t size, bool* asks) {
   *asks = false;
   uint32_t segments, words;
@@ -43,7 +43,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     size_t sent = 0;
     bool open = true;
     while (sent < next && open) {
-      // The server stops reading when its answers are not taken.
+      // The server stops reading when its replies are not taken.
       pollfd both{fd, POLLIN | POLLOUT, 0};
       poll(&both, 1, -1);
       if (both.revents & POLLIN) open = recv(fd, answer, sizeof answer, 0) > 0;

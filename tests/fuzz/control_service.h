@@ -1,5 +1,5 @@
 // The service whose input is fuzzed: a control server without an address, and a handler that
-// answers at once.
+// returns at once.
 #pragma once
 #include <atomic>
 #include <cstdlib>

@@ -62,7 +62,7 @@ struct World {
     Check(engine->create_table(t, &tables[1], true) == FRUGAL_OK);
     honest = Join(0);
     dense.assign(kRows * kDim, 0);
-    Step();  // who begins first says which step that is
+    Step();  // the first rank that begins says which step that is
   }
   TrainerRef Join(uint32_t rank) {
     frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
@@ -83,7 +83,7 @@ struct World {
     Status s = engine->get(*tables[0], keys.data(), kRows, 0, rows->data(), 0, nullptr);
     return s == FRUGAL_OK ? engine->count(*tables[1], hashed) : s;
   }
-  // What the honest rank reads has to do with what the enemy says that it has used. Any answer is
+  // What the honest rank reads depends on what the enemy says that it has used. Any result is
   // right.
   void Look() {
     const uint64_t keys[] = {0, 1, 2, 3};
@@ -98,7 +98,7 @@ struct World {
   // A step of two honest ranks, when the enemy is gone.
   void Step() {
     const TrainerRef other = Join(1);
-    // Each loss of rank 1, and each abort that it has asked for, is told once.
+    // Each loss of rank 1, and each abort that it has asked for, is reported once.
     Status s;
     do {
       s = engine->step_begin(*honest, step, engine->deadline(-1));
@@ -133,7 +133,7 @@ class Enemy {
   Enemy(World& world, Bytes& in, Channel& channel, bool trainer)
       : world_(world), in_(in), channel_(channel), trainer_(trainer) {}
 
-  // False: no more answers.
+  // False: no more replies.
   bool Ask() {
     Header h{};
     parts_.clear();

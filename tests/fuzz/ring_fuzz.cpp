@@ -57,7 +57,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Check(region.base != nullptr && close(fd) == 0);
   }
   Channel& side = attack_controller ? *controller : *trainer;
-  // Behind what is read nothing may be changed.
+  // Nothing may be changed after the bytes that are read.
   std::vector<char> out(3 * kRing);
   uint64_t received = 0;
   while (in.left > 0) {

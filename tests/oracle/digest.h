@@ -25,7 +25,7 @@ class Digest {
   void Add(T value) {
     Add(&value, sizeof(value));
   }
-  // The size first: two lists one behind the other are not one.
+  // The size first: two lists, one after the other, are not one.
   template <typename T>
   void Add(const std::vector<T>& values) {
     static_assert(std::is_arithmetic_v<T>);

@@ -57,7 +57,7 @@ std::string LastError() {
   return error.message == nullptr ? "(null message)" : error.message;
 }
 
-// The memory behind one frugal_op. It is written over as soon as the call is back.
+// The memory that one frugal_op points to. It is overwritten as soon as the call is back.
 struct Buffers {
   std::vector<uint64_t> keys;
   std::vector<uint64_t> offsets;
@@ -123,10 +123,10 @@ class Run {
     return step == FRUGAL_NO_STEP ? 0 : static_cast<size_t>(step - script_.first_step) + 1;
   }
 
-  // A rank has come to a boundary, with everything before it committed.
+  // A rank has come to a step boundary, with everything before it committed.
   void Arrive() { ++meeting_.arrived; }
-  // Whether all ranks have come to the boundary before step `index`, and what the script wants done
-  // there is done; some of it by this process, and then here.
+  // Whether all ranks have come to the step boundary before step `index`, and what the script wants
+  // done there is done; some of it by this process, and then here.
   bool Open(size_t index) {
     // What another thread has done for this rank here came before its count, as that comes before
     // the last of another process. ThreadSanitizer does not see the other process, so both are
@@ -434,8 +434,8 @@ RankDriver::Moved RankDriver::Begin() {
   progress_.doing = "step_begin";
   const uint64_t number = step_number();
   if (run_.one_thread() && !AbortComing() && !GateOpen()) {
-    // Nobody else can move meanwhile, so the gate has to stay closed, and polling costs nothing.
-    // (What devices have in flight may land at any time.)
+    // No other rank can move meanwhile, so the gate has to stay closed, and polling costs nothing.
+    // (Device work in flight may complete at any time.)
     if (script_.devices() == 0 && random_.Chance(0.2)) {
       const int32_t status = frugal_step_begin(trainer_, number, 0);
       if (status != FRUGAL_ERR_TIMEOUT) Unexpected(status, FRUGAL_ERR_TIMEOUT, "step_begin");
@@ -712,7 +712,7 @@ void RankDriver::DoPrefetch(const Action& action) {
                                          ops.size(), &batch);
   FetchOps(action, Use::kPrefetch);
   for (Buffers& buffers : buffers_) buffers.Spoil();
-  // With staleness, an abort that this rank was not told of yet may have set it far back.
+  // With staleness, an abort that this rank has not received yet may have set it far back.
   if (status == FRUGAL_ERR_STEP_RANGE && !run_.exact() && script_.aborts > 0) return;
   if (Check(status, FRUGAL_OK, "prefetch") != Result::kOk) return;
   if (batch == nullptr) run_.Fail(Where() + "prefetch gave a null batch");
@@ -1137,7 +1137,7 @@ void Run::Drive(RankDriver* driver) {
   while (moved != Moved::kDone && !failed()) {
     moved = driver->Advance();
     if (moved != RankDriver::Moved::kWaiting) ++progress_->moves;
-    // A look at the last commit is a message where the engine is another process's.
+    // A query of the last commit is a message where the engine is another process's.
     if (moved == Moved::kWaiting) SleepMicroseconds(party_.processes == 1 ? 50 : 200);
   }
   if (failed()) driver->Close();  // so that the others do not wait for this rank
@@ -1293,7 +1293,7 @@ void Run::CheckFinal() {
     if (NextIndex() != script_.steps - 1)
       Fail("what is read out is step " + std::to_string(NextIndex()));
   }
-  // One at least looks at all tables; which one depends on the seed.
+  // At least one party checks all tables; the seed chooses it.
   if (script_.seed % party_.processes != party_.process && random.Chance(0.5)) return;
   if (random.Chance(0.5) && !script_.killed) {
     Expect(frugal_flush(engine_, FRUGAL_TIMEOUT_DEFAULT), FRUGAL_OK, "frugal_flush");

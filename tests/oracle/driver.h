@@ -16,7 +16,7 @@
 namespace frugal_oracle {
 
 // Where a run is, for a watchdog to print when it hangs. A run hangs when nothing in it moves for
-// many ticks of the watchdog: a machine that is slow, or that stands still for a while, is no hang.
+// many ticks of the watchdog: a machine that is slow, or that stops for a while, is no hang.
 struct Progress {
   static constexpr size_t kRanks = 8;
   struct Rank {
@@ -80,7 +80,7 @@ struct Party {
   std::vector<uint32_t> process_of_rank;
 };
 
-// What one process does of a run. Whatever fails is told to `meeting`.
+// What one process does of a run. It reports every failure to `meeting`.
 void RunParty(const Script& script, const frugal_reference::Reference& reference,
               const Party& party, Meeting* meeting);
 

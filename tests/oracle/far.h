@@ -1,4 +1,4 @@
-// Stores behind the memory of tables, for the oracle: rows leave memory and come back.
+// Storage tiers of tables, for the oracle: rows leave memory and come back.
 #ifndef FRUGAL_TESTS_ORACLE_FAR_H_
 #define FRUGAL_TESTS_ORACLE_FAR_H_
 
@@ -9,8 +9,8 @@ namespace frugal_oracle {
 // Whether there are any: the C ABI alone has none.
 extern const bool kFarStores;
 
-// The next table that this thread creates has so many places in memory, and a slow store behind
-// them. 0: all.
+// The next table that this thread creates has this many slots in memory, and a slow storage tier.
+// 0: all.
 void PlacesOfNextTable(uint64_t places, uint64_t seed);
 
 // Of all tables that are gone.

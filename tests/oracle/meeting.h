@@ -1,5 +1,5 @@
-// What the ranks of a run tell each other, wherever they are: threads of one process, or processes
-// that have this struct in shared memory. Plain data and atomics, hence.
+// State that the ranks of a run share, wherever they are: threads of one process, or processes that
+// have this struct in shared memory. Hence plain data and atomics.
 #ifndef FRUGAL_TESTS_ORACLE_MEETING_H_
 #define FRUGAL_TESTS_ORACLE_MEETING_H_
 
@@ -17,12 +17,12 @@
 namespace frugal_oracle {
 
 struct Meeting {
-  // Aborts that have happened; a rank that has been told of fewer is about to be told.
+  // Aborts that have happened. A rank that has received fewer is about to receive the rest.
   std::atomic<uint64_t> aborts{0};
   std::atomic<uint64_t> rows_checked{0};
   std::atomic<uint64_t> older_rows{0};
 
-  // Over all boundaries: ranks that have come to one, and actions that were done there.
+  // Over all step boundaries: ranks that have come to one, and actions that were done there.
   std::atomic<uint64_t> arrived{0};
   std::atomic<uint64_t> outside_done{0};
   std::atomic<int64_t> boundaries_open{-1};  // up to this step

@@ -77,7 +77,7 @@ struct Totals {
   uint64_t older_rows = 0;
   frugal_stats stats = {};
   FarCounts far = {};      // of runs with processes
-  // Tables with a store behind the memory; for 5 % of the rows at most that is.
+  // Tables with a storage tier, and those of them with memory for at most 5 % of the rows.
   uint64_t far_tables = 0, scarce = 0;
 };
 
@@ -88,7 +88,7 @@ int64_t NowMs() {
 }
 
 void AddStats(const frugal_stats& from, frugal_stats* to) {
-  // Everything behind struct_size is a 64-bit counter.
+  // Everything after struct_size is a 64-bit counter.
   uint64_t a[sizeof(frugal_stats) / sizeof(uint64_t)];
   uint64_t b[sizeof(frugal_stats) / sizeof(uint64_t)];
   std::memcpy(a, &from, sizeof(from));
@@ -236,7 +236,7 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
     }
     slot->seed = seed;
     slot->repeat = RepeatCommand(run, seed);
-    slot->progress.Enter("opening");  // a move, before anybody looks for one
+    slot->progress.Enter("opening");  // a move, before the watchdog polls for one
     slot->runs = true;
     outcome = RunScript(script, reference, options.record, &slot->progress);
     slot->runs = false;

@@ -55,7 +55,7 @@ int WaitFor(pid_t process) {
   return status;
 }
 
-// frugal-controller, from its first answer on.
+// frugal-controller, from its first reply on.
 class Controller {
  public:
   // Returns what is wrong, or "".

@@ -31,7 +31,7 @@ Layout MakeLayout(const Script& script);
 // nothing.
 std::string ForProcesses(Script* script);
 
-// A leader: the run of `seed`, with what the caller has in memory behind `descriptor`. Returns its
+// A leader: the run of `seed`, with the memory of the caller that `descriptor` names. Returns its
 // exit status.
 int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds,
          int descriptor);

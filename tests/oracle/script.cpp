@@ -183,7 +183,7 @@ class ScriptMaker {
     if (random_.Chance(0.2)) o.clip_norm = random_.PowerOfTen(-2, 1);
     if (random_.Chance(0.2)) o.weight_bound = random_.PowerOfTen(-2, 1);
     if (random_.Chance(0.3)) o.grad_scale = random_.PowerOfTen(-3, 1);
-    // Each is looked at by one kind.
+    // One optimizer kind each reads these.
     if (random_.Chance(0.5)) o.flags |= FRUGAL_OPT_NESTEROV | FRUGAL_OPT_NO_BIAS_CORRECTION;
     if (random_.Chance(0.3)) o.flags |= FRUGAL_OPT_MEAN_RANKS;
     return o;
@@ -254,7 +254,7 @@ class ScriptMaker {
     late_chance_ = random_.Chance(0.3) ? 0.5 : 0.1;
   }
 
-  // Who is there in which step, what is aborted, where all meet.
+  // Which ranks are there in which step, what is aborted, where all meet.
   void MakeTimeline() {
     const size_t n = script_.steps;
     script_.boundaries[n];
@@ -264,7 +264,7 @@ class ScriptMaker {
     }
     const uint32_t world = script_.config.world_size;
     std::vector<bool> present(world, true);
-    bool may_abort = true;  // with staleness: once between two boundaries
+    bool may_abort = true;  // with staleness: once between two step boundaries
     for (size_t i = 0; i < n; ++i) {
       const bool boundary = script_.boundaries.count(i) != 0;
       if (boundary) {
@@ -451,7 +451,8 @@ class ScriptMaker {
     return op;
   }
 
-  // Puts an action at a random place of a random attempt. Returns false if the rank is away.
+  // Puts an action at a random position of a random attempt. Returns false if the rank is not
+  // there.
   bool Insert(RankStep* step, bool before, Action action) {
     if (step->attempts.empty()) return false;
     Attempt& attempt = step->attempts[random_.Below(step->attempts.size())];
@@ -568,7 +569,7 @@ class ScriptMaker {
     for (Action& push : pushes) all.push_back(std::move(push));
     if (random_.Chance(0.35)) random_.Shuffle(&all);
 
-    // In a step that is being aborted it depends on timing what these answer.
+    // In a step that is being aborted, the results of these calls depend on timing.
     const bool steady = commits && (exact() || script_.aborts == 0);
     auto add = [&](Action action) {
       all.insert(all.begin() + static_cast<ptrdiff_t>(random_.Below(all.size() + 1)),
@@ -600,7 +601,7 @@ class ScriptMaker {
     if (commits && script_.aborts == 0 && random_.Chance(0.04)) {
       attempt->before.push_back(MakeRead());
     }
-    // Declarations that were put here before keep their random places.
+    // Declarations that were put here before keep their random positions.
     std::vector<Action> inside = std::move(attempt->inside);
     for (Action& action : inside) add(std::move(action));
     attempt->inside = std::move(all);
@@ -654,7 +655,7 @@ class ScriptMaker {
     return action;
   }
 
-  // New hyper-parameters at random steps, told by a rank that is in an earlier or the same one.
+  // New hyper-parameters at random steps, set by a rank that is in an earlier or the same one.
   void MakeChanges() {
     const uint64_t count = random_.Weighted({30, 20, 20, 15, 15});
     std::set<std::pair<size_t, size_t>> used;
@@ -672,7 +673,7 @@ class ScriptMaker {
       action.first_step = script_.StepNumber(from);
       action.optimizer = MakeOptimizer(first.kind, first.initial_accumulator);
       script_.changes.push_back({t, action.first_step, action.optimizer});
-      // These places are passed whatever is aborted: no call before them can be told of an abort.
+      // These points are passed whatever is aborted: no call before them can return an abort.
       std::vector<Action>& actions =
           random_.Chance(0.5) ? step.attempts[0].before : step.attempts.back().inside;
       const bool front = &actions == &step.attempts[0].before;
@@ -765,15 +766,15 @@ class ScriptMaker {
   void LeaveUncommitted() {
     Random random(script_.seed * 139);  // another sequence, as for devices
     script_.killed = true;
-    // In most of them nobody writes what no gate has asked for: it is read out as it waits.
+    // In most of them no thread writes what no gate has asked for: it is read out while it waits.
     if (random.Chance(0.7)) {
       script_.config.flush_mode = FRUGAL_FLUSH_DEFERRED;
       script_.config.flush_threads = 0;
       script_.config.pending_bytes = uint64_t{1} << 30;
     }
     script_.boundaries.erase(script_.steps);
-    // Who has done its last call is told of no abort. With staleness one may come late, so nothing
-    // is aborted there.
+    // A rank that has made its last call receives no abort. With staleness an abort may come late,
+    // so nothing is aborted there.
     if (!exact()) script_.boundaries[script_.steps - 1];
     std::vector<Attempt*> last;
     for (RankSpec& rank : script_.ranks) {
@@ -793,8 +794,8 @@ class ScriptMaker {
     }
   }
 
-  // From as many places on as the rows have that may be held at a time: of one step, or of as many
-  // as ranks can be inside of.
+  // At least as many slots as rows may be held at a time: those of one step, or of as many as ranks
+  // can be inside of.
   void MakePlaces() {
     Random random(script_.seed * 281);
     const uint64_t apart = std::min<uint64_t>(script_.config.staleness, script_.steps);

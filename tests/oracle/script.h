@@ -28,7 +28,7 @@ struct Options {
   std::string device;      // some ranks run on one of these: "sim:0,sim:1"; "" for none
   double scale = 1;  // of the amount of work in a run
   bool killed = false;  // Script::killed
-  bool far = false;     // rows of hashed tables that nobody wants are in a store behind the memory
+  bool far = false;     // hashed tables have a storage tier for rows that no step wants
   bool record = false;  // nothing is compared: what comes back is hashed
 };
 

@@ -32,7 +32,7 @@ namespace {
 constexpr uint32_t kDim = Opened::kDim;
 constexpr size_t kRowBytes = kDim * sizeof(float);
 
-// Answers `status`, and its message has all of `words`.
+// `answer` is `status`, and the message contains all of `words`.
 testing::AssertionResult Refused(int32_t answer, int32_t status,
                                  std::initializer_list<const char*> words = {}) {
   if (answer != status)
@@ -102,8 +102,8 @@ INSTANTIATE_TEST_SUITE_P(Kinds, Calls, testing::ValuesIn(kKinds),
 
 // --- Ops -----------------------------------------------------------------------------------------
 
-// No keys but a count, of as many as were declared: to find out whether they are those would be to
-// look at them.
+// A count without keys, equal to the declared count. Only reading keys could show whether they are
+// the declared ones.
 TEST_P(Calls, NoKeysAndACount) {
   Open();
   const uint64_t keys[4] = {1, 2, 3, 4}, offsets[3] = {0, 2, 4};
@@ -209,7 +209,7 @@ TEST_P(Calls, KeysWithoutEnd) {
   }
 }
 
-// Whatever fields an op has, the answer is a status.
+// Whatever fields an op has, the call returns a status.
 TEST_P(Calls, RandomOps) {
   Open();
   const char* given = std::getenv("FRUGAL_TEST_SEED");
@@ -347,7 +347,7 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
       {FRUGAL_FTRL, "ftrl_lambda1", &O::ftrl_lambda1, -1, false},
       {FRUGAL_FTRL, "ftrl_lambda2", &O::ftrl_lambda2, -1, false},
       {FRUGAL_FTRL, "ftrl_beta", &O::ftrl_beta, -1, false},
-      // What a kind does not look at may be anything finite.
+      // An option that a kind does not read may be anything finite.
       {FRUGAL_SGD, "rho", &O::rho, 7, true},
       {FRUGAL_ADAM, "momentum", &O::momentum, -7, true},
   };
@@ -509,7 +509,7 @@ TEST_P(Calls, StaleReads) {
   frugal_stats stats;
   stats.struct_size = sizeof stats;
   OK(frugal_get_stats(engine_, &stats));
-  // Each lookup but the first finds the update of the step before: nobody writes meanwhile.
+  // Each lookup but the first finds the update of the step before: no thread writes meanwhile.
   EXPECT_EQ(19u * 6, stats.stale_reads);
 }
 
@@ -644,15 +644,14 @@ TEST(Attaching, CanceledThreads) {
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, open.answer.load());
 }
 
-// --- The end of a controller
-// -----------------------------------------------------------------------
+// --- The end of a controller ---------------------------------------------------------------------
 
 class Ends : public Calls {};
 INSTANTIATE_TEST_SUITE_P(Kinds, Ends, testing::ValuesIn(kKinds + 2, kKinds + 4),
                          [](const auto& info) { return info.param.name; });
 
-// What a trainer has done since the last committed step is gone with the controller: it is not told
-// that it is there.
+// What a trainer has done since the last committed step is gone with the controller: no call
+// reports it as present.
 TEST_P(Ends, ReadsOfATrainer) {
   for (const char* moment : {"before", "inside", "ended", "committed", "undone", "waiting"}) {
     SCOPED_TRACE(moment);

@@ -27,7 +27,7 @@ Status Attach(const Channel& of, Peer* out) {
   return Channel::attach(dup(of.up_fd()), dup(of.down_fd()), Copy(of.staging_fd()), out);
 }
 
-// Words of the regions, as a hostile peer sees them: docs/processes.md, section 2.
+// Words of the regions, as a hostile peer sees them: docs/processes.md, "Channels".
 struct Region {
   // What the controller alone writes cannot be mapped so again: then through its mapping.
   explicit Region(int fd) : base(writable_mapping_of(fd)) {
@@ -44,7 +44,7 @@ struct Region {
 };
 constexpr size_t kUpRequests = 0, kUpAnswers = 256, kUpReleases = 512;
 
-// Payloads whose bytes tell what they are.
+// Payloads whose bytes identify them.
 void Fill(std::vector<uint64_t>* to, size_t bytes, uint64_t seed) {
   to->resize((bytes + 7) / 8);
   for (size_t i = 0; i < to->size(); ++i) (*to)[i] = seed + i * 0x9e3779b97f4a7c15;
@@ -92,7 +92,8 @@ int ReceiveAll(Channel& c, uint64_t seed, uint64_t total, size_t large) {
         h.payload != bytes)
       return 3;
     received += bytes + sizeof h;
-    // Lets go of it, which the next receive() does: the last one has none.
+    // Leaves the payload unread: the next receive() releases it. After the last payload there is no
+    // receive().
     if (own.below(10) == 0 && received < total) continue;
     got.assign((bytes + 7) / 8, 0);
     const size_t cut = bytes ? own.below(bytes) : 0;
@@ -143,7 +144,8 @@ TEST(Channel, StreamsAGigabyteBetweenProcesses) {
   EXPECT_EQ(child.Wait(), 0);
 }
 
-// Each waits for the other's word, so every wake-up counts; now and then longer than anyone spins.
+// Each side waits for the other's message, so every wake-up counts; now and then longer than any
+// thread polls.
 TEST(Channel, RoundTripsWithSleepers) {
   Peer controller;
   ASSERT_OK(Create(4096, 0, &controller));
@@ -310,7 +312,7 @@ TEST(Channel, StagingAndReleases) {
   uint64_t offset = 0;
   EXPECT_FALSE(trainer->next_release(&offset));
   EXPECT_EQ(trainer->wait_release(After(1)), FRUGAL_ERR_TIMEOUT);
-  // Several threads release, each its own places; the trainer takes them in turn.
+  // Several threads release, each its own offsets; the trainer takes them in turn.
   constexpr uint64_t kEach = 20'000, kThreads = 3;
   std::vector<std::thread> threads;
   for (uint64_t t = 0; t < kThreads; ++t)

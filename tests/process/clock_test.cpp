@@ -271,9 +271,9 @@ TEST_F(Clock, ASilentRank) {
   OK(frugal_close(e));
 }
 
-// A silent rank is lost when the engine's time-out has passed by its own clock, not before. From
-// then on another can take the rank, and all go on: the clock stands almost still meanwhile, so
-// that whatever waited for a time would wait for ever.
+// An unresponsive rank is lost when the engine's time-out has passed by its own clock, not before.
+// From then on another trainer can take the rank, and all go on. The clock almost stops meanwhile,
+// so a thread that waited for a time would wait for ever.
 TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   const Folder folder;
   Host host(folder.address(), 2000);
@@ -308,7 +308,7 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   OK(frugal_close(e));
 }
 
-// Calls of the control plane, and of the rings, whose controller does not answer.
+// Calls on the control socket, and on the rings, when the controller does not reply.
 TEST_F(Clock, AStoppedController) {
   const Folder folder;
   Host host(folder.address(), kNeverMs);

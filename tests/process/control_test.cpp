@@ -85,7 +85,7 @@ void close_all(Vector<int>* fds) {
   fds->clear();
 }
 
-// A handler that does what a test tells it.
+// A handler that does what a test sets.
 struct Fake : ControlHandler {
   std::mutex mutex;
   std::condition_variable changed;
@@ -222,7 +222,7 @@ int connect_to(int fd, const char* address) {
   return connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
 }
 
-// The time that the controller "serve-briefly" gives to who has to open the engine.
+// How long the controller "serve-briefly" waits for an attached process to open the engine.
 constexpr uint64_t kBriefMs = 300;
 
 class Control : public testing::Test {
@@ -547,7 +547,7 @@ TEST_F(Control, TimeOut) {
   EXPECT_EQ(e.status, FRUGAL_ERR_TIMEOUT);
   EXPECT_NE(message.find("dropTable"), std::string::npos) << message;
   EXPECT_EQ(client->drop_table(2, 0), FRUGAL_ERR_TIMEOUT);
-  // An answer that nobody waits for is let go of, its descriptors, too.
+  // A reply that no thread waits for is dropped, with its descriptors.
   fake.descriptors = {memory_with("late")};
   OpenReply opened;
   (void)client->open(FRUGAL_CONFIG_INIT, 0, &opened);
@@ -577,7 +577,7 @@ TEST_F(Control, StopWhileCallsWait) {
   fake.wait_for([&] { return fake.holding == 8; });
   EXPECT_EQ(second->leave(1, false, kNeverMs), FRUGAL_OK);
   std::thread stopper([&] { server->stop(); });
-  // Peers without a call are told off at once.
+  // Peers without a call receive the end at once.
   Status s;
   while ((s = second->leave(1, false, kNeverMs)) == FRUGAL_OK) {
   }
@@ -653,7 +653,7 @@ TEST_F(Control, ASecondControllerIsRefused) {
 TEST_F(Control, ConnectWaitsForTheController) {
   const int before = g_attempts.load();
   std::thread later([&] {
-    g_attempts.wait(before);  // nobody was there
+    g_attempts.wait(before);  // an attempt has failed: nothing listened
     serve();
   });
   client = connected();
@@ -662,7 +662,7 @@ TEST_F(Control, ConnectWaitsForTheController) {
   EXPECT_EQ(client->ping(kNeverMs), FRUGAL_OK);
 }
 
-// The time that is told is that of the whole call, not of its last attempt.
+// The reported time is that of the whole call, not of its last attempt.
 TEST_F(Control, ConnectTellsTheTimeItWasGiven) {
   const int listener = listening();
   std::thread ends_some([&] {
@@ -897,7 +897,7 @@ TEST_F(Control, DescriptorsThatAPeerSendsEndItsConnection) {
   for (int fd : fds) close(fd);
 }
 
-// Sends the bytes `times` times, without taking an answer, as far as the other side takes them.
+// Sends the bytes `times` times, without reading a reply, as far as the other side takes them.
 size_t flood(int fd, const std::vector<char>& bytes, size_t times) {
   for (size_t i = 0; i < times; ++i) {
     ssize_t n = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -921,7 +921,7 @@ TEST_F(Control, APeerThatTakesNoAnswersIsReadNoFurther) {
     fds.push_back(raw());
     const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
     send_all(fds.back(), attach.data(), attach.size());
-    // Answers of 16 KiB, with descriptors: 1.6 GiB, if all were made.
+    // Replies of 16 KiB, with descriptors: 1.6 GiB, if all were made.
     const auto find = request([](auto r) { r.setFindTable("x"); });
     EXPECT_LT(flood(fds.back(), find, 100000), 20000u);
   }
@@ -1008,7 +1008,8 @@ TEST_F(Control, WhoDoesNotAttachIsEnded) {
   close(slow);
 }
 
-// Nor whoever attaches, and opens nothing. An open that takes its time counts from its beginning.
+// Nor does a peer keep its connection that attaches and opens nothing. The time of a slow open
+// counts from its beginning.
 TEST_F(Control, WhoDoesNotOpenIsEnded) {
   serve({.open_ns = 3'000'000'000});
   const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
@@ -1042,7 +1043,7 @@ TEST_F(Control, WhoDoesNotOpenIsEnded) {
   close(busy);
 }
 
-// A controller that stands still when the time runs out finds what came meanwhile.
+// A controller that is stopped when the time runs out finds the messages that came meanwhile.
 TEST_F(Control, ALateControllerTakesWhatHasCome) {
   std::string line;
   for (int tries = 0;; ++tries) {
@@ -1081,7 +1082,8 @@ TEST_F(Control, OneProcessHasSoManyConnections) {
   EXPECT_NE(message.find("close"), std::string::npos) << message;
   const pid_t another = other("attach", &line);
   EXPECT_EQ(line, "0");
-  // A place is free at once, however long the controller is about the one that was closed.
+  // There is room for a connection at once, however long the controller is about the one that was
+  // closed.
   fake.hold(true);
   std::thread caller([&] { (void)mine[0]->drop_table(1, kNeverMs); });
   fake.wait_for([&] { return fake.holding == 1; });
@@ -1142,8 +1144,8 @@ TEST_F(Control, TheFirstRequestAttaches) {
   EXPECT_EQ(client->ping(kNeverMs), FRUGAL_OK);
 }
 
-// The answer to open() is the last that comes, and the connection ends before the engine is made of
-// it: there is none.
+// The connection ends after the reply to open(), before the attached engine exists: no engine is
+// made.
 TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   ASSERT_EQ(ControlServer::start(nullptr, &fake, &server), FRUGAL_OK);
   Mapping arena;
@@ -1169,7 +1171,7 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
     reply->descriptors = {sockets[1], channel->up_fd(), channel->down_fd()};
     shutdown(taken, SHUT_RD);
   };
-  std::thread takes([&] {  // until nobody listens any more
+  std::thread takes([&] {  // until the listener is closed
     for (int socket; (socket = accept(listener, nullptr, nullptr)) >= 0;) {
       if (taken >= 0) close(taken);
       taken = fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
@@ -1201,13 +1203,13 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   os_release(&arena);
 }
 
-// An answer that cannot be written: whoever waits is told at once, not after the time-out.
+// A reply that cannot be written: the waiting client returns at once, not after the time-out.
 TEST_F(Control, AnAnswerThatCannotBeSentEndsTheConnection) {
   both();
   fake.descriptors = {memory_with("a")};
   fake.numbers = {1};
   fake.on_open = [](OpenReply* reply) {
-    // A descriptor that was closed after the handler has answered.
+    // A descriptor that was closed after the handler returned it.
     const int gone = fcntl(reply->descriptors[0], F_DUPFD_CLOEXEC, 900);
     reply->descriptors.push_back(gone);
     close(gone);
@@ -1222,8 +1224,8 @@ TEST_F(Control, AnAnswerThatCannotBeSentEndsTheConnection) {
   close_all(&fake.descriptors);
 }
 
-// Memory fails at each place, of either side: a status, and a rank that nobody has got is given
-// back.
+// Memory fails at each allocation, on either side. The call returns a status, and a rank whose
+// trainer did not receive it is given back.
 TEST_F(Control, EachAllocationMayFail) {
   both();
   fake.descriptors = {memory_with("a"), memory_with("b")};
@@ -1300,7 +1302,7 @@ TEST_F(Control, NoMoreConnectionsThanTheLimit) {
   EXPECT_TRUE(e.status == FRUGAL_ERR_PEER_LOST || e.status == FRUGAL_ERR_TIMEOUT) << message;
   EXPECT_EQ(a->ping(kNeverMs), FRUGAL_OK);
   b.reset();
-  d = connected();  // when the place is free
+  d = connected();  // when there is room for a connection
   ASSERT_TRUE(d);
   EXPECT_EQ(d->ping(kNeverMs), FRUGAL_OK);
   EXPECT_EQ(c->ping(kNeverMs), FRUGAL_OK);
@@ -1325,7 +1327,7 @@ TEST_F(Control, WithoutDescriptorsConnectionsAreEnded) {
       std::this_thread::yield();
   }
   EXPECT_EQ(client->ping(kNeverMs), FRUGAL_OK);
-  // An answer's descriptors cannot be had either.
+  // The descriptors of a reply fail in the same way.
   fake.descriptors = {0};
   OpenReply opened;
   std::string message;
@@ -1391,7 +1393,7 @@ TEST_F(Control, SignalsAreTheProgramsOwn) {
   EXPECT_EQ(before.actions[SIGPIPE].sa_handler, SIG_DFL);
   both();
   EXPECT_EQ(client->leave(1, false, kNeverMs), FRUGAL_OK);
-  // Both sides write to who is not there any more: a SIGPIPE would end the test.
+  // Both sides write to a peer that is gone: a SIGPIPE would end the test.
   int fd = raw();
   std::vector<uint64_t> bad(1000, 1);
   send_all(fd, bad.data(), 64);
@@ -1405,7 +1407,7 @@ TEST_F(Control, SignalsAreTheProgramsOwn) {
   EXPECT_TRUE(Now() == before);
 }
 
-// fork() of which nobody is told, as clone() by some other library.
+// A fork() without notice to its handlers, as clone() by some other library is.
 pid_t unseen_fork() {
   const auto pid = static_cast<pid_t>(syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0));
   if (pid == 0)

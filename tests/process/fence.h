@@ -7,7 +7,7 @@
 
 #include <string>
 
-// All that a process may try on a file of which somebody gave it a descriptor. What it got done;
+// All that a process may try on a file whose descriptor it has received. Returns what succeeded;
 // empty: nothing.
 inline std::string Attack(int fd) {
   std::string done;

@@ -132,7 +132,7 @@ TEST(Fence, TrainerAndObserver) {
   // process and its trainer. Its own: two up regions, its staging memory.
   AttackAll(3, 3 * 2 + 1 + 2 + 2);
   AttackMappings();
-  // An observer: the same of its own attachment, beside the trainer's.
+  // An observer attacks its own attachment in the same way, next to the trainer's.
   c.flags = FRUGAL_OBSERVE;
   OK(frugal_open(&c, &observer));
   frugal_table* seen[3];

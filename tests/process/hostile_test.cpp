@@ -95,8 +95,7 @@ void Ok(int status, const char* what) {
 }
 #define OK(call) Ok((call), #call)
 
-// --- The job
-// ---------------------------------------------------------------------------------------
+// --- The job -------------------------------------------------------------------------------------
 
 frugal_config JobConfig() {
   frugal_config c = FRUGAL_CONFIG_INIT;
@@ -170,7 +169,7 @@ struct Rank {
   }
   uint64_t Next() const {
     uint64_t committed = 0;
-    int status;  // a time-out is that of silence, and no fault of who has other things to do
+    int status;  // a time-out means an unresponsive controller; a busy one has no fault
     while ((status = frugal_committed_step(engine, &committed)) == FRUGAL_ERR_TIMEOUT) {
     }
     Ok(status, "the last step that is committed");
@@ -256,7 +255,7 @@ class Job {
     std::lock_guard<std::mutex> lock(mu_);
     return losses_;
   }
-  // Both have been told of the loss of the third rank. When the last was.
+  // Both trainers have been notified of the loss of the third rank. Returns when the last was.
   uint64_t AwaitLoss(uint32_t before) {
     std::unique_lock<std::mutex> lock(mu_);
     if (!cv_.wait_for(lock, std::chrono::milliseconds(kBoundMs),
@@ -286,8 +285,7 @@ class Job {
         cv_.wait(lock, [&] { return over_ || step < limit_; });
         if (over_) return;
       }
-      // As long as a call waits: whose silence is found out by that is found by the call that waits
-      // for it.
+      // With the default time-out: the call that waits for an unresponsive rank finds that out.
       int s = r.Begin(step, FRUGAL_TIMEOUT_DEFAULT);
       if (s == FRUGAL_OK && r.rank == 0 && Undoes()) {
         OK(frugal_step_abort(r.trainer));
@@ -333,8 +331,7 @@ class Job {
   bool over_ = false, undo_ = false;
 };
 
-// --- Processes
-// --------------------------------------------------------------------------------------
+// --- Processes -----------------------------------------------------------------------------------
 
 // This program with other arguments. What it says comes line by line.
 class Process {
@@ -389,14 +386,13 @@ void Say(const char* what) {
   if (dprintf(1, "%s\n", what) < 0) _exit(1);
 }
 
-// --- Enemies
-// ----------------------------------------------------------------------------------------
+// --- Enemies -------------------------------------------------------------------------------------
 
 enum class How {
   kAtOnce,  // it has the rank, and breaks a rule
   kSilent,  // it has the rank, and does nothing that counts
   kEnded,   // it only connects: its connections are ended
-  kBeside,  // it does what it may, or nothing that anybody waits for: the others go on beside it
+  kBeside,  // its acts are allowed, or no thread waits for them: the others go on
 };
 
 struct Enemy {
@@ -535,8 +531,8 @@ void EndStep(Enemy& e, const frugal::PushAddress& push, bool used = false) {
   add(Bytes(push));
   (void)e.Send(*e.trainer, Call::kStepEnd, {e.step, 0, 1, 0, used}, payload);
 }
-// Declares a row that nobody has, and hands over sums of it: those of the part, or of a list of its
-// own. As a rule without having used it.
+// Declares a row that does not exist, and submits rank gradients for it: those of the part, or of a
+// list of its own. Usually without a lookup before.
 void PushSums(Enemy& e, bool joined, bool used = false) {
   frugal::TableReply hashed;
   OK(e.control->find_table("hashed", kBoundMs, &hashed));
@@ -595,7 +591,7 @@ void OpenAll(Enemy& e, uint32_t flags) {
     c.flags = flags;
     frugal::OpenReply opened;
     OK(one->open(c, kBoundMs, &opened));
-    // Who cannot be told of memory any more loses its connection.
+    // A process that cannot receive regions any more loses its connection.
     std::for_each(opened.descriptors.begin() + 1, opened.descriptors.end(),
                   [](int fd) { close(fd); });
     all.push_back(std::move(one));
@@ -614,7 +610,7 @@ uint64_t LargeTable(Enemy& e, int32_t key_space, uint64_t rows, uint32_t dim) {
   return made.id;
 }
 constexpr size_t kManyKeys = size_t{1} << 22;
-// Lets the answers go that it does not want to see.
+// Skips the replies that it does not want to read.
 void AskForMuch(Enemy& e, Call call, const std::vector<uint64_t>& args,
                 const std::vector<char>& payload) {
   for (int i = 0; i < 2; ++i) {
@@ -693,7 +689,7 @@ const std::vector<Mode>& Modes() {
          const char* counted = nullptr;
          regions.open(dup(e.opened.descriptors[0]));
          OK(regions.find(e.joined.numbers[1], sizeof(uint32_t), &reads, &counted));
-         // It makes no call that would be told.
+         // It makes no call that would return the abort.
          while (reinterpret_cast<const std::atomic<uint32_t>*>(counted)->load() == 0) usleep(1000);
          (void)e.Send(*e.trainer, static_cast<Call>(9999), {});
        },
@@ -831,7 +827,7 @@ const std::vector<Mode>& Modes() {
            close(fd);
          }
        }},
-      // What nobody waits for, or what is allowed.
+      // Acts that no thread waits for, or that are allowed.
       {"half-a-call", How::kBeside, "attaches, and stops in the middle of a call",
        [](Enemy& e) {
          SendAll(ConnectAttached(e.address), Request([](auto r) { r.setPing(); }), 12);
@@ -933,7 +929,8 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
     if (ranked) e.Attach(true);
     Say("acts");
     mode.act(e);
-    // Who breaks a rule is heard no more, though nobody waits for it, and it says nothing more.
+    // The controller stops reading a channel that breaks a rule, though no thread waits for it, and
+    // writes nothing more to it.
     Channel* broken = std::strcmp(mode.name, "outside") ? e.trainer.get() : e.process.get();
     while (mode.how == How::kAtOnce && broken->look() == FRUGAL_OK) usleep(1000);
     Say("done");
@@ -942,8 +939,7 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
   return 1;
 }
 
-// --- What happens
-// -----------------------------------------------------------------------------------
+// --- What happens --------------------------------------------------------------------------------
 
 // The most memory that the controller has had since the last call.
 long PeakKib(pid_t pid) {
@@ -986,15 +982,14 @@ class World {
   void HonestSteps(Job& job) {
     steps_ += kSteps;
     Process honest({"--honest", folder_.address(), std::to_string(steps_)});
-    CHECK(honest.Line() ==
-          "in");  // the rank that was there before has left: nobody would wait for this one
+    // The rank's former trainer has left, so no step would wait for this one.
+    CHECK(honest.Line() == "in");
     (void)job.InVain();
     job.Allow(steps_);
     if (honest.Wait() != 0) Die(std::string(mode_name) + ": an honest process has failed");
     job.AwaitSteps(steps_);
-    OK(frugal_flush(
-        job.first().engine,
-        kBoundMs));  // what it has handed over is in memory of its own until it is written
+    // Its rank gradients are in its own memory until they are written.
+    OK(frugal_flush(job.first().engine, kBoundMs));
   }
 
   void Try(const Mode& mode, Job& job, double usual) {
@@ -1009,7 +1004,7 @@ class World {
       Process enemy({"--enemy", mode.name, folder_.address(), std::to_string(steps_)});
       CHECK(enemy.Line() == "acts");
       const uint64_t acts = now_ns();
-      // Who breaks a rule is cut off before anybody waits for it.
+      // A process that breaks a rule is cut off before any thread waits for it.
       if (mode.first || (mode.how == How::kAtOnce && !mode.undone)) CHECK(enemy.Line() == "done");
       if (ranked) {
         if (mode.undone) job.Undo();

@@ -19,7 +19,7 @@ namespace frugal {
 namespace {
 
 constexpr uint32_t kRanks = 4;
-// Besides statuses, what the controller does instead of an answer.
+// What the controller does instead of a reply; other values are statuses.
 constexpr Status kGoes = 1;   // ends the connection
 constexpr Status kWaits = 2;  // for the engine's closing, which comes meanwhile
 
@@ -44,7 +44,7 @@ class JoinsTest : public testing::Test {
     if (reply) reply->numbers = {7, 9};
     return FRUGAL_OK;
   }
-  // What is next to be answered; FRUGAL_OK, where the test tells no more.
+  // The status of the next reply; FRUGAL_OK where the test gives none.
   Status note(const std::string& call) {
     std::lock_guard<std::mutex> lock(mutex);
     calls += calls.empty() ? call : ", " + call;
@@ -58,8 +58,8 @@ class JoinsTest : public testing::Test {
     answers = std::move(with);
     calls.clear();
   }
-  // What was asked since. A connection that ends hands over nothing but its end: the lock orders
-  // what its thread noted before.
+  // The requests since begin(). A connection's end does not synchronize with the thread that has
+  // served it: the lock orders that thread's notes before this call.
   std::string asked() {
     std::lock_guard<std::mutex> lock(mutex);
     return calls;
@@ -132,7 +132,7 @@ TEST_F(JoinsTest, OneOfManyThreadsIsAlone) {
     for (auto& of_rank : round) ASSERT_EQ(of_rank, 1);
 }
 
-// --- What the controller answers -----------------------------------------------------------------
+// --- What the controller replies -----------------------------------------------------------------
 
 TEST_F(JoinsTest, GivesWhatTheControllerAnswers) {
   EXPECT_EQ(join(3), "");
@@ -140,7 +140,7 @@ TEST_F(JoinsTest, GivesWhatTheControllerAnswers) {
   EXPECT_EQ(reply.numbers, (Vector<uint64_t>{7, 9}));
 }
 
-// Nothing has failed before: nothing is lost, and nobody is asked again.
+// Nothing has failed before, so nothing is lost, and no request is repeated.
 TEST_F(JoinsTest, TellsWhatTheControllerRefuses) {
   for (Status s : {FRUGAL_ERR_EXISTS, FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_OUT_OF_MEMORY,
                    FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_PEER_LOST, FRUGAL_ERR_UNHEALTHY}) {
@@ -226,7 +226,7 @@ TEST_F(JoinsTest, LosesTheJoinThatItIsTold) {
 
 // --- The controller goes away --------------------------------------------------------------------
 
-// Of all that one call may ask, so many requests are answered first.
+// Of all requests that one call may make, this many get a reply first.
 class JoinsAt : public JoinsTest, public testing::WithParamInterface<size_t> {
  protected:
   std::string join_until(Status end) {
@@ -248,7 +248,7 @@ TEST_P(JoinsAt, TheEndOfTheConnection) {
       << lost;
   EXPECT_NE(lost.find("is gone, or has ended the connection"), std::string::npos) << lost;
   EXPECT_EQ(asked(), calls_until());
-  // From then on there is nobody to ask.
+  // From then on no controller is left to ask.
   EXPECT_EQ(join(1), lost);
   EXPECT_EQ(lose(1, 7), lost);
   EXPECT_EQ(asked(), "");

@@ -68,14 +68,14 @@ static_assert(sizeof kNames / sizeof *kNames == kPoints);
 constexpr int kPageFd = 100;
 constexpr uint32_t kMaxWorld = 8;
 constexpr int kDone = 0, kLost = 3, kWrong = 4;
-constexpr int64_t kTimeoutMs = 20000;  // who is stopped is replaced; less than watch() waits
+constexpr int64_t kTimeoutMs = 20000;  // a stopped process is replaced; less than watch() waits
 constexpr uint32_t kMaxSteps = 2000;
 
 struct Page {  // shared by all
   struct Rank {
     std::atomic<uint64_t> step;
     std::atomic<uint32_t> point;
-    std::atomic<uint32_t> visits;  // of points, so that who looks sees that one is new
+    std::atomic<uint32_t> visits;  // of points, so that a reader sees that one is new
     std::atomic<pid_t> attached;   // the process that has opened all tables
     std::atomic<pid_t> read_out;   // the process that has read them out, as they have to be
   } ranks[kMaxWorld];
@@ -83,7 +83,7 @@ struct Page {  // shared by all
   std::atomic<pid_t> replaced;     // but this process
   std::atomic<bool> ended;         // the controller has
   std::atomic<uint64_t> hash;
-  uint64_t hashes[kMaxSteps + 1];  // of the tables before each step, and behind the last
+  uint64_t hashes[kMaxSteps + 1];  // of the tables before each step, and after the last
 };
 
 const bool g_says = std::getenv("FRUGAL_KILL_SAYS") != nullptr;  // every loss, too
@@ -174,7 +174,7 @@ struct Trainer {
   void make_keys(uint64_t step) {
     for (int t = 0; t < 2; ++t) {
       keys[t].resize(kKeys);
-      // A few rows that all want, and for the hashed table new ones as steps go by.
+      // A few rows that all want, and for the hashed table new ones with each step.
       const uint64_t most = t == 0 ? kDense : std::min<uint64_t>(kHashed - 500, 200 + step * 6);
       for (size_t i = 0; i < kKeys; ++i) {
         const uint64_t x = mix(step * 1000 + rank, i, t);
@@ -196,7 +196,7 @@ struct Trainer {
     }
   }
   int declare(uint64_t step) {
-    if (step % 13 == 5) return FRUGAL_OK;  // a step that nobody declares
+    if (step % 13 == 5) return FRUGAL_OK;  // a step without declarations
     make_keys(step);
     frugal_op op[2];
     ops(op);
@@ -254,7 +254,7 @@ struct Trainer {
         if (abort && s == FRUGAL_OK) break;
       }
       const bool lost = s == FRUGAL_ERR_PEER_LOST && process;
-      // Who is cut off is told so at once, again and again.
+      // A trainer that is cut off learns that at once, at each call.
       if (lost && ++refused > 20) {
         if (g_says)
           std::fprintf(stderr, "rank %u, step %llu: refused: %s\n", rank,
@@ -340,7 +340,7 @@ int read_out(frugal_engine* e, uint32_t rank, frugal_table* const tables[2], Pag
     for (size_t i = 0; i < kKeys / 2; ++i) sum += static_cast<double>(rows[i * kDim[0] + d]);
     if (!(std::abs(sum - static_cast<double>(sums[d])) < 1e-3 * kKeys)) return kWrong;
   }
-  // What would change something is told.
+  // A call that would change a table reports the loss.
   float row[kDim[0]] = {};
   if (frugal_put(tables[0], keys.data(), 1, 0, row, 0) != FRUGAL_ERR_PEER_LOST) return kWrong;
   page->ranks[rank].read_out.store(getpid());
@@ -369,7 +369,7 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   tc.cache_ratio = o.cache;
   tc.flags = replace ? FRUGAL_TRAINER_REPLACE : 0;
   t.at(kJoining);
-  // Who was killed may not be dead as yet: a signal takes its time on a machine with much to do.
+  // A killed process may not be dead yet: a signal takes its time on a busy machine.
   int32_t joined;
   const uint64_t until = now_ms() + 5000;
   while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS &&
@@ -403,7 +403,7 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
 #endif
   if (rank % 2 == 0) return result;  // without closing
   NEEDS(frugal_close(e));
-  // A thread that was joined stands in /proc for a moment longer.
+  // A joined thread is in /proc for a moment longer.
   for (int i = 0;
        i < 1000 && (threads_of(getpid()) > threads || descriptors_of(getpid()) > descriptors); ++i)
     usleep(1000);
@@ -657,7 +657,7 @@ class Harness {
     long resident = 0;
     const uint32_t events = options_.events;
     for (uint32_t i = 0; i < events && events_ < options_.kills; ++i) {
-      // Not before what is awaited next, and so that nobody ends the last step.
+      // Not before the next awaited step, and so that no rank ends the last step.
       page_->limit.store((i + 3) * options_.steps / (events + 2) - 2);
       if (!await_step((i + 1) * options_.steps / (events + 2)))
         return fail("a trainer has ended too early");
@@ -683,7 +683,7 @@ class Harness {
           wait_for(pids_[rank]);  // else its successor may come before its death is known
         const pid_t old = pids_[rank];
         start(rank, false);
-        if (random(5) == 0) {  // one that dies young
+        if (random(5) == 0) {  // one that dies early
           await_moment(rank, kStarted, kDeclared);
           kill(pids_[rank], SIGKILL);
           wait_for(pids_[rank]);
@@ -742,8 +742,8 @@ class Harness {
     return 0;
   }
 
-  // Who has opened both tables reads them out. Who has not has nothing to read out as yet; if that
-  // is so of all, nothing was tried, and it does not count.
+  // A trainer that has opened both tables reads them out. One that has not has nothing to read out
+  // yet. If that is true of all trainers, nothing was tried, and the round does not count.
   int end_by_controller(ControllerProgram& controller) {
     bool has[kMaxWorld];
     uint32_t having = 0;
@@ -769,7 +769,7 @@ class Harness {
     }
     if (now_ms() - began > kTimeoutMs + 5000)
       return fail("a trainer takes its time without a controller");
-    // There nobody is replaced before.
+    // In that mode no trainer is replaced before.
     if (options_.mode == "controller" && having != options_.world)
       return fail("a rank in the middle of the job has no tables");
     if (having) ++events_, ++kinds_[3];

@@ -123,7 +123,7 @@ class Kind : public testing::TestWithParam<Way> {
     rows.insert(rows.end(), found.begin(), found.end());
     return rows;
   }
-  // Rows and state are the same, whoever looks.
+  // Rows and state are the same from all engines.
   void Same(uint32_t columns) {
     const std::vector<float> want = All(threads_.tables[0], columns);
     for (frugal_table* table : processes_.tables) EXPECT_EQ(want, All(table, columns));

@@ -350,7 +350,7 @@ TEST_P(Messages, OfTrainers) {
     SAYS(join([](auto* c) { c->flags = FRUGAL_TRAINER_REPLACE; }), UNSUPPORTED,
          "FRUGAL_TRAINER_REPLACE", "service");
   SAYS(frugal_set_stream(first, rows), UNSUPPORTED, "rank 0", "cpu", "no streams");
-  // Who comes back comes between steps.
+  // A trainer joins again between steps.
   OK(join([](auto*) {}));
   OK(frugal_step_begin(first, 0, 20000));
   OK(frugal_step_begin(t, 0, 20000));

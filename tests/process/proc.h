@@ -28,7 +28,7 @@ inline std::vector<std::string> open_files_of(pid_t pid) {
   for (const std::string& number : entries_of(folder)) {
     char what[256];
     const ssize_t n = readlink((folder + number).c_str(), what, sizeof what);
-    if (n < 0) continue;  // it was closed meanwhile, as is what the folder was looked at with
+    if (n < 0) continue;  // it was closed meanwhile, as the folder's own was
     const std::string file(what, static_cast<size_t>(n));
     if (file.rfind("pipe:", 0) != 0) files.push_back(number + " " + file);
   }
@@ -55,7 +55,7 @@ inline long status_kib(pid_t pid, const char* line_of) {
   return kib;
 }
 inline long resident_kib(pid_t pid) { return status_kib(pid, "VmRSS: %ld"); }
-// Shared memory of this process, and of nobody else: a memfd without a mapping has gone.
+// Shared memory of this process alone. A memfd without a mapping does not count.
 inline long shared_kib() { return status_kib(getpid(), "RssShmem: %ld"); }
 
 // Processor time of the machine that neither this process nor `pid` has had, in clock ticks.

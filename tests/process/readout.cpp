@@ -297,8 +297,8 @@ int special(const char* name, const Mode& m, uint32_t joining,
   return frugal_close(job.engine) != FRUGAL_OK;
 }
 
-// An allocation of the controller fails. If it goes on, or not, what is read out is right, or is
-// told to be missing.
+// An allocation of the controller fails. Whether it goes on or not, what is read out is right, or
+// is reported as missing.
 int out_of_memory(const Mode& m, const std::vector<Tables>& expected, int64_t every) {
   uint64_t right = 0, told = 0;
   for (int64_t n = 1; n < 1500; n += 1 + n % 7 + 3 * every) {

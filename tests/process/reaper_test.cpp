@@ -17,7 +17,7 @@ struct Owner final : Reaper::Owner {
       changed.notify_all();
       changed.wait(lock, [&] { return open; });
     }
-    // Whoever finds a trainer silent meanwhile comes in.
+    // A thread that finds a trainer unresponsive meanwhile calls this, too.
     EXPECT_TRUE(reaper.has(trainer->rank));
     reaper.lose_async(trainer);
   }

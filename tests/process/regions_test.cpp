@@ -29,7 +29,7 @@ namespace {
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kRange = size_t{16} << 30;
 
-// Who is told of an arena, in the same process.
+// A reader that an arena notifies of its regions, in the same process.
 struct Told {
   explicit Told(Arena& arena) {
     int ends[2], control[2];
@@ -97,7 +97,7 @@ TEST(Regions, SeeWhatThereIs) {
   }
   reads.clear();
   ASSERT_OK(first.regions.find(shm_address, 64 * kMiB, &reads, &at));
-  // Nobody writes it through that.
+  // A reader cannot write through that mapping.
   EXPECT_NE(0, mprotect(const_cast<char*>(at), 4096, PROT_READ | PROT_WRITE));
   arena.put_back(b, 64 * kMiB);
   ASSERT_OK(second.regions.look());
@@ -107,14 +107,15 @@ TEST(Regions, SeeWhatThereIs) {
   EXPECT_EQ(first.find(shm_address, 1, &at), FRUGAL_ERR_INTERNAL) << "nobody else finds it";
   reads.clear();
   EXPECT_LE(shared_kib(), before + (16 << 10));
-  // Who is forgotten is told nothing more.
+  // A reader that the publisher has forgotten receives nothing more.
   arena.region_publisher()->forget(second.id);
   ASSERT_OK(arena.take(16 * kMiB, &b));
   EXPECT_EQ(first.find(arena.shm_address(b), 1, &at), FRUGAL_OK);
   EXPECT_EQ(second.find(arena.shm_address(b), 1, &at), FRUGAL_ERR_PEER_LOST);
 }
 
-// Who has not looked, or is told nothing any more, takes nothing for what it is not.
+// A reader that has not polled, or receives nothing any more, finds no other memory at an old
+// address.
 TEST(Regions, PlacesAreNeverAnothers) {
   Arena arena;
   ASSERT_OK(arena.open(40 * kMiB));  // one after the other has the same addresses
@@ -146,7 +147,7 @@ TEST(Regions, PlacesAreNeverAnothers) {
   }
 }
 
-// What is handed on can be opened anew, and is not written by that.
+// A descriptor that a reader receives can be opened anew, but not for writing.
 TEST(Regions, NobodyElseWrites) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -167,7 +168,7 @@ TEST(Regions, NobodyElseWrites) {
   close(ends[1]);
 }
 
-// What the owner has told before it was killed is there for who looks afterwards.
+// What the owner published before it was killed is there for a reader that polls afterwards.
 TEST(Regions, SeeWhatADeadProcessHasLeft) {
   int ends[2], pipe_ends[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
@@ -211,7 +212,7 @@ TEST(Regions, SeeWhatADeadProcessHasLeft) {
   close(pipe_ends[1]);
 }
 
-// A call that finds the engine closed beside it says that, and no lack of memory.
+// A call during which the engine closes reports that, and no lack of memory.
 TEST(Regions, ClosedIsSaid) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -225,8 +226,8 @@ TEST(Regions, ClosedIsSaid) {
   EXPECT_EQ(told.find(arena.shm_address(data), 1, &at), FRUGAL_ERR_CLOSED);
 }
 
-// A process that is stopped holds up nobody. From a while on it is told nothing more, and has no
-// connection.
+// A process that is stopped delays no other. After a while it receives nothing more, and its
+// connection ends.
 TEST(Regions, WhoDoesNotLookIsCutOff) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -254,7 +255,7 @@ TEST(Regions, WhoDoesNotLookIsCutOff) {
   ASSERT_OK(other.find(arena.shm_address(data), 8 * kMiB, &at));
 }
 
-// Where the system is short of something the arena has no such memory, and nobody is cut off.
+// Where the system lacks a resource, the arena does not get the memory, and no reader is cut off.
 TEST(Regions, WhatCannotBeToldIsNoReadersFault) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -276,7 +277,7 @@ TEST(Regions, WhatCannotBeToldIsNoReadersFault) {
   }
 }
 
-// Who comes late is told of all at once, for which its socket has room.
+// A reader that comes late receives all regions at once, for which its socket has room.
 TEST(Regions, SoManyAreTold) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -306,7 +307,7 @@ TEST(Regions, SoManyAreTold) {
   os_release(&memory);
 }
 
-// Nobody else keeps memory that goes back: not a child that was forked meanwhile.
+// No other process keeps memory that goes back: not even a child that was forked meanwhile.
 TEST(Regions, ForkedChildrenKeepNothing) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -314,7 +315,7 @@ TEST(Regions, ForkedChildrenKeepNothing) {
   ASSERT_OK(arena.take(16 * kMiB, &data));
   Told t(arena);
   ASSERT_OK(t.regions.look());
-  ASSERT_OK(arena.take(16 * kMiB, &data));  // told, and not looked at
+  ASSERT_OK(arena.take(16 * kMiB, &data));  // published, and not polled for
   const pid_t child = fork();
   if (child == 0) {
     bool any = mapped_of(getpid(), "memfd") > 0;
@@ -406,7 +407,7 @@ TEST(Regions, PiecesNeitherOverlapNorGetLost) {
   ASSERT_OK(t.regions.look());
 }
 
-// Whatever fails while a piece is taken, or somebody is told, all is as before.
+// Whatever fails while a piece is taken or published, all is as before.
 TEST(Regions, WithoutMemory) {
   Arena arena;
   ASSERT_OK(arena.open(kRange));

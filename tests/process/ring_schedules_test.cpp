@@ -68,8 +68,7 @@ TEST(RingSchedules, AllBytesCome) {
   });
 }
 
-// Each side writes or reads for ever: the end of its own link, or the other side's last word, lets
-// it go.
+// Each side writes or reads for ever, until its own link ends, or the other side closes.
 TEST(RingSchedules, WhoWaitsIsLetGo) {
   explore("ring.end", 10000, [](Schedule& s) {
     Ends ends(a_start(s));

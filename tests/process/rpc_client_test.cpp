@@ -26,7 +26,7 @@ class TalkTest : public testing::Test {
     rpc.open(std::move(trainer));
     EXPECT_TRUE(rpc.opened());
   }
-  // The controller's answer, which may be there before it is asked for.
+  // The controller's reply, which may be there before the request.
   void answer(Call call, uint64_t sequence, Status status = FRUGAL_OK, uint64_t arg = 0,
               const std::string& payload = "") {
     Header h{};
@@ -42,7 +42,7 @@ class TalkTest : public testing::Test {
     const Failure f{system, device};
     return std::string(reinterpret_cast<const char*>(&f), sizeof f) + text;
   }
-  // What the caller is told: "" where all is well.
+  // The message that the caller receives: "" where all is well.
   static std::string told(Status s, frugal_error* error = nullptr) {
     frugal_error e;
     end_call(s);
@@ -51,7 +51,7 @@ class TalkTest : public testing::Test {
     return s == FRUGAL_OK ? "" : std::string(status_name(s)) + ": " + e.message;
   }
   std::string ask(Exchange e) { return told(rpc.ask(e, nothing_more)); }
-  // Of a request whose answer has begun to come.
+  // For a request whose reply has begun to come.
   std::string take(const Header& h, Exchange& e, bool* answered) {
     return told(rpc.take_answer(h, kNever, e, nothing_more, answered));
   }
@@ -68,7 +68,7 @@ const Exchange kFlush{Call::kFlush, {1}, {}};
 constexpr char kBroken[] = "the controller broke the protocol: an answer to no question";
 constexpr char kCut[] = "is gone, or its channel was cut";
 
-// --- Requests and answers ------------------------------------------------------------------------
+// --- Requests and replies ------------------------------------------------------------------------
 
 TEST_F(TalkTest, ARequestHasItsCallAndItsPieces) {
   for (uint64_t sequence : {1, 2}) {
@@ -103,7 +103,7 @@ TEST_F(TalkTest, AnAnswerHasItsArgumentsAndItsPayload) {
   EXPECT_EQ(got, "payload");
   EXPECT_EQ(e.args[0], 42u);
   EXPECT_EQ(e.args[4], ~uint64_t{42});
-  // What is not read of it is let go.
+  // The unread rest of a reply is released.
   answer(Call::kGet, 2, FRUGAL_OK, 0, "unread");
   answer(Call::kFlush, 3);
   EXPECT_EQ(ask({Call::kGet, {}, {}}), "");
@@ -145,7 +145,7 @@ TEST_F(TalkTest, MoreIsDoneBetweenARequestAndItsAnswer) {
   EXPECT_EQ(e.args[0], 9u);
 }
 
-// The controller knows, and each answer tells.
+// The controller knows, and each reply says.
 TEST_F(TalkTest, AnswersTellWhetherBothAreOnOneProcessor) {
   uint64_t sequence = 0;
   for (bool together : {true, false, true}) {
@@ -157,7 +157,7 @@ TEST_F(TalkTest, AnswersTellWhetherBothAreOnOneProcessor) {
   }
 }
 
-// What waits for its answer is told how it went where it takes it in.
+// A call that waits for its reply returns the status of the function that reads it.
 TEST_F(TalkTest, WhatTakesAnAnswerMayFail) {
   answer(Call::kGet, 1, FRUGAL_OK, 0, "rows");
   answer(Call::kFlush, 2);
@@ -194,7 +194,7 @@ TEST_F(TalkTest, ARefusalIsWhatTheControllerHasAnswered) {
   EXPECT_TRUE(answered);
 }
 
-// A text without an end, a long one, and none: the next answer is read from its beginning.
+// A text without an end, a long one, and none: the next reply is read from its beginning.
 TEST_F(TalkTest, ARefusalMayHaveAnyText) {
   uint64_t sequence = 0;
   for (size_t length : {0, 1, 510, 511, 512, 5000}) {
@@ -228,7 +228,7 @@ TEST_F(TalkTest, AControllerThatStopsIsLost) {
   EXPECT_FALSE(rpc.channel().is_cut());
 }
 
-// --- Answers to no question ----------------------------------------------------------------------
+// --- Replies without a request -------------------------------------------------------------------
 
 TEST_F(TalkTest, AnAnswerOfAnotherCallBreaksTheProtocol) {
   answer(Call::kGet, 1);
@@ -239,7 +239,7 @@ TEST_F(TalkTest, AnAnswerOfAnotherCallBreaksTheProtocol) {
 
 TEST_F(TalkTest, AnAnswerOfAnotherRequestBreaksTheProtocol) {
   Exchange e = kFlush;
-  ASSERT_OK(rpc.request(e));  // nobody waits for what is answered to it
+  ASSERT_OK(rpc.request(e));  // no thread waits for its reply
   answer(Call::kFlush, 1);
   expect_in(kBroken, ask(kFlush));
   EXPECT_TRUE(rpc.channel().is_cut());
@@ -277,7 +277,7 @@ TEST_F(TalkTest, AnAnswerMayBeLate) {
   EXPECT_GE(brief.overdue(e), answer_until(before));
 }
 
-// Who has begun to answer is waited for anew.
+// Once a reply has begun, the time-out counts anew.
 TEST_F(TalkTest, TheRestOfAnAnswerHasItsOwnTime) {
   Exchange e = kFlush;
   for (uint64_t late : {uint64_t{1}, kNever}) {
@@ -330,7 +330,7 @@ class TalkUntil : public testing::TestWithParam<End> {
           if (ControlServer::start(folder_.address().c_str(), &handler, &server)) return 1;
           for (;;) pause();
         }) {}
-  // Then `where` of a call, which tells what the caller is told.
+  // Then `where` makes a call, and returns the message that the caller receives.
   template <class Where>
   void at(Where where) {
     Asker asker;

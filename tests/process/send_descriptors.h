@@ -1,10 +1,10 @@
-// A message with descriptors, as nobody may send one to a controller.
+// A message with descriptors, of a kind that a controller accepts from no process.
 #pragma once
 #include <sys/socket.h>
 
 #include <cstring>
 
-// At most 253 of them. What sendmsg answers.
+// At most 253 of them. Returns what sendmsg returns.
 inline ssize_t send_descriptors(int socket, const void* bytes, size_t size, const int* fds,
                                 size_t n) {
   iovec piece{const_cast<void*>(bytes), size};

@@ -1,5 +1,5 @@
-// A controller whose answers a test gives, and what has attached to it: for tests of the parts of
-// an attached process. The engine there is none but in name.
+// A controller whose replies a test gives, and what has attached to it: for tests of the parts of
+// an attached process. It has no real engine.
 #pragma once
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@
 
 namespace frugal {
 
-// Only what attached processes ask for in the tests has an answer of its own.
+// Only the requests that attached processes make in the tests have a reply of their own.
 struct ToldHandler : ControlHandler {
   // `call`: as "join 1", "leave 1 any" or "lose 1 42".
   std::function<Status(Peer&, const std::string& call, JoinReply*)> answer;

@@ -50,8 +50,8 @@ bool Says(const char* what) { return Error().find(what) != std::string::npos; }
 
 #define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
 
-// After which who says nothing is taken for lost, in tests that wait for that: longer than a
-// machine that has other things to do lets a process wait for its turn.
+// After this time an unresponsive process is taken for lost, in tests that wait for that. It is
+// longer than a busy machine lets a process wait for its turn.
 constexpr int64_t kSilenceMs = 4000;
 
 frugal_config Config(const std::string& address, int64_t timeout_ms = kNeverMs) {
@@ -111,7 +111,7 @@ int PushOnes(frugal_trainer* t, frugal_table* table, uint64_t key) {
   op.grads = grads.data();
   return frugal_push_grad(t, &op, 1);
 }
-// Steps until a call fails, whose status it answers; `ended` is called after each.
+// Steps until a call fails, and returns its status; `ended` is called after each.
 int Train(frugal_trainer* t, frugal_table* table, uint64_t step,
           const std::function<void()>& ended) {
   const uint64_t key = 1;
@@ -257,8 +257,8 @@ TEST_F(Service, WhatALargeDeclarationTookGoesBack) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// The controller stops in good order, and gives back much of what others have mapped when nobody is
-// told any more. They read out what is committed all the same.
+// The controller stops in good order. Once it notifies no process any more, it gives back much
+// memory that others have mapped. They read out what is committed all the same.
 TEST_F(Service, StoppedWhileMemoryGoesBack) {
   constexpr uint64_t kIds = 4000000;
   ControllerProgram controller(address());
@@ -299,7 +299,7 @@ TEST_F(Service, StoppedWhileMemoryGoesBack) {
   OK(frugal_close(other));
 }
 
-// Connections that say nothing keep nobody out, however many there are.
+// Connections without a message keep no process out, however many there are.
 TEST_F(Service, SilentConnections) {
   ControllerProgram controller(address());
   sockaddr_un name{};
@@ -412,7 +412,7 @@ bool RefusePidfds(uint32_t of_socket, uint32_t of_number) {
   return Filter(program);
 }
 
-// Who could not see the other end die does not attach.
+// A process that could not see the other end die does not attach.
 TEST_F(Service, NoDescriptorForThePeersProcess) {
   auto refuse = [] { return RefusePidfds(EMFILE, EMFILE); };
   auto refused = [&](const std::string& who) {
@@ -433,10 +433,10 @@ TEST_F(Service, NoDescriptorForThePeersProcess) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// Where the kernel has no pidfds the end of the connection tells of a process's death.
+// Where the kernel has no pidfds, the end of the connection shows a process's death.
 TEST_F(Service, TheKernelHasNoPidfds) {
   auto refuse = [] { return RefusePidfds(ENOPROTOOPT, ENOSYS); };
-  // Rank 0, which is told that another process has died: that one is killed when this is ready.
+  // Rank 0, which learns that another process has died: that one is killed when this is ready.
   auto outlives = [&](int ready, const char* says) {
     alarm(120);  // it would wait for much longer
     frugal_engine* e = nullptr;
@@ -483,7 +483,7 @@ TEST_F(Service, TheKernelHasNoPidfds) {
   EXPECT_EQ(SIGKILL, WIFSIGNALED(status) ? WTERMSIG(status) : 0);
 }
 
-// What is at an address and can never be a controller is told at once.
+// An address that can never belong to a controller is reported at once.
 TEST_F(Service, NoSocketThere) {
   std::FILE* f = std::fopen(address().c_str(), "w");
   ASSERT_NE(f, nullptr);
@@ -496,7 +496,8 @@ TEST_F(Service, NoSocketThere) {
   unlink(address().c_str());
 }
 
-// Somebody removes the files of a controller, and another begins in its place: that one's stay.
+// Another program removes the files of a controller, and a second controller begins in its place.
+// The second one's files stay.
 TEST_F(Service, FilesOfAnother) {
   ControllerProgram first(address());
   ASSERT_TRUE(first.serves());
@@ -582,7 +583,7 @@ TEST_F(Service, Ranks) {
   EXPECT_EQ(FRUGAL_ERR_EXISTS, Join(b, 1, &t));
   OK(frugal_trainer_close(t1));
   OK(Join(a, 1, &t1));
-  // Taken over, as if its process did not answer: the old one is told at once.
+  // Rank 0 is taken over, as if its process did not reply: the old trainer learns it at once.
   OK(Join(b, 0, &t, FRUGAL_TRAINER_REPLACE));
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t0, 0, 1000));
   OK(frugal_trainer_close(t0));
@@ -597,7 +598,7 @@ TEST_F(Service, OneAddressOneController) {
   EXPECT_EQ(1, second.wait_for());
   frugal_engine* e = nullptr;
   OK(Open(address(), &e));
-  // Killed: the next takes what it has left behind.
+  // Killed: the next controller takes over the files that it leaves.
   controller.end(SIGKILL);
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_flush(e, 1000));
   ControllerProgram third(address());
@@ -788,7 +789,8 @@ TEST_F(Service, SmallDevShm) {
   OK(frugal_close(e));
 }
 
-// What a trainer does by itself is in the controller's trace, and a path is that of who asks.
+// The controller's trace contains what a trainer does by itself. A path is relative to the calling
+// process.
 TEST_F(Service, TraceOfTrainers) {
   ControllerProgram controller(address());
   frugal_config c = Config(address());
@@ -838,7 +840,7 @@ TEST_F(Service, TraceOfTrainers) {
   OK(frugal_close(e));
 }
 
-// A trace ends with the process that has begun it, and nobody else's with that.
+// A trace ends with the process that has begun it, and with no other process.
 TEST_F(Service, ATraceEndsWithItsProcess) {
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
@@ -862,11 +864,11 @@ TEST_F(Service, ATraceEndsWithItsProcess) {
   OK(frugal_close(e));
 }
 
-// A call that fails before its rows have come lets them go by, however long they take, though the
-// controller is about to give back what an answer before has left it.
+// A call that fails before its rows have come skips them, however long they take. The controller
+// may be about to give back the memory that an earlier reply has left it.
 TEST_F(Service, ALargeCallFails) {
   constexpr uint32_t kDim = 65536;
-  constexpr size_t kGot = 200, kPut = 2048;  // 50 MiB; 512 MiB of pages that nobody has written
+  constexpr size_t kGot = 200, kPut = 2048;  // 50 MiB; 512 MiB of pages that were never written
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
   OK(Open(address(), &e));
@@ -898,8 +900,8 @@ TEST_F(Service, ALargeCallFails) {
   OK(frugal_close(other));
 }
 
-// What the gate has let through needs nobody's help, new rows of a hashed table and cached ones
-// neither; and who never answers is not waited for for ever.
+// A step whose gate has opened needs no other process. Nor do new rows of a hashed table, or cached
+// rows. No call waits for ever for a process that never replies.
 TEST_F(Service, StoppedController) {
   for (const double cache : {0.0, 1.0}) {
     ControllerProgram controller(address());
@@ -958,8 +960,8 @@ TEST_F(Service, StoppedController) {
   }
 }
 
-// It may stop in the middle of an answer, too, which is larger than a ring: most of such a call is
-// that.
+// The controller may stop in the middle of a reply, too. The reply is larger than a ring, so most
+// of such a call is the reply.
 TEST_F(Service, StoppedInAnAnswer) {
   constexpr size_t kKeys = 1000000, kDim = 8;
   ControllerProgram controller(address());
@@ -1051,8 +1053,8 @@ TEST_F(Service, DeclarationsLieUntilTheyAreResolved) {
   OK(frugal_close(e));
 }
 
-// Inside of a step a declaration needs nobody's answer, and what is wrong with it after all is told
-// where it is used.
+// Inside a step a declaration needs no reply. The call that uses the declaration reports what is
+// wrong with it.
 TEST_F(Service, DeclarationsWithoutAnAnswer) {
   constexpr size_t kKeys = 5000, kDim = 8;
   ControllerProgram controller(address());
@@ -1103,7 +1105,7 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   OK(frugal_table_find(other, "hashed", &hashed));
   OK(frugal_table_drop(hashed));
   OK(frugal_step_begin(t, 5, -1));
-  // Who asks outside of steps comes after declarations, and one that was taken back is none.
+  // A call outside of steps comes after declarations. A declaration that was withdrawn is none.
   frugal_stats before{}, after{};
   before.struct_size = after.struct_size = sizeof before;
   OK(frugal_get_stats(e, &before));
@@ -1143,7 +1145,7 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   OK(frugal_close(e));
 }
 
-// Who asks outside of steps waits for its own time only, and takes nothing from the trainer.
+// A call outside of steps waits for its own time only, and takes nothing from the trainer.
 TEST_F(Service, AskedBesideADeclaration) {
   constexpr size_t kKeys = 1000;
   ControllerProgram controller(address());
@@ -1170,7 +1172,7 @@ TEST_F(Service, AskedBesideADeclaration) {
   OK(frugal_close(e));
 }
 
-// An undo comes between: what was declared without an answer stays declared, and the undo is told
+// An undo comes between: what was declared without a reply stays declared, and the undo is reported
 // all the same, once.
 TEST_F(Service, AnUndoBesideADeclaration) {
   constexpr size_t kKeys = 1000, kDim = 8;
@@ -1196,9 +1198,9 @@ TEST_F(Service, AnUndoBesideADeclaration) {
     OK(frugal_step_begin(t1, s, -1));
     frugal_batch *before = nullptr, *beside = nullptr;
     OK(frugal_prefetch(t0, s + 2, &op, 1, &before));
-    // As a rule both are asked of a controller that stands still: which comes first, it decides.
+    // Usually both requests reach a stopped controller, which decides which comes first.
     const bool both = s % 10 != 0;
-    OK(frugal_get_stats(a, &stats));  // behind the declaration
+    OK(frugal_get_stats(a, &stats));  // after the declaration
     if (both) controller.stop();
     std::thread aborts([&] { EXPECT_EQ(FRUGAL_OK, frugal_step_abort(t1)) << Error(); });
     usleep(both ? 1000 : static_cast<useconds_t>(s * 20));
@@ -1274,8 +1276,9 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_close(b));
 }
 
-// Where all stand still together, as with their machine, for longer than a process may be silent,
-// nobody is taken for lost: neither who computes in a step, nor the controller, nor who waits.
+// All processes stop together, as with their machine, for longer than a process may be
+// unresponsive. No process is taken for lost: neither a trainer that computes in a step, nor the
+// controller, nor a waiting trainer.
 TEST_F(Service, AJobThatStandsStill) {
   struct Shared {
     std::atomic<uint64_t> steps[2];
@@ -1296,7 +1299,7 @@ TEST_F(Service, AJobThatStandsStill) {
     for (uint64_t s = 0; status == FRUGAL_OK; s = shared->steps[r]) {
       while ((status = frugal_step_begin(t, s, FRUGAL_TIMEOUT_DEFAULT)) == FRUGAL_ERR_TIMEOUT) {
       }
-      // It computes: what it stands still for it does not come further.
+      // It computes in 100 short sleeps: while its process is stopped, it gets no further.
       for (int i = 0; status == FRUGAL_OK && r == 1 && i < 100; ++i) usleep(10'000);
       if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
       if (status == FRUGAL_OK) ++shared->steps[r];
@@ -1318,7 +1321,8 @@ TEST_F(Service, AJobThatStandsStill) {
   ASSERT_TRUE(comes_to(2));
   usleep(200'000);  // one computes now, as a rule, and one waits for it
   for (pid_t p : {controller.pid(), ranks[0], ranks[1]}) EXPECT_EQ(0, kill(p, SIGSTOP));
-  usleep((kSilenceMs + 6000) * 1000);  // who waits for an answer gives the controller 5 s more
+  usleep((kSilenceMs + 6000) * 1000);  // a trainer that waits for a reply gives the controller 5 s
+                                       // more
   for (pid_t p : ranks) EXPECT_EQ(0, kill(p, SIGCONT));
   usleep(100'000);
   EXPECT_EQ(0, kill(controller.pid(), SIGCONT));
@@ -1331,8 +1335,8 @@ TEST_F(Service, AJobThatStandsStill) {
   munmap(shared, sizeof(Shared));
 }
 
-// A trainer whose calls all fail is taken for lost as a silent one is: it does not begin the step
-// that was undone.
+// A trainer whose calls all fail is taken for lost like an unresponsive one: it does not begin the
+// step that was undone.
 TEST_F(Service, TrainerWhoseCallsFail) {
   ControllerProgram controller(address());
   frugal_engine* engines[3];
@@ -1379,7 +1383,7 @@ TEST_F(Service, SilentTrainerInOneCall) {
     op.keys = keys;
     op.count = 3;
     op.rows_out = rows.data();
-    // If the machine does not stand still meanwhile.
+    // Again on a time-out, which a stop of the machine may cause.
     int status = FRUGAL_ERR_TIMEOUT;
     for (int calls = 0; calls < 3 && status == FRUGAL_ERR_TIMEOUT; ++calls)
       status = reads ? frugal_read(a, t0, &op, 1, -1) : frugal_step_begin(t0, 1, -1);
@@ -1406,14 +1410,14 @@ TEST_F(Service, ReplacedTrainersAreClosed) {
     now = next;
     OK(frugal_step_begin(now, 0, FRUGAL_TIMEOUT_INFINITE));
   }
-  // A thread that has said its last word ends a moment later.
+  // A thread ends a moment after its last message.
   for (int i = 0; i < 1000 && threads_of(controller.pid()) > before + 1; ++i) usleep(10000);
   EXPECT_LE(threads_of(controller.pid()), before + 1);
   OK(frugal_close(e));
 }
 
-// However many a process has that it does not close: they keep nobody out, and their end is not
-// that of the last.
+// However many trainers a process does not close: they keep no other process out, and their end is
+// not that of the last.
 TEST_F(Service, ReplacedTrainersAreLeftOpen) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer leaves no addresses for the staging memory of so many trainers";
@@ -1441,8 +1445,8 @@ TEST_F(Service, ReplacedTrainersAreLeftOpen) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// Who replaces a trainer does not stand in the way of who closes it at the same time, nor the other
-// way round.
+// A process that replaces a trainer and one that closes it at the same time do not hinder each
+// other.
 TEST_F(Service, ReplacedWhileClosed) {
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
@@ -1537,8 +1541,8 @@ TEST_F(Service, ReplacedBySelf) {
   OK(frugal_close(e));
 }
 
-// A batch is its trainer's alone, although batches of whoever has the rank next have the same
-// numbers for the controller.
+// A batch belongs to its trainer alone, although the controller gives the same numbers to batches
+// of the rank's next trainer.
 TEST_F(Service, ABatchOfAReplacedTrainer) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -1601,14 +1605,14 @@ double CpuSeconds(pid_t pid) {
 // What a process moves by system calls, as its tracer sees them: whatever library makes them.
 struct Moved {
   uint64_t calls = 0, socket = 0, other = 0;  // calls, bytes, bytes
-  uint64_t unclear = 0;                       // calls whose bytes are not told
+  uint64_t unclear = 0;                       // calls whose bytes are unknown
 };
 
 // Runs `body` in a child, and sums up for each value of the number that it sets.
 class Traced {
  public:
   static constexpr int kPhases = 3;
-  // The child's exit status, 1000 + the signal, or -1: nobody may be traced here.
+  // The child's exit status, 1000 + the signal, or -1 where no process may be traced.
   int Run(const std::function<int(std::atomic<int>&)>& body) {
     auto* phase = static_cast<std::atomic<int>*>(
         mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
@@ -1801,10 +1805,9 @@ uint64_t Sleeps(pid_t pid) {
   return all;
 }
 
-// Who is idle sleeps: no processor time is used, and nobody looks from time to time whether there
-// is something to do. 20 wake-ups in 3 s of all threads of a process would be a thread that does;
-// one that looks all the time never sleeps, and is seen by the processor time. What the steps have
-// left to do comes to its end first.
+// An idle process sleeps: it uses no processor time, and no thread polls for work. 20 wake-ups in 3
+// s of all threads of a process would show a thread that does. A thread that always polls never
+// sleeps, and shows in the processor time. The steps' remaining work ends first.
 TEST_F(Service, Idleness) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer has a thread of its own that wakes up";
@@ -1938,7 +1941,7 @@ TEST_F(Service, FlushThreadsRest) {
     for (int k = 0; k < 40 && !HasFailure(); ++k) train();
     until(1, 20);
   }
-  // What is pending when they begin to rest is written by who needs it.
+  // Once the flush threads rest, the thread that needs a pending update writes it.
   until(0, 0);
   OK(frugal_flush(e, FRUGAL_TIMEOUT_DEFAULT));
   std::vector<float> all(tc.rows * 8);
@@ -2241,8 +2244,8 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
   munmap(shared, kBytes);
 }
 
-// A controller that is told to stop is as good as dead: no call says that the engine was closed,
-// which it was not.
+// A controller that is asked to stop is treated as lost. No call reports that the engine was
+// closed, which it was not.
 TEST_F(Service, StoppedInGoodOrder) {
   for (int round = 0; round < 10; ++round) {
     ControllerProgram controller(address());
@@ -2261,7 +2264,7 @@ TEST_F(Service, StoppedInGoodOrder) {
     kill(controller.pid(), SIGTERM);
     waits.join();
     if (round % 2) {
-      // A call beside it may be made before its process has ended, and waits for that.
+      // A concurrent call may begin before the controller's process has ended, and waits for that.
       int beside;
       for (int i = 0;
            (beside = frugal_table_count(job.ta, &job.rows)) == FRUGAL_ERR_PEER_LOST && i < 10;
@@ -2321,7 +2324,7 @@ TEST_F(Service, AbandonedTrainer) {
   OK(frugal_close(job.b));
 }
 
-// Beside a job that goes on.
+// While a job goes on.
 TEST_F(Service, GarbageOnTheSocket) {
   ControllerProgram controller(address());
   Job job;
@@ -2450,7 +2453,7 @@ TEST_F(Service, HostileTrainers) {
   for (const Enemy& enemy : enemies) {
     ASSERT_EQ(1, write(enemy.begin, "x", 1));
     close(enemy.begin);
-    // It takes part, and then it is lost, by its end or because it does not answer.
+    // It takes part, and then it is lost: it ends, or does not reply.
     int status;
     while ((status = frugal_step_begin(job.t0, job.step, 5000)) == FRUGAL_ERR_TIMEOUT ||
            status == FRUGAL_ERR_PEER_LOST) {
@@ -2478,9 +2481,8 @@ TEST_F(Service, HostileTrainers) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// What a rank has handed over for a step that is committed counts, however the rank is lost. It
-// lies in memory that goes with the rank, and that a process which was replaced, and lives on, can
-// still write.
+// Rank gradients of a committed step count, however the rank is lost. They are in memory that goes
+// with the rank. A process that was replaced, and lives on, can still write it.
 TEST_F(Service, HandedOverBeforeTheLoss) {
   constexpr size_t kKeys = 512;
   std::vector<uint64_t> keys(kKeys);
@@ -2502,7 +2504,7 @@ TEST_F(Service, HandedOverBeforeTheLoss) {
     ASSERT_EQ(0, pipe2(orders, O_CLOEXEC));
     ASSERT_EQ(0, pipe2(reports, O_CLOEXEC));
     ControllerProgram controller(address());
-    // Nobody writes an update before a step, or a call outside of steps, needs its rows.
+    // No thread writes an update before a step, or a call outside of steps, needs its rows.
     frugal_config c = Config(address(), kNeverMs);
     c.flush_mode = FRUGAL_FLUSH_DEFERRED;
     c.flush_threads = 0;
@@ -2524,7 +2526,7 @@ TEST_F(Service, HandedOverBeforeTheLoss) {
         _exit(2);
       tell();
       await(way);
-      // Who abandons has not the memory any more; who was replaced has.
+      // A trainer that abandons its rank has no such memory any more; a replaced one has.
       if (way == 'a' ? frugal_trainer_abandon(t) != FRUGAL_OK : Overwrite(2) < kKeys * 8) _exit(3);
       tell();
       for (;;) pause();
@@ -2610,7 +2612,8 @@ double Field(const std::string& json, const std::string& name) {
 }
 #endif
 
-// Who has attached with FRUGAL_OBSERVE sees a job of two ranks, and changes nothing of it.
+// An engine that is attached with FRUGAL_OBSERVE sees a job of two ranks, and changes nothing of
+// it.
 TEST_F(Service, Observers) {
   ControllerProgram controller(address());
   frugal_engine *a = nullptr, *b = nullptr, *observer = nullptr;
@@ -2749,8 +2752,8 @@ TEST_F(Service, Observers) {
   OK(frugal_close(b));
 }
 
-// A push that is refused makes no rows, whichever of its ops is at fault: those of keys that nobody
-// has declared are the controller's to make, who does not see the gradients.
+// A refused push makes no rows, whichever of its ops is at fault. The controller makes the rows of
+// undeclared keys, and does not see the gradients.
 TEST_F(Service, RefusedPush) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -2850,7 +2853,7 @@ TEST_F(Service, RowsThatOthersRead) {
     OK(frugal_read(e, t[1], &look, 1, -1));
     EXPECT_EQ(1, found);
     EXPECT_EQ(3, seen[7]);
-    if (s == 4) {  // what is undone is there no more, and the rank is told of that by its own call
+    if (s == 4) {  // undone rows are gone, and the rank's own call reports the abort
       OK(frugal_push_grad(t[0], &op, 1));
       OK(frugal_step_abort(t[1]));
       OK(frugal_read(e, nullptr, &look, 1, -1));
@@ -2975,7 +2978,8 @@ TEST_F(Service, ARankIsLostBeforeTheFirstStep) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// A rank's call beside the engine's end says that, and not what the end of another rank undoes.
+// A rank's call during the engine's end reports that end, and not what the end of another rank
+// undoes.
 TEST_F(Service, CloseBesideRanks) {
   ControllerProgram controller(address());
   for (int round = 0; round < 150; ++round) {
@@ -3052,8 +3056,8 @@ TEST_F(Service, CloseOfTheEngineBesideItsRank) {
   }
 }
 
-// A call that has failed because the controller did not answer in time may have been done all the
-// same: the same call again is right, and does what the first was to do.
+// A call that has failed because the controller did not reply in time may have been done all the
+// same. The same call again is right, and does what the first was to do.
 TEST_F(Service, CallsAreMadeAgain) {
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
@@ -3094,7 +3098,7 @@ TEST_F(Service, CallsAreMadeAgain) {
       OK(failing([&] { return abandons ? frugal_trainer_abandon(t) : frugal_trainer_close(t); }));
       EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_trainer_close(t));
     }
-    // Nobody has the rank.
+    // The rank is free.
     frugal_trainer* t = nullptr;
     OK(Join(other, 0, &t));
     OK(frugal_trainer_close(t));
@@ -3162,7 +3166,8 @@ TEST_F(Service, JoinsBesideEachOther) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// A trainer's end that is asked for again is not that of who has joined as its rank meanwhile.
+// A repeated request to end a trainer does not end the trainer that has joined as its rank
+// meanwhile.
 TEST_F(Service, ClosedAgainAfterAJoin) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -3224,14 +3229,14 @@ TEST_F(Service, StopAfterDeath) {
     EXPECT_EQ(0, InChild([&] {
       frugal_engine* e = nullptr;
       frugal_trainer* t = nullptr;
-      // And ends without a word.
+      // The process ends without closing anything.
       return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;
     }));
     EXPECT_EQ(0, controller.end(SIGTERM)) << round;
   }
 }
 
-// A stopping controller answers, or is gone; it ends in any case.
+// A stopping controller replies, or is gone; it ends in any case.
 TEST_F(Service, AttachDuringShutdown) {
   for (int round = 0; round < 20; ++round) {
     ControllerProgram controller(address());

@@ -42,7 +42,7 @@ TEST_F(PatienceTest, ALaneFollowsItsTrainer) {
   EXPECT_TRUE(anywhere()) << "as before";
 }
 
-// A request may tell anything.
+// A request may name any processor.
 TEST_F(PatienceTest, NoProcessorOfTheLane) {
   SpinPolicy spin_policy(4096, channel.get());
   for (const uint32_t told : {0u, 1u << 20, UINT32_MAX, 0x80000000u}) {

@@ -157,7 +157,7 @@ TEST(Watch, NoProcess) {
   EXPECT_EQ(watch->add(-1, [] {}, &id), FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
-// Where no descriptor is left the limit is told, and what helps.
+// Where no descriptor is left, the message names the limit and the remedy.
 TEST(Watch, WithoutDescriptors) {
   EXPECT_EQ(0, Child([] {
               const rlimit limit{0, 0};

@@ -107,7 +107,7 @@ class Reference {
                                              uint64_t staleness) const;
   enum class Existence { kNo, kYes, kMaybe };
   // Whether a trainer inside `step` sees the row: kMaybe if that depends on how far other ranks
-  // have come, who may be `staleness` steps behind or ahead.
+  // have come. They may be `staleness` steps earlier or later.
   Existence ExistsAt(size_t table, uint64_t key, uint64_t step, uint64_t staleness) const;
 
  private:

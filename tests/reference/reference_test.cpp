@@ -29,7 +29,8 @@ frugal_table_config TableConfig(const char* name, uint64_t rows, uint32_t dim, i
   return config;
 }
 
-// Section 1 in its serial form: a binary counter of partial sums.
+// fold32 (docs/arithmetic.md, "Shapes of sums") in its serial form: a binary counter of partial
+// sums.
 float Fold32ByCounter(const std::vector<float>& x) {
   std::vector<std::pair<int, float>> stack;  // (level, partial sum)
   auto carry = [&](float run) {

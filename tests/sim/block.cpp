@@ -25,7 +25,7 @@ struct BlockRunner::Thread {
 
 struct BlockRunner::Warp {
   uint32_t arrived;
-  uint32_t state;  // of who arrived first
+  uint32_t state;  // of the thread that arrived first
 };
 
 namespace {
@@ -75,8 +75,8 @@ BlockRunner::~BlockRunner() {
   delete met_;
 }
 
-// Mapped and not allocated, so that ThreadSanitizer knows of no access by who had the memory
-// before.
+// Mapped and not allocated, so that ThreadSanitizer knows of no access by an earlier owner of the
+// memory.
 bool BlockRunner::grow(const Shape& shape) {
   if (!memory_) {
     const size_t threads = kHalves * kMaxThreads * sizeof(Thread);
@@ -322,7 +322,7 @@ void BlockRunner::fail_access(Thread* thread, uint64_t address, size_t bytes, Ac
   throw Ended();
 }
 
-// The kernel's first fault is the one that is told.
+// Only the kernel's first fault is reported.
 void BlockRunner::fail(const Thread* thread, const char* text) {
   Unseen unseen;
   if (is_doomed()) return;
@@ -334,7 +334,7 @@ void BlockRunner::fail(const Thread* thread, const char* text) {
     snprintf(fault_, kFaultText, "%s, block %u: %s", kernel_->name, at.block, text);
 }
 
-// Ends the kernel: who waits goes on, to leave its body.
+// Ends the kernel: waiting threads go on, to leave their bodies.
 FRUGAL_UNSEEN void BlockRunner::doom() {
   doomed_ = true;
   for (uint32_t i = 0; i < shape_.threads; ++i) {
@@ -343,7 +343,8 @@ FRUGAL_UNSEEN void BlockRunner::doom() {
   }
 }
 
-// Nobody can go on. Who waits in a warp's meeting is told: others in sync() wait for it, too.
+// No thread can go on. The fault names a thread that waits in a warp's meeting: others in sync()
+// wait for it, too.
 void BlockRunner::diverged() {
   Unseen unseen;
   const Thread* waiting = nullptr;
@@ -362,8 +363,7 @@ void BlockRunner::diverged() {
   doom();
 }
 
-// --- What is read
-// ---------------------------------------------------------------------------------
+// --- What is read --------------------------------------------------------------------------------
 
 namespace {
 

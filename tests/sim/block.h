@@ -1,11 +1,11 @@
 // Runs kernels: every thread of a block is a fiber.
 //
 // What: the blocks of a kernel run one after the other, in random order, on the thread of their
-// stream; within a block, who goes on after a meeting is random. simt.h's functions end here. A
-// thread runs until it meets others or returns, so a block's threads interleave at meetings only;
-// that races do not stay hidden for it is ThreadSanitizer's part, to which each fiber is a thread
-// of its own and nothing but sync() orders two of them, in a block or in two. Invariants: a fault
-// ends the kernel: all its threads leave their bodies by an exception, which no body catches.
+// stream; within a block, the thread that goes on after a meeting is random. simt.h's functions end
+// here. A thread runs until it meets others or returns, so a block's threads interleave at meetings
+// only; that races do not stay hidden for it is ThreadSanitizer's part, to which each fiber is a
+// thread of its own and nothing but sync() orders two of them, in a block or in two. Invariants: a
+// fault ends the kernel: all its threads leave their bodies by an exception, which no body catches.
 // Nothing is allocated for a block once a block of that size has run. Threads: a BlockRunner
 // belongs to one thread. Callers: stream.cpp.
 #pragma once
@@ -37,14 +37,15 @@ class BlockRunner {
   BlockRunner(const BlockRunner&) = delete;
   BlockRunner& operator=(const BlockRunner&) = delete;
 
-  // False: a fault, told in `fault`, an array of kFaultText bytes; or no memory for the fibers.
+  // False: a fault, whose text is in `fault`, an array of kFaultText bytes; or no memory for the
+  // fibers.
   bool run(const KernelEntry& kernel, const Shape& shape, const void* arguments, Random* random,
            char* fault);
 
   // For simt.h's functions, of the running fiber.
   struct Thread;
   void meet_block(Thread* thread);
-  // In `state`, which tells the kind of meeting: the ballot, or the value of lane `from`.
+  // In `state`, which names the kind of meeting: the ballot, or the value of lane `from`.
   uint64_t meet_warp(Thread* thread, uint32_t state, uint64_t value, uint32_t from);
   void* access(Thread* thread, uint64_t address, size_t bytes, Access access);
   char* shared() const { return shared_; }

@@ -224,8 +224,8 @@ void adopt_thread([[maybe_unused]] Fiber* fiber) {
 #endif
 }
 
-// Threads of a block are not ordered by being run in turn, so ThreadSanitizer is told of switches
-// without an order: barriers tell theirs.
+// Turns do not order the threads of a block. So the switches reported to ThreadSanitizer carry no
+// order: barriers report theirs.
 #if defined(FRUGAL_TSAN)
 #define FRUGAL_SWITCH_THREAD(from, to) \
   if ((from)->thread != (to)->thread) __tsan_switch_to_fiber((to)->thread, 1)

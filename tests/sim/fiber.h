@@ -1,7 +1,7 @@
 // Fibers: functions with stacks of their own that hand the thread to each other.
 //
 // What: a context is a saved stack; switch_fiber leaves one and goes on with another.
-// AddressSanitizer and ThreadSanitizer are told of every switch. Invariants: a fiber runs on one
+// Every switch is reported to AddressSanitizer and ThreadSanitizer. Invariants: a fiber runs on one
 // operating-system thread from prepare() to its end. Its function does not return: it ends by a
 // switch that says so. Stacks end at a guard page. Cost: some nanoseconds a switch on x86-64 and
 // AArch64; elsewhere ucontext's two system calls. Callers: block.cpp.

@@ -26,7 +26,7 @@ struct Freed {
   uint64_t begin = 0, end = 0;
 };
 
-// Addresses of a device that nobody can access, handed out in order and once.
+// Addresses of a device that no program can access, given out in order and once.
 struct Reserve {
   int32_t device;
   uint64_t base, bytes, used;
@@ -37,7 +37,7 @@ constexpr size_t kFreedKept = 256;
 
 // Of the process, since pinned memory is. Never destroyed: threads may outlive static objects.
 struct Registry {
-  // Held by who changes ranges until no section sees the old ones; taken before `state`.
+  // Held by a thread that changes ranges until no section sees the old ones; taken before `state`.
   std::mutex update;
   // Of what follows, held for moments: a section takes it to say why it may not.
   std::mutex state;
@@ -56,7 +56,7 @@ Registry& registry() {
   return *r;
 }
 
-// What sections read without a lock. Who reads the new epoch sees the new table.
+// What sections read without a lock. A thread that reads the new epoch sees the new table.
 uint64_t g_epoch = 1;
 const Table* g_table = nullptr;
 
@@ -177,7 +177,7 @@ bool mapped(uint64_t address, size_t bytes) {
 void unmap(const Range& range) {
   char* bytes = reinterpret_cast<char*>(range.begin + range.offset);
 #if defined(FRUGAL_TSAN)
-  // Seen as a write, so that a kernel that nobody waited for is a race.
+  // Counts as a write, so that a kernel that no thread waited for is a race.
   memset(bytes, 0, range.end - range.begin);
 #endif
   munmap(bytes, page_up(range.end - range.begin));

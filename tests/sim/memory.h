@@ -72,7 +72,7 @@ enum class MemoryError : int32_t {
   kTwice,       // overlaps what is pinned already
 };
 
-// Of one device: `device` tells them apart. garbage: the byte that fills it.
+// For one device, which `device` numbers. garbage: the byte that fills it.
 MemoryError add_device_memory(int32_t device, size_t bytes, uint8_t garbage, uint64_t* address);
 // False: no allocation begins there.
 bool free_device_memory(int32_t device, uint64_t address, size_t* bytes);

@@ -1,12 +1,12 @@
-// What ThreadSanitizer is told about the host implementation's own synchronization.
+// What the host implementation reports to ThreadSanitizer about its own synchronization.
 //
 // What: a stream's thread, its queue and the registries share locks and counts with every thread
 // that calls the Runtime. ThreadSanitizer would take each as an order of the program and miss races
 // between streams that no event joins. So what this folder does for itself is unseen (Unseen,
-// FRUGAL_UNSEEN), and the orders that CUDA gives are told by name (release_order, acquire_order): a
-// call to the stream that runs it, an operation to the next of its stream, a record to those that
-// waited for the event. Without ThreadSanitizer all of it is nothing. The real synchronization is
-// in atomics and locks, always.
+// FRUGAL_UNSEEN), and the orders that CUDA gives are reported by name (release_order,
+// acquire_order): a call to the stream that runs it, an operation to the next of its stream, a
+// record to those that waited for the event. Without ThreadSanitizer all of it is nothing. The real
+// synchronization is in atomics and locks, always.
 #pragma once
 
 #if defined(__SANITIZE_THREAD__)

@@ -81,7 +81,7 @@ class SimRuntime final : public Sim {
   template <class F>
   Result guarded(const char* call, F f, Wants wants = Wants::kNothing);
 
-  // Tells its memory; another one each time that the device is opened.
+  // Identifies its memory; another number each time that the device is opened.
   const int32_t device_;
   const std::shared_ptr<Health> health_;
   Streams streams_;
@@ -315,7 +315,7 @@ Result SimRuntime::passed(const char* call, Event e, uint64_t timeout_ns, bool* 
       Unseen unseen;
       mark.reset();
     }
-    // Operations that were passed over did not do what the event stands for.
+    // Operations that were skipped did not do what the event marks.
     return health_->failed() ? faulted(call) : Result();
   });
 }

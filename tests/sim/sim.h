@@ -1,11 +1,11 @@
-// "sim:N": the Runtime on the host, and what tests may ask of it.
+// "sim:N": the Runtime on the host, and its controls for tests.
 //
 // What: streams are threads, kernels run in fibers, device memory is memory that the host cannot
 // touch. All that CUDA leaves open is random: when an operation of a stream starts, in which order
 // blocks run, and threads between barriers. Calls fail on request.
-// Invariants: never prints, never aborts. A fault (docs/cuda.md, section 3) is sticky: every later
-// call on the device answers with it, and what its streams still hold is passed over. Threads: any,
-// several at once. Callers: tests.
+// Invariants: never prints, never aborts. A fault (docs/cuda.md, "simt.h") is sticky: every later
+// call on the device returns it, and what its streams still hold is skipped. Threads: any, several
+// at once. Callers: tests.
 #pragma once
 
 #include <stddef.h>
@@ -34,7 +34,7 @@ const KernelEntry* kernel_entry(uint32_t number);
 struct Delays {
   uint32_t yields = 25;   // its thread yields a few times
   uint32_t sleeps = 8;    // for up to sleep_us
-  uint32_t holds = 4;     // until somebody waits for it or for what follows it, or hold_us
+  uint32_t holds = 4;     // until a thread waits for it or for what follows it, or hold_us
   uint32_t sleep_us = 200;
   uint32_t hold_us = 3000;
 };
@@ -54,15 +54,15 @@ class Sim : public Runtime {
   // Of all streams, for what they have not begun to wait for.
   virtual void set_delays(const Delays& delays) = 0;
 
-  // The n-th call from now that has a Result fails with `kind`, or it and all behind it; 0: none
+  // The n-th call from now that has a Result fails with `kind`, or it and all later ones; 0: none
   // does. kFault stays anyhow.
   virtual void fail_after(uint64_t n, ErrorKind kind, bool forever) = 0;
   // With the n-th call from now that has a Result the host program resets the device: what its
-  // streams hold is passed over, and that call and all behind it are misuse.
+  // streams hold is skipped, and that call and all later ones are misuse.
   virtual void reset_after(uint64_t n) = 0;
-  // With the n-th call from now that has a Result the device's memory is used up: that call, and
-  // all behind it, fail if they want some, as allocations, new streams and events, copies, fills
-  // and launches may. 0: there is memory.
+  // With the n-th call from now that has a Result the device's memory is used up. That call and all
+  // later ones fail if they need some, as allocations, new streams and events, copies, fills and
+  // launches may. 0: there is memory.
   virtual void exhaust_after(uint64_t n) = 0;
   // Calls so far that fail_after counts.
   virtual uint64_t calls() const = 0;

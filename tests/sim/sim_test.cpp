@@ -33,7 +33,7 @@ using sim::Sim;
 
 constexpr uint64_t kLong = 100'000'000'000;
 constexpr Delays kNone = {0, 0, 0, 0, 0};
-constexpr Delays kHeld = {0, 0, 100, 0, 30'000'000};  // until somebody waits
+constexpr Delays kHeld = {0, 0, 100, 0, 30'000'000};  // until a thread waits
 
 // --- Kernels ------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ void warp_body(const WarpArgs& a) {
   store(a.out + at, shuffle(id, 5, 8));
   store(a.out + (at + 1), shuffle_xor(id, 3));
   store(a.out + (at + 2), ballot(thread() % 3 == 0));
-  // Eight bytes, and a second meeting right behind the first.
+  // Eight bytes, and a second meeting directly after the first.
   const uint64_t wide = shuffle((uint64_t{id} << 32) | 7, lane() + 1);
   store(a.out + (at + 3), static_cast<uint32_t>(wide >> 32) + static_cast<uint32_t>(wide));
 }
@@ -148,7 +148,7 @@ struct TicketArgs {
   Ptr<uint32_t> out;  // a word for each thread of the grid
 };
 
-// Tells who came when, without a race.
+// Records the order in which threads came, without a race.
 void ticket_body(const TicketArgs& a) {
   store(a.out + (block() * threads() + thread()), add(a.counter, 1));
 }
@@ -556,7 +556,7 @@ TEST(Faults, OfOneDeviceAreNotTheOthers) {
   EXPECT_FINE(b.Finish());
 }
 
-// What comes after a fault is passed over, and holds nobody up.
+// Operations after a fault are skipped, and no wait for them hangs.
 TEST(Faults, NobodyHangs) {
   for (uint64_t seed = 1; seed <= 10; ++seed) {
     Device device(0, seed);
@@ -752,7 +752,7 @@ TEST(Memory, ReadsAreCounted) {
     run();
     EXPECT_EQ(reads.now(), (std::vector<uint64_t>{32, 32, 8}));
   }
-  run();  // nobody counts
+  run();  // no counter is active
 }
 
 // Kernels run while memory comes and goes.
@@ -866,7 +866,7 @@ TEST(Streams, WaitIsForTheRecordBeforeIt) {
   EXPECT_TRUE(passed);
   ASSERT_FINE(device.sim->record(e, a));
   ASSERT_FINE(device.sim->wait(b, e));
-  // Recorded again, behind something that is held: `b` does not wait for this one.
+  // Recorded again, after a held operation: `b` does not wait for this one.
   ASSERT_FINE(device.Launch(kTouch, {1, 32, 0}, TouchArgs{}, a));
   ASSERT_FINE(device.sim->record(e, a));
   ASSERT_FINE(device.Finish(b));
@@ -891,8 +891,7 @@ TEST(Streams, TimeOuts) {
   EXPECT_TRUE(passed);
 }
 
-// Operations that are held until somebody waits: whoever waits frees all that is before, on all
-// streams.
+// Operations that are held until a thread waits: a wait frees all that is before, on all streams.
 TEST(Streams, HeldWorkIsFreedByWhoWaits) {
   const double start = Seconds();
   Device device(0, 1, kHeld);
@@ -911,7 +910,7 @@ TEST(Streams, HeldWorkIsFreedByWhoWaits) {
     ASSERT_FINE(device.sim->record(e, s));
   }
   bool passed = false;
-  // Who only asks gets there, too.
+  // Queries alone get there, too.
   while (!passed) ASSERT_FINE(device.sim->query(e, &passed));
   uint32_t expected = 0;
   for (uint32_t i = 0; i < 20; ++i) expected = expected * 2 + i;
@@ -1236,7 +1235,7 @@ void Provoke(Race race) {
     EXPECT_FINE(device.Finish(a));
     if (words[513] == 77) std::abort();
     words[0] = 6;
-    // What ran before a fault is over when a call has told the fault.
+    // What ran before a fault is over when a call has reported the fault.
     EXPECT_FINE(device.Launch(kWords, {1, 32, 0}, read, a));
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     EXPECT_FINE(device.Launch(kTouch, {2, 32, 0}, TouchArgs{{}, kRead4}, b));

@@ -102,7 +102,7 @@ bool StreamThread::wait(const std::shared_ptr<Mark>& mark, uint64_t timeout_ns) 
     Unseen unseen;
     StreamThread& stream = *mark->stream;
     std::unique_lock<std::mutex> lock(stream.mutex_);
-    // Who asks again and again waits, too.
+    // Repeated queries count as a wait, too.
     if (timeout_ns > 0 || ++mark->queries > 3) stream.demand(mark->position);
     if (timeout_ns > 0 && !mark->passed) {
       stream.passed_.wait_until(lock, now_ns() + std::min<uint64_t>(timeout_ns, uint64_t{1} << 60),

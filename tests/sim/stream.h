@@ -1,10 +1,10 @@
 // Streams: each a thread that runs its operations in order, at random moments.
 //
-// What: operations start after random delays; some are held until somebody waits for them or for
+// What: operations start after random delays; some are held until a thread waits for them or for
 // what follows, or for some time at most, so that nothing ever waits for ever. A Mark is one record
 // of an event. When the device has failed, operations are passed over, and marks still pass.
-// Threads: any. All waiting is for the streams' own progress, never for the caller's.
-// Callers: runtime.cpp.
+// Threads: any. All waiting is for the streams' own progress, never for the caller's. Callers:
+// runtime.cpp.
 #pragma once
 
 #include <stddef.h>
@@ -33,8 +33,9 @@ class Health {
   // The first fault stays. `text` is at most kFaultText bytes.
   void fail(const char* text);
   bool failed() const { return state_.load() == 2; }
-  // Of failed(): waits until nothing runs any more, and nothing will. What ran is before what
-  // follows, or nobody could ever touch its memory again, as no event tells.
+  // For failed(): waits until nothing runs any more, and nothing will. ThreadSanitizer sees what
+  // ran as before what follows. No event says so, and without it the memory could never be used
+  // again.
   const char* settle();
   // Around an operation that accesses memory. False: it must not run.
   bool enter();
@@ -81,13 +82,13 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
 
   // From the next operation on.
   void set_delays(const Delays& delays);
-  // Its position. Callers have told the order of the operation, and are unseen now.
+  // Returns its position. Callers have reported the operation's order, and are unseen now.
   uint64_t add(std::unique_ptr<Operation> operation);
   // Waits until the mark has passed; false: timeout_ns are over. 0: asks.
   static bool wait(const std::shared_ptr<Mark>& mark, uint64_t timeout_ns);
 
   std::atomic<bool> capturing{false};
-  Priority priority = Priority::kNormal;  // is told, and changes nothing
+  Priority priority = Priority::kNormal;  // is recorded, and changes nothing
 
  private:
   void loop();

@@ -1,4 +1,4 @@
-/* Runs a test and tells how much processor time it and the processes that it started have used.
+/* Runs a test and reports how much processor time it and the processes that it started have used.
  *
  *     budget SECONDS COMMAND...
  *

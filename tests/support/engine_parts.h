@@ -1,5 +1,5 @@
 // What an engine's commits and flush threads work on, without an engine: ranks, tables whose rows
-// tell how often they were updated, and who writes them.
+// show how often they were updated, and their writers.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -63,7 +63,7 @@ struct EngineParts {
   RankGradients gradients(const TableRef& table, uint64_t step, uint32_t rank, const Slots& slots) {
     return gradients(table, resolved_part(pool, step, rank, slots));
   }
-  // What ranks hand over, each for its slots.
+  // The update of what ranks submit, each for its slots.
   UpdateRef update(const TableRef& table, uint64_t step, const std::vector<Slots>& of_ranks) {
     UpdateRef u = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
     u->step = step;
@@ -115,7 +115,7 @@ struct CommitParts : EngineParts {
   void end(const TrainerRef& t, const TableRef& table, const Slots& slots) {
     submit_gradients(t, table, gradients(table, t->step, t->rank, slots));
   }
-  // What ranks, in order, have declared for a step is taken in ahead. It is the window's next.
+  // What ranks, in order, have declared for a step is prepared ahead. It is the window's next.
   UpdateRef prepare(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {
     EXPECT_OK(tables.open_window(*table));
     for (const PartRef& p : declared) {

@@ -1,4 +1,4 @@
-// A table that a ledger tells of, and an update of it.
+// A table that a ledger records, and an update of it.
 #pragma once
 #include <algorithm>
 #include <memory>

@@ -1,4 +1,4 @@
-// Parts, hand-overs and updates as the engine makes them, of rows that a test names.
+// Parts, rank gradients and updates as the engine makes them, of rows that a test names.
 #pragma once
 #include <algorithm>
 #include <set>
@@ -10,8 +10,8 @@ namespace frugal {
 
 using Slots = std::vector<uint32_t>;
 
-// A resolved part whose keys are `keys`, slots, in any order and any number of times; its rows are
-// indexed, and it has room for what a link tells.
+// A resolved part whose keys are `keys`, slots, in any order and any number of times. Its rows are
+// indexed, and it has room for the results of a link.
 inline PartRef resolved_part(BufferPool& pool, uint64_t step, uint32_t rank, const Slots& keys) {
   PartRef part = make_part();
   part->step = step;
@@ -35,8 +35,8 @@ inline PartRef resolved_part(BufferPool& pool, uint64_t step, uint32_t rank, con
   return part;
 }
 
-// What the parts' ranks hand over; with a stride sums of so many floats a row, which the caller
-// fills.
+// The rank gradients of the parts' ranks. With a stride they have sums of that many floats a row,
+// which the caller fills.
 inline UpdateRef make_update(BufferPool& pool, uint64_t step, const std::vector<PartRef>& parts,
                              size_t stride = 0) {
   UpdateRef update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());

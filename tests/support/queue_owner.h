@@ -1,4 +1,4 @@
-// The owner of a queue, as the window is one: the marks of its entries, and who is prepared.
+// The owner of a queue, as the window is one: the marks of its entries, and which are prepared.
 #pragma once
 #include <algorithm>
 #include <memory>

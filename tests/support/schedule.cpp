@@ -20,7 +20,7 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kMostPoints = 200000;  // of a run: beyond it nothing moves any more
-constexpr size_t kKeptPoints = 400;       // that a failure tells
+constexpr size_t kKeptPoints = 400;       // that a failure prints
 
 // Whose turn it is. (Not by the library's waits, which are the schedule's.)
 struct Turn {
@@ -38,7 +38,7 @@ Turn g_caller;  // of run()
 
 // A thread that runs what it is given, run after run.
 struct Worker : Turn {
-  std::function<Turn*()> body;  // tells who is next
+  std::function<Turn*()> body;  // returns the next thread
   Thread thread;
 };
 
@@ -171,7 +171,7 @@ struct Schedule::State {
     running = i;
   }
 
-  // Who goes on; -1: nobody can. `leave`: somebody else, if possible.
+  // Which thread goes on; -1: none can. `leave`: another one, if possible.
   int choose(bool leave) {
     // Time passes, or a wait ends for no reason, though others could go on.
     if (random.one_in(64))
@@ -299,21 +299,20 @@ void Schedule::print() const {
   }
 }
 
-// --- Points
-// ----------------------------------------------------------------------------------------
+// --- Points --------------------------------------------------------------------------------------
 
 namespace {
 enum Leave : bool { kStay, kLeave };
 }
 
-// Somebody is chosen; returns when the calling thread is again.
+// Chooses a thread, and returns when the calling thread is chosen again.
 template <class State>
 static void pass(Schedule& schedule, State& s, Leave leave) {
   const int from = s.running;
   if (++s.points > kMostPoints)
     schedule.fails("livelock: nothing moves any more", __FILE__, __LINE__);
   if (!s.keep_of) {
-    bool lowers = leave == kLeave;  // who looks again and again gives way to all others
+    bool lowers = leave == kLeave;  // a thread that polls gives way to all others
     for (uint64_t at : s.changes) lowers |= at == s.points;
     if (lowers) s.threads[from].priority = --s.lowest;
   }
@@ -401,8 +400,7 @@ void Schedule::sleep(uint64_t ns) {
   pass(*this, s, kStay);
 }
 
-// --- Many
-// ------------------------------------------------------------------------------------------
+// --- Many ----------------------------------------------------------------------------------------
 
 void explore(const char* name, uint64_t rounds, const std::function<void(Schedule&)>& one) {
   struct sigaction on {}, before;
@@ -411,7 +409,7 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
   sigaction(SIGABRT, &on, &before);
   const Processors whole = Processors::mine();
   workers();
-  // All on one processor, which a hand-over does not leave. Which one does not matter.
+  // All on one processor, which a switch of threads does not leave. Which one does not matter.
   const int here = os_processor();
   if (here >= 0) {
     Processors::only(here).place();

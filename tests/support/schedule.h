@@ -1,18 +1,18 @@
-// Chosen interleavings: real threads of which one runs at a time. At each point of the seam
-// (base/scheduler.h) a seed decides who goes on. So whatever a run does can be repeated, and a rare
-// order of two threads is not rare.
+// Chosen interleavings: real threads of which one runs at a time. At each point of the scheduler
+// interface (base/scheduler.h) a seed decides which thread goes on. So whatever a run does can be
+// repeated, and a rare order of two threads is not rare.
 //
 // Half of the seeds switch at random, often or seldom. The others give the threads priorities,
 // which change at a few points of the run: a fault that needs d switches at certain points is met
 // by one run in about n k^(d-1), for n threads and k points (Burckhardt et al., "A randomized
 // scheduler with probabilistic guarantees of finding bugs"). Time is the run's own: it goes on when
-// somebody looks at it, and jumps when all threads wait for it. A wait may also end at its time
-// though others could go on, or for no reason.
+// a thread reads it, and jumps when all threads wait for it. A wait may also end at its time though
+// others could go on, or for no reason.
 //
 // Memory is sequentially consistent here: what needs a weaker order of two atomics to go wrong, no
 // schedule shows.
 //
-// A failure ends the process: who still waits could not be ended otherwise. It prints the last
+// A failure ends the process: waiting threads could not be ended otherwise. It prints the last
 // points of the run, its seed, and the command that repeats it; the seed goes to the file of kept
 // ones in the build folder, too. Kept seeds run first: of that file, and of tests/schedules.txt.
 #pragma once
@@ -53,7 +53,7 @@ class Schedule final : public Scheduler {
   void sleep(uint64_t ns) override;
 
   uint64_t points() const;
-  uint64_t choices() const;  // a hash of who went on
+  uint64_t choices() const;  // a hash of which threads went on
   void print() const;
 
  private:
@@ -68,7 +68,7 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
 
 }  // namespace frugal
 
-// In a schedule's thread, or behind its run.
+// In a schedule's thread, or after its run.
 #define HOLDS(schedule, condition)    \
   ((condition) ? static_cast<void>(0) \
                : (schedule).fails("does not hold: " #condition, __FILE__, __LINE__))

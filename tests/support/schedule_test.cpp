@@ -49,7 +49,7 @@ TEST(Schedules, ALostUpdate) {
   EXPECT_EQ(wrong(count(true)), 0u);
 }
 
-// One that needs another thread at two places of a long run.
+// An order that needs another thread at two points of a long run.
 TEST(Schedules, AnOrderOfThree) {
   auto run = [](Schedule& s) {
     uint64_t at = 0;
@@ -71,7 +71,7 @@ TEST(Schedules, AnOrderOfThree) {
   EXPECT_GT(wrong(run), 2u);
 }
 
-// Somebody waits who looked before, and was told between.
+// A thread waits after it has checked, and the notice came in between.
 TEST(Schedules, ALostWakeUp) {
   auto run = [](bool locks) {
     return [locks](Schedule& s) {
@@ -89,7 +89,7 @@ TEST(Schedules, ALostWakeUp) {
           UniqueLock lock(c.mu);
           there = c.n != 0;
         }
-        // (Without the lock it may be told here.)
+        // (Without the lock the notice may come here.)
         UniqueLock lock(c.mu);
         const uint64_t until = now_ns() + kHour;
         bool looked = false;
@@ -170,7 +170,7 @@ TEST(Schedules, OneOfThemAlone) {
   EXPECT_GT(runs, 10u);
 }
 
-// What ends the process tells what it was.
+// A failure that ends the process prints what it was.
 struct Ends : testing::Test {
   Ends() { testing::FLAGS_gtest_death_test_style = "threadsafe"; }
   static void run(std::function<void()> a, std::function<void()> b) {

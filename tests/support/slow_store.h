@@ -1,4 +1,4 @@
-// A store behind a table's memory (storage/storage_tier.h) that is slow, and is memory itself.
+// A storage tier for a table (storage/storage_tier.h) that is slow, and is memory itself.
 #pragma once
 #include <cstring>
 #include <unordered_map>

@@ -1,4 +1,5 @@
-// An engine without flush threads, in which all is done in turn, and a table whose rows may be far.
+// An engine without flush threads, in which all is done in turn, and a table whose rows may be in a
+// storage tier.
 #pragma once
 #include <gtest/gtest.h>
 

@@ -183,7 +183,7 @@ struct ApplyTest : testing::Test {
         EXPECT_EQ(watcher.slots, all) << way;
         expect_rows(rows, way.c_str());
         if (HasFatalFailure()) return;
-        // Each write of a row is a version, and words are even again.
+        // Each write of a row is a version, and row versions are even again.
         uint32_t versions_now = 0;
         for (VersionWord& v : words) {
           EXPECT_EQ(v.load() % 2, 0u);

@@ -85,7 +85,7 @@ TEST_F(PartTest, SlotsOfAnotherProcess) {
     std::memcpy(copy.data(), slots.data(), slots.size() * sizeof(uint32_t));
     PartRef part = make_part();
     const Status s = part->adopt_keys(dense, std::move(copy), slots.size(), padded, 3);
-    // Nothing is left that somebody could take for an array's index.
+    // Nothing is left that a caller could take for an array's index.
     EXPECT_EQ(static_cast<bool>(part->slots), s == FRUGAL_OK);
     return s;
   };
@@ -112,7 +112,7 @@ TEST_F(PartTest, LentSlotsAreLookedAtWhenTheyAreCopied) {
   theirs[3] = 999;
   ASSERT_OK(part->resolve(pool, dense, Rows::Missing::kReserve, nullptr));
   EXPECT_EQ(lender.given_back, 1);
-  theirs[0] = kCapacity;  // nobody looks there any more
+  theirs[0] = kCapacity;  // the part reads there no more
   const uint64_t keys[] = {7, 1, 7, 999};
   EXPECT_TRUE(part->resolved() && part->same_keys(keys, 4));
   EXPECT_EQ(part->distinct, 3u);
@@ -128,7 +128,7 @@ TEST_F(PartTest, LentKeysAreCopiedOnce) {
   ASSERT_OK(part->take_lent(pool, hashed));
   EXPECT_EQ(lender.given_back, 1);
   theirs[0] = theirs[1] = 5;
-  // A declaration that was not resolved: whoever uses it takes the keys from it.
+  // A declaration that was not resolved: the call that uses it takes the keys from it.
   PartRef other = make_part();
   ASSERT_OK(other->take_keys(pool, *part));
   for (PartRef p : {part, other}) {
@@ -137,7 +137,7 @@ TEST_F(PartTest, LentKeysAreCopiedOnce) {
     EXPECT_TRUE(p->same_keys(keys, 3));
   }
   EXPECT_EQ(part->slots.as<uint32_t>()[1], other->slots.as<uint32_t>()[1]);
-  // Who never resolves gives back, too.
+  // A part that is never resolved gives its keys back, too.
   {
     PartRef dropped = make_part();
     ASSERT_OK(
@@ -190,7 +190,7 @@ TEST_F(PartTest, PairsAndRows) {
           ASSERT_EQ(part->row_slots()[row + i], UINT32_MAX);
         for (uint32_t slot = 0; slot < kCapacity + 5; ++slot)
           ASSERT_EQ(part->contains(slot), rows.count(slot) == 1);
-        // Ids are their slots: nobody keeps them twice.
+        // Ids are their slots: the part does not keep them twice.
         EXPECT_EQ(static_cast<bool>(part->keys), by_key && n != 0);
         EXPECT_TRUE(part->same_keys(ids.data(), n));
         EXPECT_FALSE(part->same_keys(ids.data(), n + 1));
@@ -237,7 +237,7 @@ TEST_F(PartTest, KeysThatArriveLater) {
   EXPECT_EQ(part->take_keys(pool, dense, nullptr, size_t{1} << 32, false, 0),
             FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(part->adopt_keys(dense, Buffer(), UINT32_MAX, false, 0), FRUGAL_ERR_INVALID_ARGUMENT);
-  // Ids that come from a device are looked at when they are there.
+  // Ids that come from a device are checked when they are there.
   PartRef ids = make_part();
   ASSERT_OK(ids->expect_keys(2, false, 0));
   ASSERT_OK(pool.get(2 * sizeof(uint64_t), &ids->keys));
@@ -253,7 +253,7 @@ TEST_F(PartTest, KeysThatArriveLater) {
   EXPECT_FALSE(ids->keys);
 }
 
-// A bad id leaves nothing that somebody could use, and a table that is full no row.
+// A bad id leaves nothing usable, and a full table leaves no row.
 TEST_F(PartTest, KeysThatCannotBe) {
   const uint64_t bad[] = {1, kCapacity};
   PartRef part = make_part();
@@ -281,7 +281,7 @@ TEST_F(PartTest, WithoutMemoryNothingIsResolved) {
       return part->resolve(fresh, dense, Rows::Missing::kReserve, nullptr);
     });
     ASSERT_EQ(part->resolved(), s == FRUGAL_OK) << without.rounds();
-    // Whoever asks again gets it.
+    // A second request gets it.
     if (s != FRUGAL_OK && part->slots) {
       ASSERT_OK(part->resolve(pool, dense, Rows::Missing::kReserve, nullptr));
     }
@@ -289,8 +289,8 @@ TEST_F(PartTest, WithoutMemoryNothingIsResolved) {
   EXPECT_GT(without.rounds(), 4);
 }
 
-// Nor does anybody hold a place for what was not resolved. Where buffers are cut from an arena,
-// its lists want memory, too: those of so many keys are pieces of their own.
+// Nor is a slot held for what was not resolved. Where buffers are cut from an arena, its lists need
+// memory, too: those of so many keys are pieces of their own.
 TEST_F(PartTest, WithoutMemoryNoPlaceIsHeld) {
   std::vector<uint64_t> keys(kHugePage / sizeof(uint32_t) + 1);
   for (size_t i = 0; i < keys.size(); ++i) keys[i] = i % 900;

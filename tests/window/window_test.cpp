@@ -145,7 +145,7 @@ TEST_F(WindowTest, StepsThatCannotBeLinked) {
   EXPECT_EQ(next_of(link(101, {1})), far->step % kRing);
 }
 
-// Who declares nothing of a table has a part without rows.
+// A rank that declares nothing of a table has a part without rows.
 TEST_F(WindowTest, AnEmptyPart) {
   open();
   const PartRef none = link(101, {});
@@ -175,7 +175,7 @@ TEST_F(WindowTest, CancelledDeclarations) {
   EXPECT_TRUE(window.any_pending());
 }
 
-// The priority of an update is the first declared step behind its own that reads the row.
+// The priority of an update is the first declared step after its own that reads the row.
 TEST_F(WindowTest, GatesWaitForWhatTheyRead) {
   open();
   const PartRef a = link(100, {1, 2, 3});
@@ -306,7 +306,7 @@ TEST_F(WindowTest, YoungerUpdatesWaitForOlder) {
   EXPECT_EQ(window.pending_rows(), 2u);
 }
 
-// An older update may be written while the younger one is prepared: then that one waits for nobody.
+// An older update may be written while the later one is prepared: then that one is not blocked.
 TEST_F(WindowTest, AnOlderUpdateIsWrittenMeanwhile) {
   open();
   commit(100, Slots{1, 2});
@@ -342,7 +342,7 @@ TEST_F(WindowTest, AncientUpdates) {
   EXPECT_EQ(window.pending_rows(), 1u);
 }
 
-// A stamp is 9 bits. Of a word that nobody has touched for long the reads seem to be near: too
+// A stamp is 9 bits. The reads of a read set that was not touched for long seem to be near: too
 // urgent, never too late.
 TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
   for (const uint64_t passed :
@@ -374,7 +374,7 @@ TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
   }
 }
 
-// Who looks up what was not declared forces the rows' oldest updates, and asks again.
+// An undeclared lookup forces the rows' oldest updates, and checks again.
 TEST_F(WindowTest, ForcedRows) {
   open();
   commit(100, Slots{1, 2, 3});
@@ -405,8 +405,8 @@ TEST_F(WindowTest, StagedRowsAreNotForced) {
   EXPECT_EQ(window.collect_pending(&slot, 1, nullptr), 0u);
 }
 
-// Whoever forced rows may give up on them. When the next commit moves on, they wait for whom they
-// waited before.
+// A thread that forced rows may give up on them. When the next commit moves on, each has the
+// priority of its next read again.
 TEST_F(WindowTest, ForcedRowsThatNobodyWaitsForAnyMore) {
   open();
   const PartRef a = link(100, {1, 2});
@@ -623,7 +623,8 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
   }
 }
 
-// The same where a row gets its turn when the older update has been written, or at the commit.
+// The same where a blocked update becomes the oldest of its row: when the older one has been
+// written, or at the commit.
 TEST_F(WindowTest, ATurnWithoutMemory) {
   for (const bool at_commit : {true, false}) {
     SCOPED_TRACE(at_commit);
@@ -671,7 +672,7 @@ TEST_F(WindowTest, ATurnWithoutMemory) {
   }
 }
 
-// An update that cannot be taken in has changed nothing.
+// An update that cannot be prepared has changed nothing.
 TEST_F(WindowTest, AnUpdateWithoutMemory) {
   Slots many;
   for (uint32_t i = 0; i < 5000; ++i) many.push_back(2 * i);
@@ -862,9 +863,9 @@ class Walk {
   void cancel() {
     if (links_.empty()) return;
     const size_t at = random_.below(links_.size());
-    // (Nobody cancels a declaration that is being linked, nor one of a step whose update is taken
-    // in. While another is half linked the rest of it seems to be linked, too, when one of its step
-    // is cancelled: that is not told here.)
+    // (Nothing cancels a declaration that is being linked, nor one of a step whose update is
+    // prepared. While another declaration is half linked, the rest of it seems to be linked, too,
+    // when one of its step is cancelled: this test does not distinguish that.)
     for (const Link& link : links_)
       if (!link.whole()) return;
     if (prepared_ && links_[at].part->step == next_commit_) return;
@@ -979,7 +980,7 @@ class Walk {
       if (updates.front().claimed) continue;
       const uint64_t high = bounds(slot, updates.front().update->step).second;
       ASSERT_GE(high, latest) << "row " << slot << " is more urgent and was left";
-      // (A claim may have fewer rows than there are: it meets stale places of prepared rows.)
+      // (A claim may have fewer rows than there are: it meets stale queue items of prepared rows.)
       if (!any) {
         ASSERT_TRUE(step != kNever && high > step) << "row " << slot << " was left";
       }
@@ -1012,7 +1013,7 @@ class Walk {
     ASSERT_TRUE(ended.empty()) << "nobody was told that an update is written";
   }
 
-  // An undeclared lookup: its rows are written, whoever reads them next.
+  // An undeclared lookup: its rows are written, whichever step reads them next.
   void fresh() {
     while (!claims_.empty()) finish(0);
     const Slots slots = some_slots();
@@ -1092,9 +1093,9 @@ class Walk {
     return link.owned && owner(slot) == link.part->rank;
   }
 
-  // By when an update of `step` to the row has to be written: between these. A step that was taken
-  // in by words seems to read its rows until it is committed; a row that is forced seems to be read
-  // now.
+  // By when an update of `step` to the row has to be written: between these. A step that was
+  // prepared by read sets seems to read its rows until it is committed; a row that is forced seems
+  // to be read now.
   Bounds bounds(uint32_t slot, uint64_t step) const {
     // (Without a bound on staleness a row waits for 64 steps at most.)
     const uint64_t first =
@@ -1173,7 +1174,7 @@ class Walk {
   UpdateRef prepared_;
   bool as_declared_ = false;
   std::set<uint32_t> late_;     // rows of the prepared update that had older ones
-  std::set<uint32_t> touched_;  // rows that were taken in by words for the step `next_commit_`
+  std::set<uint32_t> touched_;  // rows that were prepared by read sets for the step `next_commit_`
   std::set<uint32_t> cached_;
   bool forcing_ = false;
   uint64_t enqueued_ = 0, dequeued_ = 0;
