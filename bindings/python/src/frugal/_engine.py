@@ -234,7 +234,7 @@ class Engine(Single):
         return Table(self, handle.value or 0, name)
 
     def tables(self) -> Dict[str, Table]:
-        """All tables by name, in the order of their creation, including those that other processes and languages made."""
+        """Returns all tables by name, in the order of their creation, including those of other processes."""
         tables: Dict[str, Table] = {}
         memory, cursor, size = create_string_buffer(256), c_uint64(0), c_size_t()
         while True:

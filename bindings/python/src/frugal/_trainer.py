@@ -197,7 +197,7 @@ class Trainer(Single):
         return f"<frugal.Trainer of rank {self.rank}, world_size {engine.world_size}, on {self._device}{parent}>"
 
     def _tell(self, message: str) -> bool:
-        """Warns once if a long wait is for ranks that no trainer has joined as. Returns whether there are such ranks."""
+        """Warns once if a long wait is for ranks that no trainer has joined as. Returns whether there are any."""
         missing = re.findall(r"(\d+) \(not joined\)", message)
         if missing and not self._told:
             self._told = True
@@ -251,10 +251,10 @@ class Trainer(Single):
         try:
             self.abandon()
         except Error:
-            pass  # what left the block says more
+            pass  # the exception that left the block says more
 
     def set_stream(self, stream: int) -> None:
-        """Names the cudaStream_t, as an integer, in which this trainer's calls work from now on. 0 is the default stream.
+        """Names the cudaStream_t, as an integer, in which this trainer's calls work from now on. 0 is the default.
 
         The caller keeps the stream, which must live until the step is committed.
         """
@@ -462,7 +462,7 @@ class Trainer(Single):
             self._turn.append(None)
 
     def step(self, step: int, timeout: Optional[float] = None) -> _Step:
-        """Returns a `with` block that begins the step and ends it. If an exception leaves the block, it aborts the step.
+        """Returns a `with` block that begins the step and ends it, or aborts it if an exception leaves the block.
 
         Ctrl-C while the step begins aborts it too. A second Ctrl-C during the abort may leave the step begun; then
         call step_abort().

@@ -21,7 +21,7 @@ def milliseconds(timeout: float) -> float:
 
 
 def wait(call: Callable[[int], int], limit_ms: float, tell: Optional[Callable[[str], bool]] = None) -> None:
-    """Repeats a call, which waits up to the given milliseconds, until it does not return TIMEOUT or the limit is reached.
+    """Repeats a call, which waits up to the given milliseconds, while it returns TIMEOUT and the limit is not reached.
 
     A call that returned TIMEOUT had no effect, so it can be made again. If the wait is long, `tell` gets the library's
     messages, which name what the call waits for, until `tell` returns True.
