@@ -415,7 +415,7 @@ stats! {
 
 /// The version of the loaded library, as "major.minor.patch".
 pub fn version() -> &'static str {
-    // SAFETY: what comes is a static string that ends in NUL.
+    // SAFETY: the function returns a static string that ends in NUL.
     let version = unsafe { std::ffi::CStr::from_ptr(sys::frugal_version()) };
     version.to_str().unwrap_or("")
 }

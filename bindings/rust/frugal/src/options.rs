@@ -118,7 +118,7 @@ pub enum FlushMode {
     TreeHeap = sys::FRUGAL_FLUSH_TREE_HEAP as i32,
 }
 
-/// Where the rows of tables lie.
+/// The memory of the rows of tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
@@ -197,7 +197,7 @@ impl EngineOptions {
         self
     }
 
-    /// Budget in bytes of memory for updates that are not in the host rows yet; 0 writes through. 1 GiB unless set.
+    /// Memory budget in bytes for updates that are not yet in the host rows; 0 writes through. 1 GiB unless set.
     pub fn pending_bytes(mut self, bytes: u64) -> Self {
         self.raw.pending_bytes = bytes;
         self
@@ -218,7 +218,7 @@ impl EngineOptions {
         self
     }
 
-    /// Where the rows of tables lie.
+    /// The memory of the rows of tables.
     pub fn backing(mut self, backing: Backing) -> Self {
         self.raw.backing = backing as i32;
         self
@@ -496,7 +496,7 @@ pub enum Init {
     },
 }
 
-/// What a push does with NaNs.
+/// The effect of NaNs in gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
@@ -592,7 +592,7 @@ impl TableOptions {
         self
     }
 
-    /// Gives the raw struct to a call.
+    /// Passes the raw struct to a call.
     pub(crate) fn with_raw(&self, function: impl FnOnce(&sys::frugal_table_config) -> i32) -> Result<()> {
         let name = c_string("the table's name", &self.name)?;
         let mut raw = self.raw;
@@ -662,7 +662,7 @@ impl TrainerOptions {
         self.raw.rank
     }
 
-    /// Gives the raw struct to a call.
+    /// Passes the raw struct to a call.
     pub(crate) fn with_raw(&self, function: impl FnOnce(&sys::frugal_trainer_config) -> i32) -> Result<()> {
         let device = self.device.as_deref().map(|d| c_string("the device's name", d)).transpose()?;
         let mut raw = self.raw;
