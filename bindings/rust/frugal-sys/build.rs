@@ -138,8 +138,8 @@ fn run(command: &mut Command) {
     assert!(status.success(), "{command:?} failed: {status}");
 }
 
-/// Makes links to the library in a folder of cargo's. The programs that cargo runs (tests, examples, doctests) search
-/// only such folders at run time.
+/// Makes links to the library in a folder of cargo's. The programs that cargo runs (tests, examples,
+/// doctests) search only such folders at run time.
 fn name_library_near(lib: &Path, near: &Path) {
     let _ = fs::remove_dir_all(near);
     fs::create_dir_all(near).expect("cargo's folder cannot be written");

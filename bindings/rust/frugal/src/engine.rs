@@ -18,18 +18,18 @@ use crate::trainer::Trainer;
 /// # Life
 ///
 /// Closing an engine writes the pending updates and frees all memory. [`Table`], [`Trainer`] and
-/// [`Batch`](crate::Batch) do not borrow the engine and do not keep it open: they are handles with a generation. After
-/// the engine is closed, their calls return [`ErrorKind::BadHandle`](crate::ErrorKind::BadHandle). Objects may be
-/// dropped in any order.
+/// [`Batch`](crate::Batch) do not borrow the engine and do not keep it open: they are handles with a
+/// generation. After the engine is closed, their calls return
+/// [`ErrorKind::BadHandle`](crate::ErrorKind::BadHandle). Objects may be dropped in any order.
 ///
-/// So a trainer can move into a detached thread, and the program shows where the engine is closed. If the engine is
-/// closed while a thread waits in a step (its owner may be unwinding from a panic), the wait returns
-/// [`ErrorKind::Closed`](crate::ErrorKind::Closed). The wait does not keep the engine or the thread alive. Threads that
-/// share the engine itself take `&Engine` in a scope, or an `Arc<Engine>`.
+/// So a trainer can move into a detached thread, and the program shows where the engine is closed. If the
+/// engine is closed while a thread waits in a step (its owner may be unwinding from a panic), the wait
+/// returns [`ErrorKind::Closed`](crate::ErrorKind::Closed). The wait does not keep the engine or the thread
+/// alive. Threads that share the engine itself take `&Engine` in a scope, or an `Arc<Engine>`.
 ///
-/// An engine that is forgotten ([`std::mem::forget`]) stays open until the process ends; it has no pointer into the
-/// caller's memory. In a child of `fork` calls return [`ErrorKind::Forked`](crate::ErrorKind::Forked) and drops do
-/// nothing.
+/// An engine that is forgotten ([`std::mem::forget`]) stays open until the process ends; it has no pointer
+/// into the caller's memory. In a child of `fork` calls return
+/// [`ErrorKind::Forked`](crate::ErrorKind::Forked) and drops do nothing.
 ///
 /// # Threads
 ///
@@ -40,8 +40,9 @@ pub struct Engine {
     hook: Option<usize>,
 }
 
-// SAFETY: frugal.h: any number of threads may use a const handle at once, and any thread may make the calls that take
-// an engine as non-const (table_create, trainer_create, close). The handle is a number, never an address.
+// SAFETY: frugal.h: any number of threads may use a const handle at once, and any thread may make the calls
+// that take an engine as non-const (table_create, trainer_create, close). The handle is a number, never an
+// address.
 unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
@@ -60,8 +61,8 @@ impl Engine {
         let mut config = options.with_hook(hook);
         config.service = service.as_ref().map_or(ptr::null(), |s| s.as_ptr());
         let mut handle = ptr::null_mut();
-        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind. The address of
-        // the service lives during the call.
+        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind. The
+        // address of the service lives during the call.
         let opened = call(|| unsafe { sys::frugal_open(&config, &mut handle) });
         if let (Err(_), Some(number)) = (&opened, hook) {
             log::remove(number);
@@ -69,9 +70,9 @@ impl Engine {
         opened.map(|()| Self { handle, hook })
     }
 
-    /// Closes the engine: writes the pending updates and frees all memory, also the tables. A step that a rank is
-    /// inside of is lost. Waiting calls of other threads return `Closed`. Dropping does the same and reports no error.
-    /// Errors: `Forked` (the engine is not closed).
+    /// Closes the engine: writes the pending updates and frees all memory, also the tables. A step that a
+    /// rank is inside of is lost. Waiting calls of other threads return `Closed`. Dropping does the same and
+    /// reports no error. Errors: `Forked` (the engine is not closed).
     pub fn close(mut self) -> Result<()> {
         self.end()
     }
@@ -83,7 +84,8 @@ impl Engine {
         }
         // SAFETY: any value may be closed.
         call(|| unsafe { sys::frugal_close(handle) })?;
-        // After an error (in a forked child or inside a hook) the engine may still use the closure, which stays.
+        // After an error (in a forked child or inside a hook) the engine may still use the closure, which
+        // stays.
         if let Some(number) = self.hook.take() {
             log::remove(number);
         }
@@ -96,8 +98,8 @@ impl Engine {
         call(|| unsafe { sys::frugal_health(self.handle) })
     }
 
-    /// Waits until every update of every committed step is in the host rows. The calling thread helps. Errors:
-    /// `Timeout`, `Unhealthy`.
+    /// Waits until every update of every committed step is in the host rows. The calling thread helps.
+    /// Errors: `Timeout`, `Unhealthy`.
     pub fn flush(&self) -> Result<()> {
         self.flush_within(Timeout::Engine)
     }
@@ -135,7 +137,8 @@ impl Engine {
         Table::of(table)
     }
 
-    /// The names of all tables in the order of their creation, including those of other processes and languages.
+    /// The names of all tables in the order of their creation, including those of other processes and
+    /// languages.
     ///
     /// ```
     /// use frugal::{Engine, TableOptions};
@@ -161,8 +164,8 @@ impl Engine {
         }
     }
 
-    /// Joins as a rank. The trainer leaves the rank when it is dropped. Errors: `InvalidArgument`, `Exists` (the rank
-    /// has a trainer), `Busy`, `Device`, `OutOfMemory`, `Timeout`.
+    /// Joins as a rank. The trainer leaves the rank when it is dropped. Errors: `InvalidArgument`, `Exists`
+    /// (the rank has a trainer), `Busy`, `Device`, `OutOfMemory`, `Timeout`.
     pub fn create_trainer(&self, options: &TrainerOptions) -> Result<Trainer> {
         let mut trainer = ptr::null_mut();
         // SAFETY: the raw struct is complete, and its device lives during the call.
@@ -170,9 +173,9 @@ impl Engine {
         Ok(Trainer::of(trainer, self.handle, options.rank()))
     }
 
-    /// Reads rows for evaluation or serving, between steps. It creates no row and declares nothing. Missing keys read
-    /// as zeros. [`Trainer::read`] reads inside a step. Errors: `KeyOutOfRange`, `Busy` (a rank is inside a step),
-    /// `Timeout`, `InvalidArgument`.
+    /// Reads rows for evaluation or serving, between steps. It creates no row and declares nothing. Missing
+    /// keys read as zeros. [`Trainer::read`] reads inside a step. Errors: `KeyOutOfRange`, `Busy` (a rank is
+    /// inside a step), `Timeout`, `InvalidArgument`.
     ///
     /// ```
     /// use frugal::{Engine, Init, TableOptions};
@@ -211,8 +214,9 @@ impl Engine {
         Ok(Stats::of(&raw))
     }
 
-    /// The text of a Prometheus scrape (text exposition format 0.0.4): all of [`stats`](Self::stats), the pending
-    /// updates, health, the last committed step, rows and bytes of each table, and the step of each rank.
+    /// The text of a Prometheus scrape (text exposition format 0.0.4): all of [`stats`](Self::stats), the
+    /// pending updates, health, the last committed step, rows and bytes of each table, and the step of each
+    /// rank.
     ///
     /// ```
     /// # fn main() -> frugal::Result<()> {
@@ -238,8 +242,8 @@ impl Engine {
         }
     }
 
-    /// Starts to record time spans of the engine's work. It keeps the newest `events` spans, 64 bytes each. Errors:
-    /// `Exists` (a trace is already running), `InvalidArgument` (`events` is not in 1..=2^26).
+    /// Starts to record time spans of the engine's work. It keeps the newest `events` spans, 64 bytes each.
+    /// Errors: `Exists` (a trace is already running), `InvalidArgument` (`events` is not in 1..=2^26).
     ///
     /// ```no_run
     /// # fn main() -> frugal::Result<()> {
@@ -254,8 +258,8 @@ impl Engine {
         call(|| unsafe { sys::frugal_trace_start(self.handle, events) })
     }
 
-    /// Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and Perfetto.
-    /// Errors: `NotFound` (no trace was started), `InvalidArgument` (the file cannot be written:
+    /// Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and
+    /// Perfetto. Errors: `NotFound` (no trace was started), `InvalidArgument` (the file cannot be written:
     /// [`Error::system_code`](crate::Error::system_code) is the cause; the events are kept for another call).
     pub fn trace_stop(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = c_path("the trace's path", path.as_ref())?;
@@ -269,18 +273,18 @@ impl Engine {
         call(|| unsafe { sys::frugal_trace_stop(self.handle, ptr::null()) })
     }
 
-    /// Lets other processes of this user attach to this engine by [`EngineOptions::service`], until it is closed.
-    /// `address` is the path of the socket that this call creates. The engine must have
-    /// [`Backing::Shm`](crate::Backing::Shm). Errors: `InvalidArgument`, `Exists` (a living process serves that
-    /// address, or this engine is served), `Unsupported` (this build cannot serve).
+    /// Lets other processes of this user attach to this engine by [`EngineOptions::service`], until it is
+    /// closed. `address` is the path of the socket that this call creates. The engine must have
+    /// [`Backing::Shm`](crate::Backing::Shm). Errors: `InvalidArgument`, `Exists` (a living process serves
+    /// that address, or this engine is served), `Unsupported` (this build cannot serve).
     pub fn serve(&self, address: impl AsRef<Path>) -> Result<()> {
         let address = c_path("the address", address.as_ref())?;
         // SAFETY: the address is a C string that lives during the call.
         call(|| unsafe { sys::frugal_serve(self.handle, address.as_ptr()) })
     }
 
-    /// The handle, for calls of [`crate::sys`]. This object still owns it: after the handle is closed, calls of this
-    /// object return `BadHandle`.
+    /// The handle, for calls of [`crate::sys`]. This object still owns it: after the handle is closed, calls
+    /// of this object return `BadHandle`.
     pub fn as_raw(&self) -> *mut sys::frugal_engine {
         self.handle
     }
@@ -301,8 +305,8 @@ pub(crate) fn read(
 ) -> Result<()> {
     let timeout = timeout.milliseconds();
     let outcome = with_raw_ops(ops, LookupOp::raw, |raw| {
-        // SAFETY: each op's pointers are those of slices whose lengths fit its counts, offsets and stride. The
-        // library keeps none of them.
+        // SAFETY: each op's pointers are those of slices whose lengths fit its counts, offsets and stride.
+        // The library keeps none of them.
         call(|| unsafe { sys::frugal_read(engine, trainer, raw.as_ptr(), raw.len(), timeout) })
     });
     if outcome.is_err() {

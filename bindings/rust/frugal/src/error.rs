@@ -177,7 +177,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Turns the status that a function of `frugal-sys` has just returned in this thread into a result, with the message.
+/// Turns the status that a function of `frugal-sys` has just returned in this thread into a result, with the
+/// message.
 ///
 /// This crate uses it too. A program needs it only for its own calls of [`crate::sys`].
 #[inline]

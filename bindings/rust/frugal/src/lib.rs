@@ -1,7 +1,8 @@
-//! Trains embedding tables that are larger than a GPU's memory, with the exact result of synchronous training.
+//! Trains embedding tables that are larger than a GPU's memory, with the exact result of synchronous
+//! training.
 //!
-//! An [`Engine`] owns [`Table`]s. Each rank of training is a [`Trainer`]. It declares the keys of later steps, and
-//! inside a step it looks up rows and pushes gradients:
+//! An [`Engine`] owns [`Table`]s. Each rank of training is a [`Trainer`]. It declares the keys of later
+//! steps, and inside a step it looks up rows and pushes gradients:
 //!
 //! ```
 //! use frugal::{Engine, Init, Optimizer, TableOptions, TrainerOptions};
@@ -31,19 +32,21 @@
 //!
 //! # Slices in, slices out
 //!
-//! Keys are `&[u64]` ([`as_keys`] for `i64`). Rows and gradients are `f32` slices, packed or with a stride ([`Rows`],
-//! [`RowsMut`]). Each call makes one call of the library with the slices' own addresses. The library copies what it
-//! needs and keeps no pointer, so no borrow outlives a call. An object that is forgotten ([`std::mem::forget`])
-//! leaks and does no other harm. A slice of the wrong length is [`ErrorKind::InvalidArgument`].
+//! Keys are `&[u64]` ([`as_keys`] for `i64`). Rows and gradients are `f32` slices, packed or with a stride
+//! ([`Rows`], [`RowsMut`]). Each call makes one call of the library with the slices' own addresses. The
+//! library copies what it needs and keeps no pointer, so no borrow outlives a call. An object that is
+//! forgotten ([`std::mem::forget`]) leaks and does no other harm. A slice of the wrong length is
+//! [`ErrorKind::InvalidArgument`].
 //!
 //! # Errors, threads, waits
 //!
-//! A failed call returns an [`Error`]: kind, message, and codes of the system or the GPU. `frugal.h` defines each
-//! call. This documentation lists the kinds that are particular to a call. Each call may also return `BadHandle`,
-//! `Forked`, `InvalidArgument`, `OutOfMemory`, `Internal`, `Closed` or `Unhealthy`; a call of a trainer on a GPU also
-//! `Device` or `Unsupported`. All items exist since version 0.1.
+//! A failed call returns an [`Error`]: kind, message, and codes of the system or the GPU. `frugal.h` defines
+//! each call. This documentation lists the kinds that are particular to a call. Each call may also return
+//! `BadHandle`, `Forked`, `InvalidArgument`, `OutOfMemory`, `Internal`, `Closed` or `Unhealthy`; a call of a
+//! trainer on a GPU also `Device` or `Unsupported`. All items exist since version 0.1.
 //!
-//! One thread at a time may use a [`Trainer`], any number of threads everything else. A [`Timeout`] limits a wait.
+//! One thread at a time may use a [`Trainer`], any number of threads everything else. A [`Timeout`] limits a
+//! wait.
 //!
 //! # CUDA
 //!

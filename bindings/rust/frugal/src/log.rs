@@ -1,7 +1,7 @@
 //! The log hook: a closure that threads of the engine call.
 //!
-//! The engine gets a number, not an address, as its hook's context. So a line that comes after the closure was freed
-//! does no harm: it finds no closure.
+//! The engine gets a number, not an address, as its hook's context. So a line that comes after the closure
+//! was freed does no harm: it finds no closure.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -78,7 +78,8 @@ pub(crate) unsafe extern "C" fn trampoline(context: *mut c_void, level: i32, tex
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
         hook(level, &text);
     });
-    // This may be the last reference, which frees the closure: also inside the hook, and with a drop that may panic.
+    // This may be the last reference, which frees the closure: also inside the hook, and with a drop that may
+    // panic.
     contain(|| drop(hook));
 }
 

@@ -9,8 +9,9 @@ use crate::rows::{Rows, RowsMut, check_count};
 use crate::table::{Table, clear};
 use crate::trainer::Batch;
 
-/// The keys of one table in a call, and how their rows are pooled. [`Table::op`] and [`Batch::op`] make one; so does a
-/// `&Batch` that declares one table. It is plain data that borrows slices. One op serves declaration, lookup and push.
+/// The keys of one table in a call, and how their rows are pooled. [`Table::op`] and [`Batch::op`] make one;
+/// so does a `&Batch` that declares one table. It is plain data that borrows slices. One op serves
+/// declaration, lookup and push.
 ///
 /// ```
 /// use frugal::{Engine, Init, TableOptions, TrainerOptions};
@@ -91,8 +92,8 @@ impl<'a> Op<'a> {
         Self { selection: Selection::Part { batch, part, keys: None }, pooling: Pooling::None, padding: None }
     }
 
-    /// For an op of a batch: any keys instead of exactly the declared ones, for example a subset in any order. Keys
-    /// that the batch declared are resolved already.
+    /// For an op of a batch: any keys instead of exactly the declared ones, for example a subset in any
+    /// order. Keys that the batch declared are resolved already.
     pub fn keys(mut self, keys: &'a [u64]) -> Self {
         match &mut self.selection {
             Selection::Keys { keys: mine, .. } => *mine = keys,
@@ -101,8 +102,8 @@ impl<'a> Op<'a> {
         self
     }
 
-    /// A row for each bag: the sum of its rows. Bag b has the keys `offsets[b]..offsets[b + 1]`. There is one more
-    /// offset than bags; the first is 0, the last is the number of keys. An empty bag's row is zeros.
+    /// A row for each bag: the sum of its rows. Bag b has the keys `offsets[b]..offsets[b + 1]`. There is one
+    /// more offset than bags; the first is 0, the last is the number of keys. An empty bag's row is zeros.
     pub fn sum(mut self, offsets: &'a [u64]) -> Self {
         self.pooling = Pooling::Sum { offsets, weights: None };
         self
@@ -244,8 +245,8 @@ pub struct LookupOp<'a> {
 }
 
 impl<'a> LookupOp<'a> {
-    /// For a read: writes for each key whether it has a row. After an error all are `false`. (A lookup creates
-    /// missing rows, so it refuses this.)
+    /// For a read: writes for each key whether it has a row. After an error all are `false`. (A lookup
+    /// creates missing rows, so it refuses this.)
     pub fn found(mut self, found: &'a mut [bool]) -> Self {
         self.found = Some(found);
         self

@@ -48,16 +48,16 @@ grows! {
     frugal_trainer_config by frugal_trainer_config_init;
 }
 
-/// The defaults of the loaded library. In a later library the struct may have grown at its end: there is room for
-/// that, and the fields that this crate does not know are cut off.
+/// The defaults of the loaded library. In a later library the struct may have grown at its end: there is room
+/// for that, and the fields that this crate does not know are cut off.
 fn defaults<T: Grows>() -> T {
     #[repr(C, align(64))]
     struct Room([u8; 4096]);
     const { assert!(size_of::<T>() * 4 <= size_of::<Room>() && align_of::<T>() <= align_of::<Room>()) };
     let mut room = Room([0; 4096]);
     let start = (&raw mut room).cast::<T>();
-    // SAFETY: the room is aligned, and large enough for what the function writes. All of its bytes are set, at least
-    // to zero, and it begins with a struct of this crate's size.
+    // SAFETY: the room is aligned, and large enough for what the function writes. All of its bytes are set,
+    // at least to zero, and it begins with a struct of this crate's size.
     let mut raw = unsafe {
         T::INIT(start);
         start.read()
@@ -68,8 +68,8 @@ fn defaults<T: Grows>() -> T {
 
 /// The longest time that a call waits.
 ///
-/// A call whose time-out passes returns [`ErrorKind::Timeout`](crate::ErrorKind::Timeout). It has had no effect and
-/// can be made again. A waiting thread holds no lock of Rust's, so long waits need no slices.
+/// A call whose time-out passes returns [`ErrorKind::Timeout`](crate::ErrorKind::Timeout). It has had no
+/// effect and can be made again. A waiting thread holds no lock of Rust's, so long waits need no slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Timeout {
     /// The engine's time-out: [`EngineOptions::timeout`], 30 minutes unless set.
@@ -197,7 +197,8 @@ impl EngineOptions {
         self
     }
 
-    /// Memory budget in bytes for updates that are not yet in the host rows; 0 writes through. 1 GiB unless set.
+    /// Memory budget in bytes for updates that are not yet in the host rows; 0 writes through. 1 GiB unless
+    /// set.
     pub fn pending_bytes(mut self, bytes: u64) -> Self {
         self.raw.pending_bytes = bytes;
         self
@@ -209,7 +210,8 @@ impl EngineOptions {
         self
     }
 
-    /// The time of [`Timeout::Engine`]; 30 minutes unless set. (The argument [`Timeout::Engine`] changes nothing.)
+    /// The time of [`Timeout::Engine`]; 30 minutes unless set. (The argument [`Timeout::Engine`] changes
+    /// nothing.)
     pub fn timeout(mut self, timeout: impl Into<Timeout>) -> Self {
         let timeout = timeout.into();
         if timeout != Timeout::Engine {
@@ -230,24 +232,26 @@ impl EngineOptions {
         self
     }
 
-    /// A closure for log lines. Threads of the engine call it, perhaps several at once. A panic of it is caught and
-    /// dropped. Inside it every call of this crate returns [`ErrorKind::InvalidArgument`](crate::ErrorKind), and an
-    /// engine or a trainer that is dropped stays open for ever. The closure is freed when the engine has been closed.
+    /// A closure for log lines. Threads of the engine call it, perhaps several at once. A panic of it is
+    /// caught and dropped. Inside it every call of this crate returns
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind), and an engine or a trainer that is dropped stays
+    /// open for ever. The closure is freed when the engine has been closed.
     pub fn log(mut self, hook: impl Fn(LogLevel, &str) + Send + Sync + 'static) -> Self {
         self.hook = Some(Arc::new(hook));
         self
     }
 
-    /// The address of a controller ([`Engine::serve`]) to attach to. The other options must equal those of its engine.
-    /// Unless set, the engine is in this process.
+    /// The address of a controller ([`Engine::serve`]) to attach to. The other options must equal those of
+    /// its engine. Unless set, the engine is in this process.
     pub fn service(mut self, address: impl Into<PathBuf>) -> Self {
         self.service = Some(address.into());
         self
     }
 
-    /// Opens an engine, which starts its threads, or attaches to one. Errors: `InvalidArgument`, `OutOfMemory`,
-    /// `StructSize` (the loaded library has another version than the header that this crate was built with),
-    /// `Unsupported` (this build cannot attach), `PeerLost` (no controller serves that address).
+    /// Opens an engine, which starts its threads, or attaches to one. Errors: `InvalidArgument`,
+    /// `OutOfMemory`, `StructSize` (the loaded library has another version than the header that this crate
+    /// was built with), `Unsupported` (this build cannot attach), `PeerLost` (no controller serves that
+    /// address).
     pub fn open(&self) -> Result<Engine> {
         Engine::with_options(self)
     }
@@ -311,9 +315,9 @@ impl OptimizerKind {
     }
 }
 
-/// An optimizer: its kind and hyper-parameters. A table's first update fixes the kind. The hyper-parameters may change
-/// for any step that is not committed ([`Table::set_optimizer`](crate::Table::set_optimizer)). A kind ignores the
-/// hyper-parameters that it does not use.
+/// An optimizer: its kind and hyper-parameters. A table's first update fixes the kind. The hyper-parameters
+/// may change for any step that is not committed ([`Table::set_optimizer`](crate::Table::set_optimizer)). A
+/// kind ignores the hyper-parameters that it does not use.
 ///
 /// ```
 /// use frugal::Optimizer;
@@ -432,8 +436,8 @@ impl Optimizer {
         self.flag(sys::FRUGAL_OPT_MEAN_RANKS, on)
     }
 
-    /// Adam: whether the learning rate is corrected for the bias of the moments, by the step number + 1; true unless
-    /// set. With false the caller counts steps, and includes both corrections in the learning rate.
+    /// Adam: whether the learning rate is corrected for the bias of the moments, by the step number + 1; true
+    /// unless set. With false the caller counts steps, and includes both corrections in the learning rate.
     pub fn bias_correction(self, on: bool) -> Self {
         self.flag(sys::FRUGAL_OPT_NO_BIAS_CORRECTION, !on)
     }
@@ -537,8 +541,9 @@ unsafe impl Send for TableOptions {}
 unsafe impl Sync for TableOptions {}
 
 impl TableOptions {
-    /// A dense table. `name` has 1 to 255 bytes and is unique in the engine. `rows`, 1 to 2^32 - 2, is the number of
-    /// ids, or of a hashed table the most rows. `dim`, 1 to 65536, is the number of elements of a row.
+    /// A dense table. `name` has 1 to 255 bytes and is unique in the engine. `rows`, 1 to 2^32 - 2, is the
+    /// number of ids, or of a hashed table the most rows. `dim`, 1 to 65536, is the number of elements of a
+    /// row.
     pub fn new(name: impl Into<String>, rows: u64, dim: u32) -> Self {
         let mut raw: sys::frugal_table_config = defaults();
         raw.rows = rows;
@@ -630,9 +635,9 @@ impl TrainerOptions {
         Self { device: None, raw }
     }
 
-    /// `"cpu"` (unless set), or `"cuda:N"` in a build with CUDA. On either, slices are host memory, and a call has
-    /// finished with them when it returns. (Managed memory of CUDA is an exception: work on it may continue in the
-    /// stream.)
+    /// `"cpu"` (unless set), or `"cuda:N"` in a build with CUDA. On either, slices are host memory, and a
+    /// call has finished with them when it returns. (Managed memory of CUDA is an exception: work on it may
+    /// continue in the stream.)
     pub fn device(mut self, device: impl Into<String>) -> Self {
         self.device = Some(device.into());
         self
@@ -700,8 +705,9 @@ pub struct Memory {
     pub total: u64,
 }
 
-/// Returns the bytes that a table of an engine would take with all of its rows. It opens and reserves nothing.
-/// `cache_rows` is the number of rows that one trainer's cache would hold. Errors: `InvalidArgument`, `StructSize`.
+/// Returns the bytes that a table of an engine would take with all of its rows. It opens and reserves
+/// nothing. `cache_rows` is the number of rows that one trainer's cache would hold. Errors:
+/// `InvalidArgument`, `StructSize`.
 ///
 /// ```
 /// use frugal::{EngineOptions, TableOptions, memory_needed};

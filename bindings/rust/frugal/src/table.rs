@@ -7,12 +7,12 @@ use crate::ops::Op;
 use crate::options::{KeySpace, Optimizer, OptimizerKind};
 use crate::rows::{Rows, RowsMut, check_count};
 
-/// A handle of a table: rows of one dimension with optimizer state. The engine owns the table, so dropping a handle
-/// does not change it. Clones are handles of the same table.
+/// A handle of a table: rows of one dimension with optimizer state. The engine owns the table, so dropping a
+/// handle does not change it. Clones are handles of the same table.
 ///
 /// Calls of tables are calls between steps. They see every committed step, and return
-/// [`ErrorKind::Busy`](crate::ErrorKind::Busy) while a rank is inside a step or ranks have ended different steps.
-/// Any number of threads may use a table at once.
+/// [`ErrorKind::Busy`](crate::ErrorKind::Busy) while a rank is inside a step or ranks have ended different
+/// steps. Any number of threads may use a table at once.
 ///
 /// ```
 /// use frugal::{Engine, TableOptions};
@@ -34,8 +34,8 @@ pub struct Table {
     dim: usize,
 }
 
-// SAFETY: frugal.h: any number of threads may make each call that takes a table, const or not, at once. The handle is
-// a number, never an address.
+// SAFETY: frugal.h: any number of threads may make each call that takes a table, const or not, at once. The
+// handle is a number, never an address.
 unsafe impl Send for Table {}
 // SAFETY: as above.
 unsafe impl Sync for Table {}
@@ -75,8 +75,8 @@ impl Table {
         self.dim
     }
 
-    /// Elements of a row with optimizer state, in the order of [`get_with_state`](Self::get_with_state): first those
-    /// of the row, then those of the state. For a dropped table it is `dim`.
+    /// Elements of a row with optimizer state, in the order of [`get_with_state`](Self::get_with_state):
+    /// first those of the row, then those of the state. For a dropped table it is `dim`.
     pub fn dim_with_state(&self) -> usize {
         self.dim + describe(self.handle).map_or(0, |info| info.state_floats as usize)
     }
@@ -135,9 +135,9 @@ impl Table {
         }
     }
 
-    /// Writes keys of existing rows to `keys`, from `cursor` on, and moves the cursor, which begins as 0. Returns the
-    /// number of keys; 0 (with room for some) is the end. The order changes when rows are created or deleted. Errors:
-    /// `Busy`, `Timeout`.
+    /// Writes keys of existing rows to `keys`, from `cursor` on, and moves the cursor, which begins as 0.
+    /// Returns the number of keys; 0 (with room for some) is the end. The order changes when rows are created
+    /// or deleted. Errors: `Busy`, `Timeout`.
     pub fn keys_from(&self, cursor: &mut u64, keys: &mut [u64]) -> Result<usize> {
         let mut count = 0;
         // SAFETY: the slice has room for that many keys.
@@ -148,21 +148,23 @@ impl Table {
     }
 
     /// Sets the hyper-parameters from `first_step` on, until the `first_step` of another change. The kind and
-    /// `initial_accumulator` must be the table's. They may differ only between steps, before the table's first update
-    /// and before rows are put with state; then all rows get the state of new rows. Errors: `InvalidArgument`,
-    /// `StepRange` (`first_step` is committed), `Busy`, `Timeout`, `OutOfMemory`.
+    /// `initial_accumulator` must be the table's. They may differ only between steps, before the table's
+    /// first update and before rows are put with state; then all rows get the state of new rows. Errors:
+    /// `InvalidArgument`, `StepRange` (`first_step` is committed), `Busy`, `Timeout`, `OutOfMemory`.
     pub fn set_optimizer(&self, first_step: u64, optimizer: &Optimizer) -> Result<()> {
         // SAFETY: the struct is complete.
         call(|| unsafe { sys::frugal_table_set_optimizer(self.handle, first_step, &optimizer.raw) })
     }
 
-    /// Reads rows: `rows` has [`dim`](Self::dim) elements for each key. For a missing row of a hashed table these
-    /// elements do not change. Creates nothing. Errors: `KeyOutOfRange`, `Busy`, `Timeout`, `InvalidArgument`.
+    /// Reads rows: `rows` has [`dim`](Self::dim) elements for each key. For a missing row of a hashed table
+    /// these elements do not change. Creates nothing. Errors: `KeyOutOfRange`, `Busy`, `Timeout`,
+    /// `InvalidArgument`.
     pub fn get<'a>(&self, keys: &[u64], rows: impl Into<RowsMut<'a>>) -> Result<()> {
         self.read_rows(keys, 0, rows.into(), None)
     }
 
-    /// [`get`](Self::get) that writes for each key to `found` whether it has a row. After an error all are `false`.
+    /// [`get`](Self::get) that writes for each key to `found` whether it has a row. After an error all are
+    /// `false`.
     pub fn get_found<'a>(
         &self,
         keys: &[u64],
@@ -183,7 +185,8 @@ impl Table {
         self.read_rows(keys, sys::FRUGAL_WITH_STATE, rows.into(), Some(found))
     }
 
-    /// [`get_found`](Self::get_found) of rows as of the last committed step, also while ranks are inside steps.
+    /// [`get_found`](Self::get_found) of rows as of the last committed step, also while ranks are inside
+    /// steps.
     pub fn get_committed<'a>(
         &self,
         keys: &[u64],
@@ -230,14 +233,15 @@ impl Table {
         outcome
     }
 
-    /// Writes rows, and creates the missing ones. Their optimizer state becomes that of new rows. If a key comes
-    /// twice, its last row counts. Errors: `KeyOutOfRange`, `TableFull` or `OutOfMemory` (nothing is written), `Busy`,
-    /// `Timeout`, `InvalidArgument`.
+    /// Writes rows, and creates the missing ones. Their optimizer state becomes that of new rows. If a key
+    /// comes twice, its last row counts. Errors: `KeyOutOfRange`, `TableFull` or `OutOfMemory` (nothing is
+    /// written), `Busy`, `Timeout`, `InvalidArgument`.
     pub fn put<'a>(&self, keys: &[u64], rows: impl Into<Rows<'a>>) -> Result<()> {
         self.write_rows(keys, 0, rows.into())
     }
 
-    /// [`put`](Self::put) of rows with their optimizer state: [`dim_with_state`](Self::dim_with_state) elements each.
+    /// [`put`](Self::put) of rows with their optimizer state: [`dim_with_state`](Self::dim_with_state)
+    /// elements each.
     pub fn put_with_state<'a>(&self, keys: &[u64], rows: impl Into<Rows<'a>>) -> Result<()> {
         self.write_rows(keys, sys::FRUGAL_WITH_STATE, rows.into())
     }
@@ -252,8 +256,8 @@ impl Table {
         if flags & sys::FRUGAL_WITH_STATE == 0 { self.dim } else { self.dim_with_state() }
     }
 
-    /// Deletes rows and returns how many existed. Rows of a dense table return to their initial values and state.
-    /// Errors: `KeyOutOfRange`, `Busy`, `Timeout`.
+    /// Deletes rows and returns how many existed. Rows of a dense table return to their initial values and
+    /// state. Errors: `KeyOutOfRange`, `Busy`, `Timeout`.
     pub fn delete(&self, keys: &[u64]) -> Result<u64> {
         let mut deleted = 0;
         // SAFETY: the slice has that many keys.
@@ -261,9 +265,9 @@ impl Table {
         Ok(deleted)
     }
 
-    /// Drops the table itself and frees its memory (`frugal_table_drop`). Declared batches lose their parts of this
-    /// table, and calls with its handles return `BadHandle`. After an error nothing has changed. Errors: `Busy`,
-    /// `Timeout`.
+    /// Drops the table itself and frees its memory (`frugal_table_drop`). Declared batches lose their parts
+    /// of this table, and calls with its handles return `BadHandle`. After an error nothing has changed.
+    /// Errors: `Busy`, `Timeout`.
     pub fn drop_table(&self) -> Result<()> {
         // SAFETY: any handle may be dropped.
         call(|| unsafe { sys::frugal_table_drop(self.handle) })
@@ -284,8 +288,8 @@ fn describe(handle: *mut sys::frugal_table) -> Result<sys::frugal_table_info> {
     Ok(raw)
 }
 
-/// Sets flags to `false`. A failed call may have left them undefined, which a bool must not be; so this only writes
-/// them.
+/// Sets flags to `false`. A failed call may have left them undefined, which a bool must not be; so this only
+/// writes them.
 pub(crate) fn clear(found: &mut [bool]) {
     // SAFETY: the slice is writable, and 0 is `false`.
     unsafe { std::ptr::write_bytes(found.as_mut_ptr(), 0, found.len()) }
