@@ -10,13 +10,14 @@ caller.
 
     Engine() do engine
         adagrad = Optimizer(:adagrad; lr = 0.1)
-        users = Table(engine, "users"; rows = 1000, dim = 16, optimizer = adagrad, init = :normal, init_b = 0.1)
+        start = (init = :normal, init_b = 0.1)
+        users = Table(engine, "users"; rows = 1000, dim = 16, optimizer = adagrad, start...)
         Trainer(engine) do trainer
             for step = 0:9
                 keys = rand(UInt64(0):UInt64(999), 256)
                 batch = prefetch(trainer, step, users, keys)
                 step_begin(trainer, step)
-                rows = lookup(trainer, batch)      # a (16, 256) matrix: a column is a row of the table
+                rows = lookup(trainer, batch)      # (16, 256): a column is a row of the table
                 push_grad(trainer, batch, rows)    # the gradient of sum(abs2, rows) / 2
                 step_end(trainer, step)
             end
