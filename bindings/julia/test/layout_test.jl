@@ -1,4 +1,4 @@
-# Compares the structs, numbers and functions of src/abi.jl with the header, as a C compiler reads it.
+# Compares structs, numbers and functions of src/abi.jl with the header, as a C compiler reads it.
 
 const ABI = Frugal.ABI
 const HEADER = joinpath(ROOT, "include", "frugal.h")

@@ -5,8 +5,8 @@
 //! 2. pkg-config's `frugal`;
 //! 3. the repository that this crate is part of, built by CMake into cargo's folder.
 //!
-//! Crates that depend on this one directly get `DEP_FRUGAL_INCLUDE` and `DEP_FRUGAL_LIB` (the folders of the
-//! header and of the library) in their build scripts, for example for an rpath.
+//! Build scripts of crates that depend directly on this one get `DEP_FRUGAL_INCLUDE` and `DEP_FRUGAL_LIB`.
+//! These are the folders of the header and of the library, for example for an rpath.
 
 use std::env;
 use std::fs;

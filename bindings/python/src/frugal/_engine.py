@@ -384,8 +384,8 @@ class Engine(Single):
     def metrics(self) -> str:
         """Returns metrics for Prometheus, in text exposition format 0.0.4.
 
-        They are all counters of stats(), the pending updates, health, the last committed step, rows and bytes of each
-        table, and the step of each rank.
+        They are all counters of stats(), the pending updates, health, and the last committed step. For each table they
+        have rows and bytes, for each rank its step.
         """
         size = c_size_t(16384)
         while True:

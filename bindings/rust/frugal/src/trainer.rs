@@ -339,8 +339,8 @@ impl Trainer {
     ///
     /// # Safety
     ///
-    /// `stream` is NULL or a stream of the trainer's device, and lives until the last step that used it is
-    /// committed and another stream has been named.
+    /// `stream` is NULL or a stream of the trainer's device. It lives until the last step that used it is
+    /// committed, and until another stream has been named.
     pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
         // SAFETY: the caller promises it.
         call(|| unsafe { sys::frugal_set_stream(self.handle, stream) })
