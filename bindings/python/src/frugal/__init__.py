@@ -11,7 +11,7 @@
                 trainer.push_grad(batch, gradient(rows))
 
 Arrays are NumPy arrays, or objects with the buffer protocol, DLPack or __cuda_array_interface__. The engine uses their
-memory in place. Keys are int64, uint64 (the same bits) or int32; only int32 keys are copied, to widen them.
+memory in place. Keys are int64, uint64 (the same bits) or int32. The package copies only int32 keys, to widen them.
 include/frugal.h defines each call, for all languages.
 """
 
