@@ -1,8 +1,8 @@
-# Sourced by the checks of the bindings, after they have set
-#   name   of the language
-#   build  the folder of a library that was built; a check writes into $build/$name alone
-# A check counts tests, and ends with `finish`: its last line is "N passed, M failed, K skipped", its exit status 0 if M
-# is 0. ./dev test adds the numbers to its own.
+# The checks of the bindings source this file after they have set
+#   name   the language
+#   build  the build folder of a library; a check writes into $build/$name only
+# A check counts tests and ends with `finish`, which prints "N passed, M failed, K skipped" as the
+# last line. The exit status is 0 if M is 0. ./dev test adds the numbers to its own.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 work=$build/$name
 logs=$work/logs
@@ -19,8 +19,9 @@ finish() {
   exit
 }
 
-# step TEST COMMAND...: counts as one test; the command's output goes to a log, whose end is shown if it fails. To be
-# called as it stands, not in a condition or before ||: there -e would not end a function at its first failure.
+# step TEST COMMAND...: counts as one test. The command's output goes to a log; if the command
+# fails, step prints the log's end. Call it as a plain command, not in a condition or before ||:
+# there -e would not end a function at its first failure.
 step() {
   local test=$1 start=$SECONDS
   shift
@@ -38,7 +39,7 @@ step() {
   fi
 }
 
-# first TEST COMMAND...: a step without which the others make no sense.
+# first TEST COMMAND...: a step that the later ones depend on. If it fails, the check ends.
 first() {
   step "$@"
   [ "$status" = 0 ] || finish
@@ -49,15 +50,16 @@ skip() {
   say "$1: SKIPPED, $2"
 }
 
-# count TEST START PASSED FAILED SKIPPED: adds the numbers of a test program, which began at second START.
+# count TEST START PASSED FAILED SKIPPED: adds the numbers of a test program that began at second
+# START.
 count() {
   passed=$((passed + $3)) failed=$((failed + $4)) skipped=$((skipped + $5))
   say "$1: $3 passed, $4 failed, $5 skipped ($((SECONDS - $2)) s)"
 }
 
-# op_script [--together] COMMAND...: replays scripts by this runner, to which a script's path is added, and leaves it where
-# tests/opscript/compare.py finds it by the language's name. VARIABLE=VALUE may come first. With --together it is given all
-# paths at once.
+# op_script [--together] COMMAND...: replays scripts with this command, which gets a script's path
+# as its last argument. VARIABLE=VALUE may come first. With --together it gets all paths at once.
+# tests/opscript/compare.py finds the command by the language's name.
 op_script() {
   local options=()
   if [ "$1" = --together ]; then

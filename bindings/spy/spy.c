@@ -1,13 +1,14 @@
 /*
- * A library with the names of frugal.h that notes the addresses which a binding hands over, and then makes the call
- * of the real library: what tests of "no copies" load in its place.
+ * A library with the functions of frugal.h. It notes the addresses that a binding passes, and then
+ * calls the real library. Tests of "no copies" load it instead of the real one.
  *
  *     cc -shared -fPIC -O1 -Iinclude bindings/spy/spy.c -o libspy.so -ldl
  *
- * The real library is named by spy_open(PATH) before the first call, or at the latest by the environment variable
- * FRUGAL_SPY_REAL. Noted are calls that take arrays: frugal_prefetch, lookup, push_grad, read, get, put, delete
- * and table_keys. spy_last(&note) tells the last one of any thread, spy_calls() how many calls of all functions there
- * have been since spy_open or spy_reset(). One thread at a time: a test's calls are its own.
+ * spy_open(PATH) names the real library before the first call; without it the environment variable
+ * FRUGAL_SPY_REAL does. The spy notes the calls that take arrays: frugal_prefetch, lookup,
+ * push_grad, read, get, put, delete and table_keys. spy_last(&note) gives the last such call.
+ * spy_calls() returns the number of calls of all functions since spy_open or spy_reset().
+ * One thread at a time may use the spy.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,8 +20,8 @@
 
 #define SPY_MAX_OPS 16
 
-/* The last call with arrays: name of the function, and its ops as they came. get, put, delete and table_keys are
- * told as one op: table, keys, count, rows_out or grads, row_stride, found_out. */
+/* The last call with arrays: the name of the function, and its ops unchanged. get, put, delete and
+ * table_keys are noted as one op: table, keys, count, rows_out or grads, row_stride, found_out. */
 typedef struct spy_note {
   char function[32];
   uint64_t op_count;
@@ -74,7 +75,7 @@ static void note(const char *function, const frugal_op *ops, size_t count) {
   if (ops != NULL) memcpy(last.ops, ops, kept * sizeof *ops);
 }
 
-/* Defines a function that makes the call of the real library of the same name. */
+/* Defines a function that calls the function of the same name in the real library. */
 #define FORWARD(result, name, parameters, arguments)                      \
   FRUGAL_API result name parameters {                                     \
     static result(*function) parameters;                                  \

@@ -1,5 +1,6 @@
-# What the package adds to the ABI: the same calls through it and by ccall with structs that were made before,
-# in one process, alternated. Prints ratios, and of calls with one row nanoseconds and allocated bytes.
+# The time that the package adds to the ABI: the same calls through the package, and by ccall with
+# structs made before, alternating in one process. Prints ratios, and for calls with one row
+# nanoseconds and allocated bytes.
 #   FRUGAL_LIBRARY=… julia --project=bindings/julia bindings/julia/bench/overhead.jl
 
 using Frugal
@@ -27,7 +28,7 @@ function abi_op(table, keys, rows, grads; batch = C_NULL)
     )
 end
 
-# Lookup and push of `n` declared rows; ratio of the medians over steps, which take turns.
+# Lookup and push of `n` declared rows: the ratio of the medians over alternating steps.
 function many(n, dim, steps)
     Engine() do engine
         table = Table(engine, "t"; rows = 4n, dim = dim, optimizer = Optimizer(:adagrad; lr = 0.01))
@@ -51,7 +52,7 @@ function many(n, dim, steps)
                     end
                 end
                 step_end(trainer, step)
-                flush(engine) # so that no step does the work of the one before
+                flush(engine) # no step does the work of the one before
                 step > 9 && push!(seconds[isodd(step)+1], time)
             end
             c, package = median(seconds[1]), median(seconds[2])
@@ -67,7 +68,7 @@ function many(n, dim, steps)
     end
 end
 
-# Calls `f` `n` times; nanoseconds and allocated bytes of each.
+# Calls `f` `n` times. Returns the nanoseconds and allocated bytes of each call.
 function each(f::F, n) where {F}
     f()
     bytes = @allocated f()

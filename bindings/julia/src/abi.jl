@@ -1,6 +1,6 @@
-# The ABI of frugal.h as Julia sees it: structs with the defaults of the header's INIT macros, the numbers
-# of its enumerations, and the addresses of its functions. test/layout.jl compares all of it with what
-# a C compiler makes of the header.
+# The ABI of frugal.h for Julia: structs with the defaults of the header's INIT macros, the numbers
+# of its enumerations, and the addresses of its functions. test/layout_test.jl compares all of them
+# with what a C compiler makes of the header.
 module ABI
 
 using Libdl
@@ -170,7 +170,7 @@ Base.@kwdef struct Error
     message::Ptr{UInt8} = C_NULL
 end
 
-# Enumerations, by the names that a user writes.
+# Enumerations, by the names that users write.
 const FLUSH_MODE = (auto = 0, at_once = 1, deferred = 2, write_through = 3, tree_heap = 4)
 const BACKING = (private = 0, shm = 1)
 const OPTIMIZER_KIND =
@@ -223,9 +223,9 @@ const TIMEOUT_INFINITE = Int64(-2)
 const STALENESS_ASYNC = typemax(UInt64)
 const NO_STEP = typemax(UInt64)
 
-# The functions' addresses. They are found when the package is loaded, not when it is compiled: compiled code
-# may be used on another machine and with another library. A call through an address that was looked up
-# once costs what a call in C costs.
+# The functions' addresses. They are resolved when the package is loaded, not when it is compiled:
+# compiled code may run on another machine and with another library. A call through a resolved
+# address costs as much as a call in C.
 const SYMBOLS = (
     :frugal_status_name,
     :frugal_last_error,
@@ -270,7 +270,7 @@ for symbol in SYMBOLS
     @eval const $symbol = Ref{Ptr{Cvoid}}(C_NULL)
 end
 
-# Where the library was found.
+# The path of the loaded library.
 const loaded_path = Ref("")
 
 function __init__()

@@ -1,5 +1,5 @@
-# From Julia's arrays to addresses. Nothing here copies but `widened`. Every address that leaves here is used
-# while GC.@preserve holds the array.
+# Addresses of Julia's arrays. Only `widened` copies. Callers use an address while GC.@preserve
+# holds the array.
 
 @noinline bad_memory(what, x, needs) =
     throw(ArgumentError("$what must be $needs that lies in memory without gaps; got $(summary(x))"))
@@ -23,7 +23,7 @@
     return q
 end
 
-# The address of `n` elements without gaps; `Stored` are the element types that have the bits of `T`.
+# The address of `n` elements without gaps. `Stored` are the element types with the bits of `T`.
 @inline function vector_address(::Type{T}, ::Type{Stored}, x, n::Int, what) where {T,Stored}
     x isa StridedVector{<:Stored} || bad_memory(what, x, "a vector of $Stored")
     length(x) == n || bad_length(what, x, n)
@@ -31,7 +31,7 @@ end
     return address(T, x, what)
 end
 
-# The address of a (dim, n) matrix, and the bytes from column to column.
+# The address of a (dim, n) matrix, and the bytes from one column to the next.
 @inline function matrix_address(x, dim::Int, n::Int, what)
     x isa StridedMatrix{Float32} || bad_memory(what, x, "a (dim, n) matrix of Float32")
     size(x) == (dim, n) || bad_size(what, x, dim, n)
@@ -44,9 +44,10 @@ end
     return address(Float32, x, what), Csize_t(columns * sizeof(Float32))
 end
 
-# An output in memory that cannot be written, such as a file that was mapped for reading, is found here: Julia
-# throws from a fault, and thrown through the library, whose locks would stay locked, that is the end of the engine.
-# Such memory is the same from end to end, so its first and last columns tell.
+# Finds outputs in memory that is not writable, such as a file mapped for reading. On a fault Julia
+# throws an exception. Thrown through the library it would leave the library's locks locked, and the
+# engine unusable. Such memory is uniform, so writing the first and the last column is a sufficient
+# test.
 @inline function probe(p::Ptr, x)
     if length(x) > 0
         touch(Ptr{UInt8}(p))
@@ -55,7 +56,7 @@ end
     return nothing
 end
 @inline touch(p::Ptr{UInt8}) = store(p, unsafe_load(p))
-# Not inlined: a compiler that sees both drops a store of what was loaded.
+# Not inlined: a compiler that sees the load and the store drops the store.
 @noinline function store(p::Ptr{UInt8}, byte::UInt8)
     unsafe_store!(p, byte)
     return nothing
@@ -63,7 +64,8 @@ end
 
 const Key = Union{UInt64,Int64}
 
-# Keys of 32 bits, which the ABI does not have, in a new vector. Signed ones keep their sign, as Int64 does.
+# 32-bit keys, which the ABI does not have, in a new vector. Signed ones are sign-extended, as Int64
+# keys.
 widened(keys) = keys
 widened(keys::AbstractVector{Int32}) = convert(Vector{Int64}, keys)
 widened(keys::AbstractVector{UInt32}) = convert(Vector{UInt64}, keys)
@@ -74,7 +76,7 @@ widened(keys::AbstractVector{UInt32}) = convert(Vector{UInt64}, keys)
     return p == C_NULL ? Ptr{UInt64}(sizeof(UInt64)) : p
 end
 
-# A vector of `n` flags to be written, or none.
+# The address of `n` flags to write, or NULL.
 @inline found_address(::Nothing, n::Int, host::Bool) = Ptr{UInt8}(C_NULL)
 @inline function found_address(found, n::Int, host::Bool)
     p = vector_address(UInt8, Union{Bool,UInt8}, found, n, "found")

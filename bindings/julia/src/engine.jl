@@ -2,30 +2,40 @@
     Engine(; options...)
     Engine(f; options...)
 
-Opens an engine and starts its threads; the second form calls `f(engine)` and closes it then, also after an
-exception: then its trainers are abandoned first, see [`abandon`](@ref).
+Opens an engine and starts its threads. The second form calls `f(engine)` and then closes the
+engine, also after an exception. After an exception it first abandons the engine's trainers, see
+[`abandon`](@ref).
 
-Options: `world_size = 1` (ranks), `lookahead = 10` (future steps that may be declared, up to 40), `flush_threads =
-1`, `flush_mode = :auto` (`:at_once`, `:deferred`, `:write_through`, `:tree_heap`), `staleness = 0` (steps; or
-`Frugal.STALENESS_ASYNC`), `pending_bytes = 2^30`, `host_bytes = typemax(UInt64)`, `timeout_ms = 1_800_000`,
-`backing = :private` (`:shm`), `seed = 0`, `service = nothing` (the address of a controller to attach to, as in
-[`serve`](@ref); the other options must be those of its engine). `frugal_config` in `frugal.h` tells what they mean.
+Options; `frugal_config` in `frugal.h` defines them:
 
-Returns an `Engine`, or what `f` returns. Ownership: close it with [`close`](@ref close(::Engine)) or the `do`
-block. The collector closes a forgotten engine; that writes what is pending on the thread that collects, so prefer
-to say when. Threads: any; an engine is used by any number of threads. Errors: `FrugalError` with
-`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`, `ERR_UNSUPPORTED` (this build cannot attach), `ERR_PEER_LOST` (nobody
-serves that address). Since 0.1.
+- `world_size = 1`, the number of ranks
+- `lookahead = 10`, the number of future steps that may be declared, up to 40
+- `flush_threads = 1`
+- `flush_mode = :auto`, or `:at_once`, `:deferred`, `:write_through`, `:tree_heap`
+- `staleness = 0`, in steps, or `Frugal.STALENESS_ASYNC`
+- `pending_bytes = 2^30`
+- `host_bytes = typemax(UInt64)`
+- `timeout_ms = 1_800_000`
+- `backing = :private`, or `:shm`
+- `seed = 0`
+- `service = nothing`, or the address of a controller to attach to, as in [`serve`](@ref); the other
+  options must equal those of its engine
+
+Returns an `Engine`, or what `f` returns. Ownership: close it with [`close`](@ref close(::Engine))
+or the `do` block. The collector closes a forgotten engine; that writes the pending updates on the
+collecting thread, so prefer to close it. Threads: any; any number of threads may use an engine.
+Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`, `ERR_UNSUPPORTED` (this
+build cannot attach), `ERR_PEER_LOST` (no controller serves that address). Since 0.1.
 """
 mutable struct Engine
     handle::ABI.Handle
     timeout_ms::Int64
     lent::Threads.Atomic{Int} # uses of memory that the engine lent; CLOSED at the end
-    trainers::Vector{Any} # those that are open, which the engine keeps from the collector
+    trainers::Vector{Any} # the open trainers, which the engine keeps from the collector
 
     function Engine(; options...)
         config = Ref(engine_config(; options...))
-        # Kept during the call, which is all that the library wants.
+        # The address needs to live only during the call.
         service = Base.get(options, :service, nothing)
         address = service === nothing ? nothing : Base.cconvert(Cstring, String(service))
         out = Ref{ABI.Handle}(C_NULL)
@@ -37,8 +47,9 @@ mutable struct Engine
             check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
         end
         engine = new(out[], config[].timeout_ms, Threads.Atomic{Int}(0), [])
-        # A finalizer may run on any thread at any allocation, even between a call that fails and the question why. It
-        # makes this one call, and none for what was closed: a call that fails would be the last error.
+        # A finalizer may run on any thread at any allocation, even between a failed call and
+        # frugal_last_error. So it makes only this call, and none for a closed engine: a failed call
+        # would replace the last error.
         finalizer(engine) do e
             Threads.atomic_cas!(e.lent, 0, CLOSED) == 0 && ccall(ABI.frugal_close[], Int32, (ABI.Handle,), e.handle)
         end
@@ -65,7 +76,8 @@ function engine_config(; options...)
     return named_config(; options...)
 end
 
-# Waits until somebody listens at the address, in slices: other tasks, the collector and Ctrl-C come in between.
+# Waits until a controller listens at the address. Between slices other tasks, the collector and
+# Ctrl-C have effect.
 function await_controller(config::ABI.Config)
     probe = Ref(with_service(ABI.Config(; flags = ABI.OBSERVE, timeout_ms = 0), config.service))
     out = Ref{ABI.Handle}(C_NULL)
@@ -76,7 +88,7 @@ function await_controller(config::ABI.Config)
             check(ccall(ABI.frugal_close[], Int32, (ABI.Handle,), out[]))
             return nothing
         end
-        status == ERR_PEER_LOST || return nothing # what else is wrong is told by the call that is meant
+        status == ERR_PEER_LOST || return nothing # the caller's frugal_open reports other errors
         code = last_system_code()
         code in (Libc.ENOENT, Libc.ECONNREFUSED, Libc.ECONNRESET, Libc.EAGAIN) || return nothing
         if config.timeout_ms != TIMEOUT_INFINITE && (time_ns() - start) ÷ 1_000_000 >= config.timeout_ms
@@ -91,7 +103,7 @@ end
 with_service(config::ABI.Config, service::Ptr{UInt8}) =
     ABI.Config((name === :service ? service : getfield(config, name) for name in fieldnames(ABI.Config))...)
 
-# Without the service, whose memory is the caller's.
+# The configuration without the service, whose memory the caller keeps.
 named_config(; flush_mode = :auto, backing = :private, service = nothing, options...) = ABI.Config(;
     flush_mode = code(ABI.FLUSH_MODE, flush_mode, "flush_mode"),
     backing = code(ABI.BACKING, backing, "backing"),
@@ -112,23 +124,24 @@ function Engine(f::Function; options...)
     end
 end
 
-# A copy would be a second owner of the handle; there is one.
+# A copy would be a second owner of the handle.
 Base.deepcopy_internal(engine::Engine, ::IdDict) = engine
 
 Base.show(io::IO, engine::Engine) =
     print(io, "Engine(", isopen(engine) ? "open" : "closed", ")")
 
-# The count of an engine or a trainer that is closed.
+# The count in `lent` of a closed engine or trainer.
 const CLOSED = -1
 
-# Whether the caller is the one who closes. Memory that is lent would be taken from under its user.
+# Whether the caller is the first to close. While memory is lent, closing is an error: it would free
+# that memory.
 function may_close(lent::Threads.Atomic{Int}, what)
     before = Threads.atomic_cas!(lent, 0, CLOSED)
     before > 0 && error("the $what cannot be closed inside of push_borrowed")
     return before == 0
 end
 
-# An object of which the engine or a copy was closed answers BAD_HANDLE.
+# Closing returns BAD_HANDLE if the engine, or a copy of the object, was closed before.
 function check_closed(status::Int32, lent::Threads.Atomic{Int})
     if status != OK && status != ERR_BAD_HANDLE
         lent[] = 0 # it is still open
@@ -143,11 +156,11 @@ const TRAINERS = ReentrantLock()
 """
     close(engine::Engine)
 
-Stops the engine's threads, writes what is pending and frees everything, the tables, too.
+Stops the engine's threads, writes the pending updates and frees all memory, also the tables.
 
-Returns `nothing`; closing twice is no error. Trainers, tables and batches of the engine become closed handles, a
-step that some rank is inside of is lost, and calls of other threads that wait throw `ERR_CLOSED`. Threads: any.
-Errors: `ErrorException` inside of [`push_borrowed`](@ref). Since 0.1.
+Returns `nothing`; closing twice is no error. Trainers, tables and batches of the engine become
+closed handles. A step that a rank is inside of is lost. Waiting calls of other threads throw
+`ERR_CLOSED`. Threads: any. Errors: `ErrorException` inside [`push_borrowed`](@ref). Since 0.1.
 """
 function Base.close(engine::Engine)
     may_close(engine.lent, "engine") || return nothing
@@ -162,17 +175,18 @@ end
 """
     isopen(engine::Engine)
 
-Tells whether the engine has not been closed, a `Bool`. Threads: any. Since 0.1.
+Returns whether the engine is open, a `Bool`. Threads: any. Since 0.1.
 """
 Base.isopen(engine::Engine) = health(engine) != ERR_BAD_HANDLE
 
 """
     health(engine)
 
-The sticky health of the engine.
+The health of the engine. A failure stays.
 
-Returns the status as `Int32`: `Frugal.OK`, or that of the first background failure, which every later call reports
-as `ERR_UNHEALTHY`; `Frugal.ERR_BAD_HANDLE` if the engine was closed. Throws nothing. Threads: any. Since 0.1.
+Returns the status as `Int32`: `Frugal.OK`, or the status of the first background failure, after
+which every call throws `ERR_UNHEALTHY`. If the engine was closed it is `Frugal.ERR_BAD_HANDLE`.
+Throws nothing. Threads: any. Since 0.1.
 """
 health(engine::Engine) =
     GC.@preserve engine ccall(ABI.frugal_health[], Int32, (ABI.Handle,), engine.handle)
@@ -182,7 +196,7 @@ health(engine::Engine) =
 
 Waits until every update of every committed step is in the host rows.
 
-Returns `nothing`. Threads: any; a caller helps with the work. Errors: `FrugalError` with `ERR_TIMEOUT`,
+Returns `nothing`. Threads: any; the calling thread helps. Errors: `FrugalError` with `ERR_TIMEOUT`,
 `ERR_UNHEALTHY`. Since 0.1.
 """
 function Base.flush(engine::Engine; timeout_ms::Integer = TIMEOUT_DEFAULT)
@@ -214,8 +228,8 @@ end
 
 Counters since the engine was opened.
 
-Returns a struct with the fields of `frugal_stats` by name, all `UInt64`; times are nanoseconds. A wait in slices
-counts once for each slice in `gate_waits`. Threads: any. Since 0.1.
+Returns a struct with the fields of `frugal_stats` by name, all `UInt64`. Times are in nanoseconds.
+In `gate_waits` each slice of a wait counts. Threads: any. Since 0.1.
 """
 function stats(engine::Engine)
     out = Ref(Stats())
@@ -228,8 +242,9 @@ end
 """
     metrics(engine)
 
-What a scrape of Prometheus wants, in text exposition format 0.0.4: the counters of [`stats`](@ref), what is pending,
-health, the last committed step, rows and bytes of each table, and the step of each rank.
+The text of a Prometheus scrape, in text exposition format 0.0.4: the counters of [`stats`](@ref),
+the pending updates, health, the last committed step, rows and bytes of each table, and the step of
+each rank.
 
 Returns a `String`. Threads: any. Since 0.1.
 """
@@ -249,19 +264,19 @@ function metrics(engine::Engine)
             check(status)
             return String(resize!(text, size[] - 1)) # without the 0 at its end
         end
-        resize!(text, size[] + 1024) # it may grow between two calls
+        resize!(text, size[] + 1024) # the text may grow between two calls
     end
 end
 
 """
     trace(f, engine, path; events = 131072)
 
-Records what the engine does when while `f()` runs, and writes it to the file `path` then, also after an exception: see
-[`trace_start`](@ref) and [`trace_stop`](@ref).
+Records time spans of the engine's work while `f()` runs. Then, also after an exception, it writes
+them to the file `path`: see [`trace_start`](@ref) and [`trace_stop`](@ref).
 
-Returns what `f` returns. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (there is a trace that was not
-stopped), `ERR_INVALID_ARGUMENT` (the file cannot be written: `system_code` tells why; what was recorded is
-forgotten). Since 0.1.
+Returns what `f` returns. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (a trace is already
+running), `ERR_INVALID_ARGUMENT` (the file cannot be written: `system_code` is the cause; the
+recording is discarded). Since 0.1.
 """
 function trace(f::Function, engine::Engine, path::AbstractString; events::Integer = 131072)
     trace_start(engine; events = events)
@@ -286,10 +301,10 @@ end
 """
     trace_start(engine; events = 131072)
 
-Begins to record what the engine does when; the newest `events` spans are kept, in 64 bytes each.
+Starts to record time spans of the engine's work. It keeps the newest `events` spans, 64 bytes each.
 
-Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (there is a trace that was not stopped),
-`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (a trace is already
+running), `ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
 """
 function trace_start(engine::Engine; events::Integer = 131072)
     GC.@preserve engine check(
@@ -301,12 +316,12 @@ end
 """
     trace_stop(engine, path)
 
-Ends the recording and writes it to the file `path` in Chrome's trace event format, for chrome://tracing and Perfetto;
-`nothing` forgets it.
+Ends the recording and writes it to the file `path` in Chrome's trace event format, for
+chrome://tracing and Perfetto. The path `nothing` discards the recording.
 
 Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_NOT_FOUND` (no trace was started),
-`ERR_INVALID_ARGUMENT` (the file cannot be written: `system_code` tells why; the events are kept for another call).
-Since 0.1.
+`ERR_INVALID_ARGUMENT` (the file cannot be written: `system_code` is the cause; the events are kept
+for another call). Since 0.1.
 """
 function trace_stop(engine::Engine, path::Union{AbstractString,Nothing})
     text = path === nothing ? nothing : Base.cconvert(Cstring, String(path))
@@ -320,11 +335,13 @@ end
 """
     serve(engine, address)
 
-Lets other processes of this user attach to this engine, by `Engine(service = address)`, until it is closed. `address`
-is the path of a socket, which is made there; the engine must have `backing = :shm`.
+Lets other processes of this user attach to this engine, with `Engine(service = address)`, until it
+is closed. `address` is the path of the socket that this call creates. The engine must have
+`backing = :shm`.
 
-Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (that address is
-served, or this engine is), `ERR_UNSUPPORTED` (this build cannot serve). Since 0.1.
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (a
+living process serves that address, or this engine is served), `ERR_UNSUPPORTED` (this build cannot
+serve). Since 0.1.
 """
 function serve(engine::Engine, address::AbstractString)
     GC.@preserve engine check(

@@ -1,4 +1,4 @@
-# Statuses of the ABI as exceptions, and names as numbers.
+# Exceptions for statuses of the ABI, and numbers for names.
 
 for (name, value) in pairs(ABI.STATUS)
     @eval const $name = Int32($value)
@@ -7,11 +7,12 @@ end
 """
     FrugalError <: Exception
 
-A call of the library that failed.
+A failed call of the library.
 
-Fields: `status`, one of `Frugal.ERR_TIMEOUT`, `Frugal.ERR_BUSY`, … (the numbers of `frugal.h`, fixed for ever);
-`name`, the status in words, as `"FRUGAL_ERR_TIMEOUT"`; `message`, what was wrong and what to do; `system_code`, the
-errno behind it, or 0; `device_code`, the CUDA error behind it, or 0. Since 0.1.
+Fields: `status`, one of `Frugal.ERR_TIMEOUT`, `Frugal.ERR_BUSY`, … (the numbers of `frugal.h`,
+which never change); `name`, the status's name, for example `"FRUGAL_ERR_TIMEOUT"`; `message`, what
+was wrong and what to do; `system_code`, the errno of the system call that failed, or 0;
+`device_code`, the CUDA error that caused it, or 0. Since 0.1.
 """
 struct FrugalError <: Exception
     status::Int32
@@ -31,16 +32,17 @@ end
 """
     Frugal.status_name(status)
 
-The name of a status, as `"FRUGAL_ERR_TIMEOUT"`.
+The name of a status, for example `"FRUGAL_ERR_TIMEOUT"`.
 
 Returns a `String`, `"FRUGAL_UNKNOWN"` for other values. Threads: any. Since 0.1.
 """
 status_name(status::Integer) =
     unsafe_string(ccall(ABI.frugal_status_name[], Cstring, (Int32,), status))
 
-# The library keeps a message for each thread. A task can change its thread at a switch only, and there is
-# none between a call and this one. A finalizer, of whatever package, may run at an allocation and fail in a call of the
-# library: then the message is of that one, and is left out.
+# The library keeps a message for each thread. A task changes its thread only at a task switch, and
+# there is none between the failed call and this function. A finalizer of any package may run at an
+# allocation and fail in a call of the library. Then the message describes that call, and is left
+# out.
 @noinline function throw_last_error(status::Int32)
     e, text = without_finalizers() do
         error = Ref(ABI.Error())
@@ -58,7 +60,7 @@ function last_system_code()
     return error[].system_code
 end
 
-# Calls `f()`, and lets no finalizer run on this thread meanwhile.
+# Calls `f()`. No finalizer runs on this thread meanwhile.
 @inline function without_finalizers(f::F) where {F}
     enable_finalizers(false)
     try
@@ -68,7 +70,7 @@ end
     end
 end
 
-# Julia has had three forms of it.
+# Versions of Julia have three forms of this.
 @static if isdefined(Base.GC, :disable_finalizers)
     enable_finalizers(on::Bool) = on ? GC.enable_finalizers() : GC.disable_finalizers()
 elseif isdefined(Base.GC, :enable_finalizers)
@@ -91,7 +93,8 @@ end
 @noinline unknown(what, names, value) =
     throw(ArgumentError("$what: :$value is none of $(join((":$name" for name in names), ", "))"))
 
-# Options go by their names into structs of the ABI: those that are documented may, and nothing else.
+# Checks options, which become fields of the same name in structs of the ABI: only documented
+# options are allowed.
 function check_options(what, types::NamedTuple, options)
     for (name, value) in pairs(options)
         haskey(types, name) || no_option(what, types, name)
@@ -107,7 +110,7 @@ end
 # A name of an enumeration, or its number.
 const Name = Union{Symbol,Integer}
 
-# The number of an enumeration's name. A number goes as it is: the library knows which there are.
+# The number of an enumeration's name. A number is passed unchanged: the library checks it.
 code(::NamedTuple, number::Integer, what) = Int32(number)
 @inline code(names::NamedTuple, name::Symbol, what) =
     haskey(names, name) ? Int32(names[name]) : unknown(what, keys(names), name)
@@ -115,16 +118,16 @@ code(::NamedTuple, number::Integer, what) = Int32(number)
 """
     Frugal.version()
 
-The version of the library that is loaded, a `VersionNumber`. Threads: any. Since 0.1.
+The version of the loaded library, a `VersionNumber`. Threads: any. Since 0.1.
 """
 version() = VersionNumber(unsafe_string(ccall(ABI.frugal_version[], Cstring, ())))
 
 """
     Frugal.loaded_path()
 
-The path of the library that is loaded, a `String`.
+The path of the loaded library, a `String`.
 
-It is the one that the environment variable `FRUGAL_LIBRARY` named when the package was loaded, else what the
-system's loader found as `libfrugal.so.0`. Threads: any. Since 0.1.
+If the environment variable `FRUGAL_LIBRARY` was set when the package was loaded, it named this
+path. Otherwise the system's loader found it as `libfrugal.so.0`. Threads: any. Since 0.1.
 """
 loaded_path() = ABI.loaded_path[]

@@ -1,4 +1,4 @@
-# What a call on several tables takes.
+# Ops and batches, which calls on several tables take.
 
 # The keys of one table in a declaration.
 struct Part
@@ -9,10 +9,11 @@ end
 """
     Batch
 
-Keys declared for one step by [`prefetch`](@ref), one part for each table of the call.
+Keys declared for one step by [`prefetch`](@ref), with one part for each op of the call.
 
-The library forgets a batch when its step ends or it is cancelled; then a call with it throws `ERR_BAD_HANDLE`. The
-object owns nothing that would have to be freed: it takes no declaration back when it is collected. Since 0.1.
+The library releases a batch when its step ends or it is cancelled. After that a call with it throws
+`ERR_BAD_HANDLE`. The object owns nothing: its collection does not take the declaration back.
+Since 0.1.
 """
 struct Batch{T}
     handle::ABI.Handle
@@ -27,26 +28,31 @@ Base.show(io::IO, batch::Batch) =
     Op(table, keys; options...)
     Op(batch, part = 1; options...)
 
-The keys of one table in a call, and where its rows and gradients are; the second form has the keys that were
-declared as the `part`-th op of a [`prefetch`](@ref), and is what is fast.
+The keys of one table in a call, and the arrays of its rows and gradients. The second form has the
+keys that the `part`-th op of a [`prefetch`](@ref) declared; it is the fast one.
 
-Options: `pooling = :none` (a row for each key; `:sum`, `:mean`: a row for each bag), `offsets` (pooled: `bags + 1`
-values of `UInt64` or `Int64` that start with 0 and end with the number of keys; bag `b`, from 1, has the keys
-`offsets[b] + 1` to `offsets[b + 1]`), `weights` (pooled sum: a `Float32` for each key), `weight_grads` (push: where
-the gradient of each weight goes), `rows` (lookup, read: where the rows go, `(dim, n)`), `grads` (push: the
-gradients, `(dim, n)`), `found` (read: a `Bool` or `UInt8` for each key), `padding_key` (rows of this key read as
-zeros and take no gradient); of the first form also `batch` and `part` (any keys of that part, in any order). `n` is
-the number of keys, or of bags if pooled.
+Options, where `n` is the number of keys, or of bags if pooled:
 
-Returns a value that refers to the arrays; a call reads their addresses when it is made. One op may have `rows` and
-`grads` and be used for the lookup and the push. Threads: any. Errors: `ArgumentError`, `DimensionMismatch`, mostly
-from the call that uses it. Since 0.1.
+- `pooling = :none`: a row for each key; `:sum` and `:mean`: a row for each bag
+- `offsets` (pooled): `bags + 1` values of `UInt64` or `Int64`. The first is 0, the last is the
+  number of keys. Bag `b`, from 1, has the keys `offsets[b] + 1` to `offsets[b + 1]`.
+- `weights` (pooled sum): a `Float32` for each key
+- `weight_grads` (push): an output, the gradient of each weight
+- `rows` (lookup, read): an output, the rows, `(dim, n)`
+- `grads` (push): the gradients, `(dim, n)`
+- `found` (read): an output, a `Bool` or `UInt8` for each key
+- `padding_key`: rows of this key read as zeros, take no gradient and are never created
+- `batch` and `part` (first form): the keys are any keys of that part, in any order
+
+Returns a value that refers to the arrays; a call takes their addresses when it is made. One op may
+have `rows` and `grads` and serve the lookup and the push. Threads: any. Errors: `ArgumentError`,
+`DimensionMismatch`, mostly from the call that uses it. Since 0.1.
 """
 struct Op{B,K,O,W,G,R,D,F}
     table::Table
-    batch::B # Nothing without one
+    batch::B # Nothing without a batch
     part::Int
-    keys::K # Nothing: those that were declared
+    keys::K # Nothing: the declared keys
     pooling::Int32
     offsets::O
     weights::W
@@ -120,7 +126,7 @@ end
 @inline bags_of(op::Op) = max(length(op.offsets)::Int - 1, 0)
 @inline bags_of(op::Op{B,K,Nothing}) where {B,K} = 0
 
-# Rows that go in or out.
+# The number of rows that a call reads or writes.
 @inline rows_of(op::Op) = op.pooling == 0 ? count_of(op) : bags_of(op)
 
 @inline handle_of(::Nothing) = C_NULL
@@ -128,7 +134,8 @@ end
 
 @noinline missing_array(what) = throw(ArgumentError("the op has no `$what`, which this call needs"))
 
-# An op of the ABI. `out` and `in` are the addresses of rows and gradients, of which a call uses one.
+# An op of the ABI. `rows_out` and `grads` are the addresses of rows and gradients; a call uses one
+# of them.
 @inline function abi_op(op::Op, rows_out, grads, stride, weight_grads_out, found_out)
     n = count_of(op)
     keys = op.keys === nothing ? Ptr{UInt64}(C_NULL) : key_address(op.keys)
@@ -163,7 +170,7 @@ end
     )
 end
 
-# What each kind of call uses of an op. `host`: the outputs are in host memory.
+# The op of the ABI for each kind of call. `host`: the outputs are in host memory.
 @inline declare_op(op::Op, host::Bool) = abi_op(op, C_NULL, C_NULL, 0, C_NULL, C_NULL)
 
 @inline function lookup_op(op::Op, host::Bool)
@@ -193,8 +200,8 @@ end
 
 const Ops = Union{Tuple{Vararg{Op}},AbstractVector{<:Op}}
 
-# The ops of a call as objects that stay: what makes its elements when it is asked for them does so once, for what
-# they refer to must live until the call is over.
+# The ops of a call as stable objects. A lazy vector creates its elements only once here: their
+# arrays must live until the call has returned.
 @inline settled(ops::Union{Tuple,Vector}) = ops
 function settled(ops::AbstractVector)
     list = Op[]
@@ -204,6 +211,6 @@ function settled(ops::AbstractVector)
     return list
 end
 
-# The ops of a call in the memory that the ABI takes them from.
+# The ops of a call in the memory layout of the ABI.
 @inline abi_ops(make::F, ops::Tuple, host::Bool) where {F} = Ref(map(op -> make(op, host), ops))
 abi_ops(make::F, ops::Vector, host::Bool) where {F} = ABI.Op[make(op, host) for op in ops]

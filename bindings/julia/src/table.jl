@@ -2,17 +2,18 @@
     Optimizer(kind; nesterov = false, mean_ranks = false, bias_correction = true, options...)
     Optimizer(optimizer; options...)
 
-An optimizer's hyper-parameters; the second form is another with some of them changed.
+An optimizer's hyper-parameters. The second form copies an optimizer and changes some of them.
 
-Kinds: `:sgd`, `:momentum`, `:adagrad`, `:rowwise_adagrad`, `:adam`, `:rmsprop`, `:ftrl`. Options, all `Float32`,
-have the names and defaults of `frugal_optimizer` in `frugal.h`: `lr`, `eps`, `momentum`, `dampening`, `beta1`,
-`beta2`, `rho`, `ftrl_lambda1`, `ftrl_lambda2`, `ftrl_beta`, `initial_accumulator`, `weight_decay_l2`,
-`weight_decay`, `clip_value`, `clip_norm`, `weight_bound`, `grad_scale`. `nesterov` is Nesterov's form of momentum;
-with `mean_ranks` the sum of gradients over ranks is divided by `world_size`; without `bias_correction` Adam's `lr` is
-taken as it is, for who counts steps and has the corrections in `lr`.
+Kinds: `:sgd`, `:momentum`, `:adagrad`, `:rowwise_adagrad`, `:adam`, `:rmsprop`, `:ftrl`. Options,
+all `Float32`, have the names and defaults of `frugal_optimizer` in `frugal.h`: `lr`, `eps`,
+`momentum`, `dampening`, `beta1`, `beta2`, `rho`, `ftrl_lambda1`, `ftrl_lambda2`, `ftrl_beta`,
+`initial_accumulator`, `weight_decay_l2`, `weight_decay`, `clip_value`, `clip_norm`, `weight_bound`,
+`grad_scale`. `nesterov` is Nesterov's form of momentum. With `mean_ranks` the sum of gradients over
+ranks is divided by `world_size`. Without `bias_correction` Adam uses `lr` as given: the caller
+counts steps and includes the corrections in `lr`.
 
-Returns a value without identity, which can be kept and shared. Threads: any. Errors: `ArgumentError` for an unknown
-kind or option; what the values may be is checked where they are used. Since 0.1.
+Returns an immutable value, which can be kept and shared. Threads: any. Errors: `ArgumentError` for
+an unknown kind or option. The call that uses an optimizer checks the values. Since 0.1.
 """
 function ABI.Optimizer(
     kind::Union{Symbol,Integer};
@@ -43,29 +44,35 @@ end
 
 Creates a table of `rows` rows of `dim` floats.
 
-Options: `key_space = :dense` (ids `0:rows-1`, every row exists; `:hashed`: any 64-bit key, created on first use, at
-most `rows`), `optimizer = Optimizer()`, `init = :constant` (`:uniform`, `:normal`, `:truncated_normal`, `:xavier`)
-with `init_a = 0` and `init_b = 0`, `nan_policy = :reject` (`:skip`, `:accept`), `lazy = false` (dense: a row takes
-memory with its first use). `frugal_table_config` in `frugal.h` tells what they mean. `name` has 1 to 255 bytes, is
-unique in the engine and part of the seed of initial values.
+`name` has 1 to 255 bytes. It is unique in the engine, and part of the seed of initial values.
+Options; `frugal_table_config` in `frugal.h` defines them:
 
-Returns a `Table`. Ownership: the engine owns the table; the object's end does not drop it, [`drop`](@ref) does. The
-object keeps its engine from the collector. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`,
-`ERR_EXISTS`, `ERR_OUT_OF_MEMORY`, `ERR_BUSY` (a rank is inside a step). Since 0.1.
+- `key_space = :dense`: ids `0:rows-1`, every row exists. `:hashed`: any 64-bit key; a row is
+  created on its first use in training, at most `rows`.
+- `optimizer = Optimizer()`
+- `init = :constant`, or `:uniform`, `:normal`, `:truncated_normal`, `:xavier`, with `init_a = 0`
+  and `init_b = 0`
+- `nan_policy = :reject`, or `:skip`, `:accept`
+- `lazy = false`; with `true` a row of a dense table gets its memory on its first use
+
+Returns a `Table`. Ownership: the engine owns the table. [`drop`](@ref) drops it, the end of the
+object does not. The object keeps its engine from the collector. Threads: any. Errors: `FrugalError`
+with `ERR_INVALID_ARGUMENT`, `ERR_EXISTS`, `ERR_OUT_OF_MEMORY`, `ERR_BUSY` (a rank is inside a
+step). Since 0.1.
 """
 struct Table
     handle::ABI.Handle
     engine::Engine
     dim::Int
 
-    # Of a handle that the library gave.
+    # The table of a handle that the library returned.
     function Table(engine::Engine, handle::ABI.Handle)
         return new(handle, engine, describe_handle(handle).dim)
     end
 end
 
 function Table(engine::Engine, name::AbstractString; options...)
-    # With a terminating zero, and checked for others.
+    # The name with a terminating zero; other zeros in it are an error.
     text = Base.cconvert(Cstring, String(name))
     config = Ref(table_config(; options...))
     out = Ref{ABI.Handle}(C_NULL)
@@ -155,8 +162,8 @@ end
 """
     table_names(engine)
 
-The names of all tables, those of other processes and languages, too, in the order of their creation
-(`frugal_table_next`).
+The names of all tables in the order of their creation, including those of other processes and
+languages (`frugal_table_next`).
 
 Returns a `Vector{String}`. Threads: any. Since 0.1.
 """
@@ -184,10 +191,10 @@ end
 """
     drop(table)
 
-Drops a table and frees its memory; declared batches lose their part of it.
+Drops a table and frees its memory. Declared batches lose their parts of this table.
 
-Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`, after which the table is
-there as before, and `ERR_BAD_HANDLE` if it was dropped before. Since 0.1.
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`, after which
+the table is unchanged, and `ERR_BAD_HANDLE` if it was dropped before. Since 0.1.
 """
 drop(table::Table) =
     GC.@preserve table check(ccall(ABI.frugal_table_drop[], Int32, (ABI.Handle,), table.handle))
@@ -197,9 +204,9 @@ drop(table::Table) =
 
 Describes a table.
 
-Returns a struct with the fields of `frugal_table_info` by name: `rows` that exist now, `capacity`, `value_bytes`
-and `state_floats` of a row, `memory_bytes` held now, `dim`, `key_space`, `optimizer`, `page_bytes`. Threads: any.
-Errors: `FrugalError` with `ERR_BAD_HANDLE`. Since 0.1.
+Returns a struct with the fields of `frugal_table_info` by name: `rows` that exist now, `capacity`,
+`value_bytes` and `state_floats` of a row, `memory_bytes` held now, `dim`, `key_space`, `optimizer`,
+`page_bytes`. Threads: any. Errors: `FrugalError` with `ERR_BAD_HANDLE`. Since 0.1.
 """
 describe(table::Table) = GC.@preserve table describe_handle(table.handle)
 
@@ -229,7 +236,8 @@ end
 
 The keys of all rows that exist, in the rows' internal order.
 
-Returns a `Vector{UInt64}`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+Returns a `Vector{UInt64}`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`.
+Since 0.1.
 """
 function Base.keys(table::Table)
     all = Vector{UInt64}(undef, length(table))
@@ -260,10 +268,11 @@ end
 
 Sets the hyper-parameters from step `first_step` on, until a later change.
 
-The kind and `initial_accumulator` are the table's. Between steps they may be others until the table's first update, or
-until rows are put with state: then all rows have the state of new ones. Returns `nothing`. Threads: any. Errors:
-`FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_STEP_RANGE` (`first_step` is committed), `ERR_BUSY`, `ERR_TIMEOUT`,
-`ERR_OUT_OF_MEMORY`, `ERR_UNSUPPORTED` (another kind, and the engine is served). Since 0.1.
+The kind and `initial_accumulator` must be the table's. They may differ only between steps, before
+the table's first update and before rows are put with state; then all rows get the state of new
+rows. Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`,
+`ERR_STEP_RANGE` (`first_step` is committed), `ERR_BUSY`, `ERR_TIMEOUT`, `ERR_OUT_OF_MEMORY`.
+Since 0.1.
 """
 function set_optimizer(table::Table, first_step::Integer, optimizer::Optimizer)
     GC.@preserve table check(
@@ -282,12 +291,12 @@ end
 """
     memory_needed(; engine = NamedTuple(), cache_rows = 0, rows, dim, options...)
 
-Tells the most bytes that a table would take; opens and reserves nothing.
+The most bytes that a table would take. The call opens and reserves nothing.
 
-`rows`, `dim` and the options are those of [`Table`](@ref), `engine` has those of [`Engine`](@ref), as `(world_size
-= 4,)`. `cache_rows` is the number of rows that one trainer's device cache would hold. Returns a struct with
-`values`, `state`, `index`, `window`, `cache` and `total`, in bytes. Threads: any. Errors: `FrugalError` with
-`ERR_INVALID_ARGUMENT`. Since 0.1.
+`rows`, `dim` and the options are those of [`Table`](@ref). `engine` has options of
+[`Engine`](@ref), for example `(world_size = 4,)`. `cache_rows` is the number of rows that one
+trainer's cache would hold. Returns a struct with `values`, `state`, `index`, `window`, `cache` and
+`total`, in bytes. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`. Since 0.1.
 """
 function memory_needed(; engine::NamedTuple = NamedTuple(), cache_rows::Integer = 0, options...)
     out = Ref(Memory())
@@ -308,7 +317,7 @@ end
 # Floats of a row with or without its optimizer state.
 height(table::Table, state::Bool) = state ? table.dim + table.state_floats : table.dim
 
-# Another optimizer has other state.
+# Not a field: the state of a row changes with the kind of optimizer.
 Base.getproperty(table::Table, name::Symbol) =
     name === :state_floats ? Int(describe_handle(getfield(table, :handle)).state_floats) : getfield(table, name)
 Base.propertynames(::Table) = (fieldnames(Table)..., :state_floats)
@@ -316,13 +325,14 @@ Base.propertynames(::Table) = (fieldnames(Table)..., :state_floats)
 """
     Frugal.get!(table, keys, rows, found = nothing; state = false, committed = false)
 
-Reads rows outside steps into `rows`.
+Reads rows between steps into `rows`.
 
-`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; the column of a missing row is left as
-it is. `found`, a vector of `n` `Bool` or `UInt8`, tells which rows there were. Creates nothing and sees every
-committed step. With `committed` rows are read as of the last one, also while ranks are inside steps. Returns `rows`.
-Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank is inside a step, or ranks have
-ended different ones), `ERR_TIMEOUT`. Since 0.1.
+`rows` is a `(dim, n)` matrix, with `state` a `(dim + state_floats, n)` matrix. The column of a
+missing row does not change. `found`, a vector of `n` `Bool` or `UInt8`, is an output that marks the
+rows that exist. The call creates nothing and sees every committed step. With `committed` it reads
+the rows as of the last committed step, also while ranks are inside steps. Returns `rows`. Threads:
+any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank is inside a step, or
+ranks have ended different steps), `ERR_TIMEOUT`. Since 0.1.
 """
 function get!(table::Table, keys, rows, found = nothing; state::Bool = false, committed::Bool = false)
     wide = widened(keys)
@@ -352,10 +362,11 @@ end
 """
     Frugal.get(table, keys; state = false)
 
-Reads rows outside steps.
+Reads rows between steps.
 
-Returns `(rows, found)`: a new `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`, in which missing
-rows are zeros, and a `Vector{Bool}`. Otherwise as [`Frugal.get!`](@ref). Since 0.1.
+Returns `(rows, found)`: a new matrix, in which missing rows are zeros, and a `Vector{Bool}`. The
+matrix is `(dim, n)`, with `state` `(dim + state_floats, n)`. Otherwise as [`Frugal.get!`](@ref).
+Since 0.1.
 """
 function get(table::Table, keys; state::Bool = false)
     wide = widened(keys)
@@ -368,12 +379,13 @@ end
 """
     Frugal.put(table, keys, rows; state = false)
 
-Writes rows outside steps, creating those that are missing.
+Writes rows between steps, and creates the missing ones.
 
-`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; without it the optimizer state of a
-row is reset to that of a new one. If a key comes twice its last row stays. Returns `nothing`. Ownership: `rows` is
-read during the call only. Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL` or
-`ERR_OUT_OF_MEMORY` (nothing is written), `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+`rows` is a `(dim, n)` matrix, with `state` a `(dim + state_floats, n)` matrix. Without `state` a
+row gets the optimizer state of a new row. If a key comes twice, its last row counts. Returns
+`nothing`. Ownership: the call reads `rows` only until it returns. Threads: any. Errors:
+`FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL` or `ERR_OUT_OF_MEMORY` (nothing is
+written), `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
 """
 function put(table::Table, keys, rows; state::Bool = false)
     wide = widened(keys)
@@ -400,10 +412,10 @@ end
 """
     Frugal.delete(table, keys)
 
-Deletes rows outside steps; those of a dense table return to their initial value and state.
+Deletes rows between steps. Rows of a dense table return to their initial values and state.
 
-Returns the number of rows that were there, an `Int`; missing keys are ignored. Threads: any. Errors: `FrugalError`
-with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+Returns the number of rows that existed, an `Int`; missing keys are ignored. Threads: any. Errors:
+`FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
 """
 function delete(table::Table, keys)
     wide = widened(keys)

@@ -5,22 +5,26 @@ const TRAINER_OPTIONS =
     Trainer(engine; rank = 0, device = "cpu", cache_bytes = 0, cache_ratio = 0.0, replace = false)
     Trainer(f, engine; options...)
 
-Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, or after an exception abandons it: see
-[`abandon`](@ref).
+Joins the engine as a rank. The second form calls `f(trainer)` and then leaves, or after an
+exception abandons the rank: see [`abandon`](@ref). No step commits until every rank has joined
+once.
 
-`rank` is one of `0:world_size-1`; `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA; `cache_bytes` is the
-size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts. With
-`replace` the rank is taken over from a trainer process that does not answer, which has a meaning with a service only.
-Nobody's step commits until every rank has joined once.
+- `rank` is one of `0:world_size-1`.
+- `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA.
+- `cache_bytes` is the size of a private cache over all tables. `cache_ratio` is the same as a share
+  of each table's rows; the larger of the two counts.
+- `replace` takes the rank over from an unresponsive trainer process. It needs a service.
 
-Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block. A
-forgotten trainer keeps its rank until its engine is closed: engine and trainer keep each other from the collector,
-which closes both when neither is referred to. Threads: any may create one; a trainer is used by one task at a time, on whatever thread that runs. Errors: `FrugalError` with
-`ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank is taken), `ERR_BUSY`, `ERR_DEVICE`, `ERR_OUT_OF_MEMORY`,
-`ERR_TIMEOUT`, `ERR_UNSUPPORTED` (`replace` without a service). Since 0.1.
+Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or
+the `do` block. A forgotten trainer keeps its rank until its engine is closed: engine and trainer
+keep each other from the collector, which closes both when the program refers to neither. Threads:
+any may create one. One task at a time may use a trainer, on any thread. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank has a trainer), `ERR_BUSY`, `ERR_DEVICE`,
+`ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT`, `ERR_UNSUPPORTED` (`replace` without a service). Since 0.1.
 
-On a GPU, arrays of an op may lie on that device. This package knows no GPU arrays; wrap their addresses with
-`unsafe_wrap(Array, Ptr{Float32}(address), (dim, n))`, and let nothing but the library touch what you get.
+With a GPU, arrays of an op may be in that device's memory. This package has no type for GPU arrays.
+Wrap their addresses with `unsafe_wrap(Array, Ptr{Float32}(address), (dim, n))`, and let only the
+library access the result.
 """
 mutable struct Trainer
     handle::ABI.Handle
@@ -28,7 +32,7 @@ mutable struct Trainer
     rank::Int
     host::Bool # outputs are in host memory
     in_call::Threads.Atomic{Bool}
-    lent::Threads.Atomic{Int} # as the engine's
+    lent::Threads.Atomic{Int} # as in Engine
 
     function Trainer(engine::Engine; device::AbstractString = "cpu", replace::Bool = false, options...)
         check_options("Trainer", TRAINER_OPTIONS, options)
@@ -80,8 +84,9 @@ function Trainer(f::Function, engine::Engine; options...)
     return result
 end
 
-# Makes a call of a trainer, `call()` with its status. The library takes one at a time and does not look; two at once
-# would damage it, so the second is refused.
+# Makes a call of a trainer, `call()`, and checks the status that it returns. The library allows one
+# call at a time and does not check that. Two at once would damage the trainer, so the second one is
+# refused.
 @inline function exclusive(call::F, trainer::Trainer) where {F}
     Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
     status = OK
@@ -96,7 +101,7 @@ end
 @noinline two_at_once(trainer) =
     error("the trainer of rank $(trainer.rank) is in a call of another task; a trainer is used by one at a time")
 
-# The same for calls in slices, which can be left by an exception between two of them.
+# The same for calls in slices. An exception can leave such a call between two slices.
 function exclusive_in_slices(call::F, trainer::Trainer, timeout_ms::Integer) where {F}
     limit = Int64(timeout_ms)
     Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
@@ -117,11 +122,11 @@ Base.show(io::IO, trainer::Trainer) = print(io, "Trainer(rank = ", trainer.rank,
 """
     close(trainer::Trainer)
 
-Leaves: from now on nobody waits for this rank.
+Leaves the rank: from now on no rank waits for it.
 
-Its declarations are cancelled, and a step that it is inside of is aborted for all. Returns `nothing`; closing twice
-is no error. Threads: any one; a call of the trainer that waits throws `ERR_CLOSED`. Errors: `ErrorException` inside
-of [`push_borrowed`](@ref). Since 0.1.
+Its declarations are cancelled. A step that it is inside of is aborted on all ranks. Returns
+`nothing`; closing twice is no error. Threads: any one; a waiting call of the trainer throws
+`ERR_CLOSED`. Errors: `ErrorException` inside [`push_borrowed`](@ref). Since 0.1.
 """
 Base.close(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_close[])
 
@@ -130,9 +135,10 @@ Base.close(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_close[])
 
 Gives a trainer up, for a program that fails: as if its process had ended.
 
-With a service every uncommitted step is undone, the calls of the other ranks throw `ERR_PEER_LOST`, and somebody who
-joins as this rank is waited for; without one it is [`close`](@ref close(::Trainer)). Returns `nothing`. Threads:
-as `close`, and so are errors. Since 0.1.
+With a service every uncommitted step is undone, and the calls of the other ranks throw
+`ERR_PEER_LOST`. Their next step waits until a trainer joins as this rank. Without a service it is
+[`close`](@ref close(::Trainer)). Returns `nothing`. Threads: as `close`. Errors: as `close`.
+Since 0.1.
 """
 abandon(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_abandon[])
 
@@ -146,7 +152,7 @@ function end_trainer(trainer::Trainer, call)
     return nothing
 end
 
-# Beside an exception that says more than what may go wrong here.
+# Abandons a trainer after an exception, which is reported instead of an error here.
 function abandon_quietly(trainer::Trainer)
     try
         abandon(trainer)
@@ -159,12 +165,12 @@ end
 """
     set_stream(trainer, stream)
 
-Names the stream, a `cudaStream_t` as `Ptr{Cvoid}`, in which this trainer's calls work on the GPU from now on;
-`C_NULL` is the device's default stream.
+Names the stream, a `cudaStream_t` as `Ptr{Cvoid}`, in which this trainer's calls do their GPU work
+from now on. `C_NULL` is the device's default stream.
 
-Returns `nothing`. Ownership: the stream stays the caller's and must live until the step is committed. Threads: one
-at a time for a trainer. Errors: `FrugalError` with `ERR_UNSUPPORTED` (the cpu device has no streams), `ERR_DEVICE`.
-Since 0.1.
+Returns `nothing`. Ownership: the caller keeps the stream, which must live until the step is
+committed. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_UNSUPPORTED` (the
+cpu device has no streams), `ERR_DEVICE`. Since 0.1.
 """
 function set_stream(trainer::Trainer, stream::Ptr)
     GC.@preserve trainer exclusive(trainer) do
@@ -177,13 +183,13 @@ end
     prefetch(trainer, step, table, keys; padding_key = nothing)
     prefetch(trainer, step, ops)
 
-Declares keys of a step that this trainer has not begun; of ops (a tuple or vector of [`Op`](@ref)) the table, the
-keys and the padding count.
+Declares keys of a step that this trainer has not begun. It uses table, keys and padding of each op
+(a tuple or vector of [`Op`](@ref)).
 
-Nothing waits, and several declarations for one step add up. Returns a [`Batch`](@ref), which names the declaration
-until its step ends. Ownership: the keys are copied by the library. Threads: one at a time for a trainer. Errors:
-`FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_STEP_RANGE` (the step has begun, or lies beyond the lookahead),
-`ERR_STEP_ABORTED`; then nothing is declared. Since 0.1.
+The call does not wait. Several declarations for one step add up. Returns a [`Batch`](@ref), which
+names the declaration until its step ends. Ownership: the library copies the keys. Threads: one at a
+time for a trainer. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_STEP_RANGE` (the step
+has begun, or lies beyond the lookahead), `ERR_STEP_ABORTED`; then nothing is declared. Since 0.1.
 """
 prefetch(trainer::Trainer, step::Integer, table::Table, keys; padding_key = nothing) =
     prefetch(trainer, step, (Op(table, keys; padding_key = padding_key),))
@@ -219,8 +225,9 @@ end
 
 Takes a declaration back before its step begins (`frugal_prefetch_cancel`).
 
-Returns `nothing`. Threads: one at a time for the trainer that declared it. Errors: `FrugalError` with
-`ERR_BAD_HANDLE`, `ERR_STEP_RANGE`, `ERR_STEP_ABORTED`, `ERR_INVALID_ARGUMENT` (another rank's). Since 0.1.
+Returns `nothing`. Threads: one at a time for the trainer that declared it. Errors: `FrugalError`
+with `ERR_BAD_HANDLE`, `ERR_STEP_RANGE`, `ERR_STEP_ABORTED`, `ERR_INVALID_ARGUMENT` (another rank
+declared it). Since 0.1.
 """
 function cancel(trainer::Trainer, batch::Batch)
     GC.@preserve trainer exclusive(trainer) do
@@ -238,11 +245,13 @@ end
 """
     step_begin(trainer, step; timeout_ms = Frugal.TIMEOUT_DEFAULT)
 
-The gate: begins a step on this rank when every update that a declared row needs is in place.
+Begins a step on this rank; this is the gate. It waits for each earlier update that a declared row
+of the step must see.
 
-The first step is any number up to 2^64 - 66, the same on all ranks; then + 1. Returns `nothing`. Waits in slices,
-between which the collector, other tasks of this thread and Ctrl-C have their turn. Threads: one at a time for a trainer. Errors:
-`FrugalError` with `ERR_STEP_ORDER`, `ERR_TIMEOUT` (the message names what it waited for; call again),
+The first step is any number up to 2^64 - 66, the same on all ranks. Each later one is the number
+after it. Returns `nothing`. The call waits in slices. Between them the collector, other tasks of
+this thread and Ctrl-C have effect. Threads: one at a time for a trainer. Errors: `FrugalError` with
+`ERR_STEP_ORDER`, `ERR_TIMEOUT` (the message names what the call waited for; call again),
 `ERR_STEP_ABORTED` (the message names the step to begin), `ERR_CLOSED`, `ERR_UNHEALTHY`. Since 0.1.
 """
 function step_begin(trainer::Trainer, step::Integer; timeout_ms::Integer = TIMEOUT_DEFAULT)
@@ -265,13 +274,14 @@ end
     lookup!(trainer, table, keys, rows; options...)
     lookup!(trainer, ops)
 
-Reads rows in a step, creating rows of hashed tables: of a declared batch of one table, of any keys, or of what ops
-ask for in their `rows`.
+Reads rows in a step, and creates rows of hashed tables. It takes a declared batch of one table, any
+keys, or ops with their `rows`.
 
-`rows` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; `n` is the number of keys, or
-of bags if pooled. The options are those of [`Op`](@ref). Returns `rows`, or `nothing`. Ownership: `rows` is written
-during the call only, and undefined after an error. Threads: one at a time for a trainer. Errors: `FrugalError` with
-`ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT` (keys that were not
+`rows` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; `n` is the
+number of keys, or of bags if pooled. The options are those of [`Op`](@ref). Returns `rows`, or
+`nothing`. Ownership: the call writes `rows` only until it returns; after an error they are
+undefined. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`,
+`ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT` (keys that were not
 declared), `ERR_STEP_ABORTED`. Since 0.1.
 """
 function lookup!(trainer::Trainer, ops::Ops)
@@ -302,7 +312,7 @@ end
     return rows
 end
 
-# A batch that a call without ops can take.
+# Checks that a batch has one part, which a call without ops needs.
 @inline function single(batch::Batch)
     length(batch.parts) == 1 || several(batch)
     return batch
@@ -315,7 +325,8 @@ end
     lookup(trainer, batch; options...)
     lookup(trainer, table, keys; options...)
 
-Reads rows in a step into a new `(dim, n)` matrix, which it returns; otherwise as [`lookup!`](@ref). Since 0.1.
+Reads rows in a step into a new `(dim, n)` matrix and returns it. Otherwise as [`lookup!`](@ref).
+Since 0.1.
 """
 lookup(trainer::Trainer, batch::Batch; options...) = lookup_new(trainer, Op(single(batch); options...))
 lookup(trainer::Trainer, table::Table, keys; options...) = lookup_new(trainer, Op(table, keys; options...))
@@ -349,14 +360,15 @@ end
     push_grad(trainer, table, keys, grads; options...)
     push_grad(trainer, ops)
 
-Hands over gradients of the step: of a declared batch of one table, of any keys, or the `grads` of ops.
+Submits gradients of the step: of a declared batch of one table, of any keys, or the `grads` of ops.
 
-A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the step has
-ended on all ranks. `grads` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; the
-options are those of [`Op`](@ref). Returns `nothing`. Ownership: `grads` is read during the call only and can be
-overwritten then. Threads: one at a time for a trainer; never waits for
-another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`,
-`ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`, `ERR_TIMEOUT`; then nothing is taken. Since 0.1.
+A row's gradients are summed over positions, pushes and ranks. The optimizer is applied once, when
+the step has ended on all ranks. `grads` is a `(dim, n)` matrix of `Float32` or a view of one with
+contiguous columns. The options are those of [`Op`](@ref). Returns `nothing`. Ownership: the call
+reads `grads` only until it returns; then they may be overwritten. Threads: one at a time for a
+trainer. The call never waits for another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`,
+`ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`,
+`ERR_TIMEOUT`; then nothing is taken. Since 0.1.
 """
 function push_grad(trainer::Trainer, ops::Ops)
     list = settled(ops)
@@ -386,13 +398,14 @@ end
     push_borrowed(f, trainer, batch; options...)
     push_borrowed(f, trainer, table, keys; options...)
 
-Calls `f(grads)` with memory for gradients that the engine lends, and pushes what it wrote there, without a copy where
-that is faster.
+Calls `f(grads)` with memory for gradients that the engine lends, and pushes the gradients that `f`
+wrote there. The engine takes them without a copy where that is faster.
 
-`grads` is a `(dim, n)` `Matrix{Float32}`, undefined at first, that the collector does not own: it is memory inside of
-`f` only, so let nothing keep it. Inside of `f` the trainer is in use: its calls are refused, and so is closing it or
-its engine. The options are those of [`Op`](@ref) for [`push_grad`](@ref). Returns `nothing`; if `f` throws nothing is
-pushed. Threads: one at a time for a trainer. Errors: those of `push_grad` and of `f`. Since 0.1.
+`grads` is a `(dim, n)` `Matrix{Float32}`, undefined at first, that the collector does not own. It
+is valid only inside `f`, so keep no reference to it. Inside `f` the trainer's calls are refused,
+and so is closing the trainer or its engine. The options are those of [`Op`](@ref) for
+[`push_grad`](@ref). Returns `nothing`; if `f` throws, nothing is pushed. Threads: one at a time for
+a trainer. Errors: those of `push_grad` and of `f`. Since 0.1.
 
     push_borrowed(trainer, batch) do grads
         grads .= 2 .* rows
@@ -419,7 +432,7 @@ function push_lent(f, trainer::Trainer, op::Op)
     return nothing
 end
 
-# Calls `f()`, and meanwhile lets nobody close what has this count.
+# Calls `f()`. Meanwhile the object with this count cannot be closed.
 function lending(f, lent::Threads.Atomic{Int}, what)
     while true
         before = lent[]
@@ -437,14 +450,16 @@ end
 """
     Frugal.unsafe_borrow(trainer, dim, n)
 
-Memory for gradients that the engine lends, which a push from it takes without a copy where that is faster.
+Memory for gradients that the engine lends. A push from it takes them without a copy where that is
+faster.
 
-Returns a `(dim, n)` `Matrix{Float32}` that the collector does not own, undefined at first. Ownership: the engine's.
-Write it between [`step_begin`](@ref) and the push, neither read nor write it after the push, and ask again each
-step. Closing the trainer or the engine, and the collector if nothing refers to them, takes the memory back: a matrix
-that is used after that is a pointer into nowhere, as with any `unsafe_wrap`. [`push_borrowed`](@ref) looks after all
-of this. Threads: one at a time for a trainer. Errors: `FrugalError` with
-`ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+Returns a `(dim, n)` `Matrix{Float32}` that the collector does not own, undefined at first.
+Ownership: the engine. Write the matrix between [`step_begin`](@ref) and the push. After the push
+neither read nor write it. Call this function again for each step. Closing the trainer or the engine
+takes the memory back; the collector closes them if nothing refers to them. After that the matrix is
+a dangling pointer, as with any `unsafe_wrap`. [`push_borrowed`](@ref) ensures all of this. Threads:
+one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED`,
+`ERR_OUT_OF_MEMORY`. Since 0.1.
 """
 function unsafe_borrow(trainer::Trainer, dim::Integer, n::Integer)
     out = Ref{Ptr{Cvoid}}(C_NULL)
@@ -466,12 +481,13 @@ end
 """
     step_end(trainer, step; skip = false)
 
-Ends the step on this rank; it commits when the last rank has ended it.
+Ends the step on this rank. The step commits when the last rank has ended it.
 
-With `skip` (an overflow was found) the step commits without any update; one rank's word is enough. Returns
-`nothing`. Threads: one at a time for a trainer; never waits for another rank. Errors: `FrugalError` with
-`ERR_NOT_IN_STEP`, `ERR_STEP_ORDER`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY` (call again); of a GPU `ERR_NAN`,
-`ERR_DEVICE`, `ERR_TIMEOUT`, `ERR_INVALID_ARGUMENT`. Since 0.1.
+With `skip` (an overflow was found) the step commits without any update; one rank that gives it is
+enough. Returns `nothing`. Threads: one at a time for a trainer. The call never waits for another
+rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_STEP_ORDER`, `ERR_STEP_ABORTED`,
+`ERR_OUT_OF_MEMORY` (call again); on a GPU `ERR_NAN`, `ERR_DEVICE`, `ERR_TIMEOUT`,
+`ERR_INVALID_ARGUMENT`. Since 0.1.
 """
 function step_end(trainer::Trainer, step::Integer; skip::Bool = false, flags::Integer = 0)
     number = UInt64(step)
@@ -492,10 +508,11 @@ end
 """
     step_abort(trainer)
 
-Undoes every uncommitted step on all ranks; then all begin the step after the last committed one again.
+Undoes every uncommitted step on all ranks. Then all ranks begin the step after the last committed
+one again.
 
-Returns `nothing`. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`,
-`ERR_STEP_ABORTED` (another rank was first). Since 0.1.
+Returns `nothing`. Threads: one at a time for a trainer. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED` (another rank aborted first). Since 0.1.
 """
 function step_abort(trainer::Trainer)
     GC.@preserve trainer exclusive(trainer) do
@@ -507,13 +524,14 @@ end
 """
     Frugal.read!(engine, ops; trainer = nothing, timeout_ms = Frugal.TIMEOUT_DEFAULT)
 
-Reads rows by their keys for evaluation or serving into the `rows` and `found` of ops: creates no row and declares
-nothing.
+Reads rows by their keys, for evaluation or serving, into the `rows` and `found` of ops. It creates
+no row and declares nothing.
 
-Missing keys read as zeros and are told in `found`. With a trainer inside a step it sees what [`lookup!`](@ref)
-sees; with a trainer between steps it waits, like the next step's gate, for the other ranks; without one it waits
-for nobody's step and throws `ERR_BUSY` instead. Returns `nothing`. Waits in slices. Threads: any (a trainer: one at
-a time). Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`, `ERR_STEP_ABORTED`,
+Missing keys read as zeros, and `found` marks the keys that have rows. With a trainer inside a step
+the call sees what [`lookup!`](@ref) sees. With a trainer between steps it waits, like the next
+step's gate, for the other ranks. Without a trainer it does not wait for a rank's step, but throws
+`ERR_BUSY`. Returns `nothing`. The call waits in slices. Threads: any (a trainer: one at a time).
+Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`, `ERR_STEP_ABORTED`,
 `ERR_INVALID_ARGUMENT` (an op with a batch). Since 0.1.
 """
 function read!(
@@ -549,10 +567,10 @@ end
 """
     Frugal.read(engine, table, keys; trainer = nothing, timeout_ms = Frugal.TIMEOUT_DEFAULT, options...)
 
-Reads rows of one table for evaluation or serving; the options are those of [`Op`](@ref).
+Reads rows of one table, for evaluation or serving. The options are those of [`Op`](@ref).
 
-Returns `(rows, found)`, a new `(dim, n)` matrix and a `Vector{Bool}` of a flag for each key; otherwise as
-[`Frugal.read!`](@ref). Since 0.1.
+Returns `(rows, found)`: a new `(dim, n)` matrix, and a `Vector{Bool}` with a flag for each key.
+Otherwise as [`Frugal.read!`](@ref). Since 0.1.
 """
 function read(
     engine::Engine,

@@ -1,14 +1,15 @@
 # Waits in slices.
 #
-# A thread inside a C function does not stop for the collector, and the collector does not run before every
-# thread has stopped. Whatever a thread waits for inside the library may need a thread that waits for the
-# collector, so nothing waits long in there: a time-out takes nothing, and the call is made again. A slice is how
-# long a collection may be held up: with 100 ms each one took 107 ms, with 2 ms 2 ms, for 4 % of a core of the waiting
-# thread. yield() lets tasks of the same thread run, which may be the other ranks.
+# A thread inside a C function does not stop for the collector, and the collector runs only when
+# every thread has stopped. A thread that waits inside the library may wait for a thread that waits
+# for the collector. So no call waits long: it times out, without an effect, and is made again. A
+# slice bounds the delay of a collection: with slices of 100 ms a collection took 107 ms, with 2 ms
+# it took 2 ms. The waiting thread then uses 4 % of a core. yield() lets tasks of the same thread
+# run, which may be the other ranks.
 const SLICE_MS = Int64(2)
 
-# Calls `call(slice)`, a function of the ABI with a time-out, until it answers something else than TIMEOUT or
-# `timeout_ms` are over. `default_ms` is the engine's. Returns the status.
+# Repeats `call(slice)`, a function of the ABI with a time-out, while it returns TIMEOUT and
+# `timeout_ms` are not over. `default_ms` is the engine's time-out. Returns the status.
 @inline function in_slices(call::F, timeout_ms::Int64, default_ms::Int64) where {F}
     limit = timeout_ms == TIMEOUT_DEFAULT ? default_ms : timeout_ms
     if TIMEOUT_INFINITE != limit <= SLICE_MS

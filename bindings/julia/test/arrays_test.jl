@@ -1,4 +1,4 @@
-# What goes by address and what is refused: element types, shapes, strides, memory.
+# Accepted and refused arrays: element types, shapes, strides, memory.
 
 using Mmap
 
@@ -9,7 +9,7 @@ using Mmap
         rows, found = Frugal.get(table, UInt64[5, 6, 7])
         @test rows == Float32[k + 10i for k = 1:4, i = 1:3]
         @test found == [true, true, true]
-        # Whatever lies in memory without gaps.
+        # Any vector in memory without gaps.
         for keys in (
             [5, 6, 7],
             Int32[5, 6, 7],
@@ -18,7 +18,7 @@ using Mmap
             reinterpret(UInt64, [5, 6, 7]),
             view(reinterpret(UInt64, [1, 5, 6, 7]), 2:4),
             reshape([5 6 7], 3),
-            view(Int32[5, 0, 6, 0, 7], 1:2:5), # widened, so the gaps are gone
+            view(Int32[5, 0, 6, 0, 7], 1:2:5), # widening removes the gaps
         )
             @test Frugal.get(table, keys)[1] == rows
         end
@@ -40,10 +40,10 @@ using Mmap
             @test_throws ArgumentError Frugal.get(table, keys)
         end
         @test_throws ArgumentError Frugal.get(table, reinterpret(Int64, view(zeros(UInt8, 25), 2:25)))
-        # The same bits, of which a dense table says that there is no such row.
+        # The same bits are a key that a dense table does not have.
         @test status_of(() -> Frugal.get(table, [-1])) == Frugal.ERR_KEY_OUT_OF_RANGE
         @test status_of(() -> Frugal.get(table, Int32[-1])) == Frugal.ERR_KEY_OUT_OF_RANGE
-        # No keys are no declared keys.
+        # An empty vector of keys does not mean the declared keys.
         @test size(Frugal.get(table, UInt64[])[1]) == (4, 0)
     end
 end
@@ -58,7 +58,7 @@ end
     end
 end
 
-# Each of `good` is a matrix of (4, 3) that can be written and read; `bad` are none, with the error of each.
+# Each good matrix is (4, 3), readable and writable. The bad ones come with the error of each.
 good_matrices() = (
     zeros(Float32, 4, 3),
     view(zeros(Float32, 4, 9), :, 3:5),
@@ -208,7 +208,7 @@ end
             step_begin(trainer, 0)
             @test_throws ReadOnlyMemoryError lookup!(trainer, table, keys, rows)
             @test_throws ReadOnlyMemoryError lookup!(trainer, table, keys, view(rows, :, :))
-            push_grad(trainer, table, keys, rows) # which only reads
+            push_grad(trainer, table, keys, rows) # a push only reads its rows
             step_end(trainer, 0)
             Frugal.put(table, keys, rows)
         end

@@ -1,4 +1,5 @@
-# A test set that counts: its numbers are the last line of the run. A set inside another adds its own to it.
+# A test set that counts: its numbers are the last line of the run. A nested set adds its numbers to
+# the outer one.
 
 mutable struct Counts <: Test.AbstractTestSet
     description::String

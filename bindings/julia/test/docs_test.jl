@@ -1,4 +1,5 @@
-# Every public function says what it does, what it returns, which threads may call it and since when.
+# The documentation of every public function has its effect, its result, its threads and its first
+# version.
 
 const PUBLIC = union(
     names(Frugal),
@@ -13,7 +14,7 @@ documentation(object) = string(Base.Docs.doc(object))
         @test !occursin("No documentation found", text)
         if !(name in (:Frugal, :FrugalError, :Batch))
             for part in ("Returns", "Threads:")
-                # What only tells a value says so in its first sentence.
+                # A function that only returns a value says so in its first sentence.
                 name in (:version, :loaded_path) && part == "Returns" && continue
                 @test occursin(part, text) || occursin("otherwise as", lowercase(text))
             end

@@ -13,7 +13,7 @@
     @test health(engine) == Frugal.ERR_BAD_HANDLE
 
     @test Engine(identity; world_size = 3, flush_mode = :deferred, backing = :shm) isa Engine
-    # A do block closes after an exception, too, and lets it through.
+    # A do block closes also after an exception, which passes through.
     kept = Ref{Engine}()
     @test_throws ErrorException Engine() do e
         kept[] = e
@@ -23,7 +23,7 @@
 
     @test_throws ArgumentError Engine(; flush_mode = :never)
     @test_throws ArgumentError Engine(; backing = :disk)
-    # Fields of the ABI that are no options here, and what is no number.
+    # Fields of the ABI that are not options of the package, and a value that is not a number.
     for option in ((no_such_option = 1,), (log = Ptr{Cvoid}(1),), (struct_size = 8,), (flags = 1,), (seed = "1",))
         @test_throws ArgumentError Engine(; option...)
         @test_throws ArgumentError memory_needed(; rows = 1, dim = 1, engine = option)
@@ -77,7 +77,7 @@ end
     code, text = child(loaded; environment = ("FRUGAL_LIBRARY" => "/nonexistent/libfrugal.so",))
     @test code != 0
     @test occursin("FRUGAL_LIBRARY", text) && occursin("/nonexistent/libfrugal.so", text)
-    # Another library is no libfrugal.
+    # FRUGAL_LIBRARY names another library.
     code, text = child(loaded; environment = ("FRUGAL_LIBRARY" => "libm.so.6",))
     @test code != 0
     @test occursin("frugal_status_name", text)

@@ -1,8 +1,8 @@
-# A small reader of JSON for the op scripts: Julia's standard library has none.
+# A small JSON parser for the op scripts: Julia's standard library has none.
 module JSON
 
-# `text` is read from byte `at` on; objects become Dict, arrays Vector{Any}, null nothing. Numbers are
-# Int64 if they have neither fraction nor exponent.
+# Reads `text` from byte `at` on. Objects become Dict, arrays Vector{Any}, null becomes nothing.
+# Numbers without fraction and exponent are Int64.
 mutable struct Reader
     text::String
     at::Int

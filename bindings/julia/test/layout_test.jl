@@ -1,4 +1,4 @@
-# The structs, numbers and functions of src/abi.jl against the header, as a C compiler reads it.
+# Compares structs, numbers and functions of src/abi.jl with the header, as a C compiler reads it.
 
 const ABI = Frugal.ABI
 const HEADER = joinpath(ROOT, "include", "frugal.h")
@@ -15,7 +15,7 @@ const STRUCTS = (
     ("frugal_error", ABI.Error, ""),
 )
 
-# Names in C of the numbers of an enumeration.
+# The C names of the numbers of an enumeration.
 c_names(prefix, names) = Dict("FRUGAL_" * prefix * uppercase(String(k)) => v for (k, v) in pairs(names))
 
 const NUMBERS = merge(
@@ -45,11 +45,11 @@ const NUMBERS = merge(
         "FRUGAL_NO_STEP" => ABI.NO_STEP,
         "FRUGAL_VERSION_MAJOR" => ABI.VERSION.major,
         "FRUGAL_VERSION_MINOR" => ABI.VERSION.minor,
-        "FRUGAL_F32" => 0, # what every table has
+        "FRUGAL_F32" => 0, # the element type of every table
     ),
 )
 
-# A line for each fact: what it is, then numbers.
+# The program prints a line for each fact: its name, then numbers.
 function c_program()
     io = IOBuffer()
     println(io, "#include <stdio.h>\n#include <frugal.h>\nint main(void) {")
@@ -109,11 +109,11 @@ end
 @testset Counts "nothing of the header is missing" begin
     header = read(HEADER, String)
     functions = Set(m[1] for m in eachmatch(r"FRUGAL_API[^;(]*?(frugal_\w+)\("s, header))
-    # Defaults are made here, not by the library.
+    # The package sets the defaults itself.
     defaults = Set("frugal_$(x)_init" for x in ("config", "optimizer", "table_config", "trainer_config", "op"))
     @test functions == union(Set(String.(ABI.SYMBOLS)), defaults)
 
-    # Every number that the header names, but for those that are of no use here.
+    # Every number that the header names, except those that the package does not use.
     code = replace(header, r"/\*.*?\*/"s => "")
     numbers = Set(m[1] for m in eachmatch(r"\b(FRUGAL_[A-Z0-9_]+) = -?\d+"s, code))
     union!(numbers, (m[1] for m in eachmatch(r"#define (FRUGAL_[A-Z0-9_]+) [(\w]", code)))

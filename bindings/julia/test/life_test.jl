@@ -4,7 +4,7 @@ using Serialization
 
 is_closed(handle) = ccall(Frugal.ABI.frugal_health[], Int32, (Ptr{Cvoid},), handle) == Frugal.ERR_BAD_HANDLE
 
-# Collects until `done()`; what the compiler still holds may take some calls.
+# Collects until `done()`. It may take several calls: compiled code may still refer to objects.
 function collected(done)
     for _ = 1:100
         GC.gc()
@@ -76,31 +76,31 @@ end
     prefetch(trainer, 0, table, [1])
     step_begin(trainer, 0)
     push_grad(trainer, table, [1], ones(Float32, 2, 1))
-    return nothing # inside of a step
+    return nothing # the trainer is inside a step
 end
 @noinline only_table() = Table(Engine(), "t"; rows = 10, dim = 2)
 @noinline only_trainer() = Trainer(Engine())
 
 @testset Counts "the collector closes what was forgotten" begin
     handles = [forget_engine() for _ = 1:20]
-    @test collected(() -> all(is_closed, handles[1:19])) # the last may lie on the stack
+    @test collected(() -> all(is_closed, handles[1:19])) # the last may still be on the stack
     Engine() do engine
         table = Table(engine, "t"; rows = 10, dim = 2)
         forget_trainer(engine, table)
         for _ = 1:5
             GC.gc()
         end
-        # The engine keeps it: no rank leaves because of the collector.
+        # The engine keeps the trainer: no rank leaves because of the collector.
         @test status_of(() -> Trainer(engine)) == Frugal.ERR_EXISTS
         foreach(close, copy(engine.trainers))
         @test isempty(engine.trainers)
         close(Trainer(engine))
         @test Frugal.get(table, [1])[1] == zeros(Float32, 2, 1) # the step was undone
     end
-    # Both together are collected.
+    # The collector collects an engine and its trainer together.
     handles = [(trainer = only_trainer(); trainer.engine.handle) for _ = 1:20]
     @test collected(() -> count(is_closed, handles) >= 19)
-    # What is left of an engine keeps it.
+    # A table or a trainer keeps its engine.
     table, trainer = only_table(), only_trainer()
     for _ = 1:5
         GC.gc()
@@ -111,7 +111,8 @@ end
     close(trainer.engine)
 end
 
-# A vector that makes its ops when it is asked for them, and garbage: the arrays belong to nothing else.
+# A vector that creates its ops, and garbage, when an element is read. Only the op refers to its
+# arrays.
 struct LazyOps{F} <: AbstractVector{Op}
     make::F
     count::Int
@@ -148,7 +149,7 @@ end
     other = Engine()
     try
         @test status_of(() -> table_find(other, "nobody")) == Frugal.ERR_NOT_FOUND
-        # Calls nothing: the last error is as before.
+        # The finalizer makes no call, so the last error does not change.
         finalize(trainer)
         finalize(engine)
         close(engine)
@@ -158,7 +159,7 @@ end
             e
         end
         @test occursin("nobody", failure.message)
-        # The message of another call is not taken.
+        # The package does not use the message of another call.
         failure = try
             Frugal.throw_last_error(Frugal.ERR_TIMEOUT)
         catch e
@@ -179,7 +180,7 @@ end
 end
 
 @testset Counts "a collection in the middle of calls" begin
-    # Arrays that nothing but the call refers to, and collections from all sides.
+    # Only the call refers to the arrays, while other threads collect.
     with_table(; rows = 1000, dim = 32) do engine, table, trainer
         stop = Ref(false)
         collector = Threads.@spawn while !stop[]
@@ -231,7 +232,7 @@ end
 end
 
 @testset Counts "other processes" begin
-    # An engine that was sent to another process is no engine there, not even if one is open there.
+    # An engine that was sent to another process is not valid there, even if that process has one.
     Engine() do engine
         path, io = mktemp()
         serialize(io, (engine, Trainer(engine)))
@@ -250,7 +251,7 @@ end
         @test isopen(engine)
         rm(path)
     end
-    # The end of a process with everything open, inside of a step, and a thread that waits.
+    # A process ends with all objects open, inside a step, while a thread waits.
     code, text = child("""
         using Frugal
         engine = Engine(; world_size = 2)

@@ -1,4 +1,4 @@
-# What an engine tells about itself: metrics and traces; and what services are as long as there are none.
+# Observation of an engine: metrics and traces. Also: services.
 
 function observed_training(engine, steps)
     table = Table(engine, "users"; rows = 100, dim = 4)
@@ -36,7 +36,7 @@ end
             names = [e["args"]["name"] for e in told["traceEvents"] if e["name"] == "thread_name"]
             @test "rank 0" in names
 
-            # Those that cannot be.
+            # Calls that must fail.
             @test status_of(() -> trace_stop(engine, nothing)) == Frugal.ERR_NOT_FOUND
             @test status_of(() -> trace_start(engine; events = 0)) == Frugal.ERR_INVALID_ARGUMENT
             @test trace_start(engine; events = 1) === nothing
@@ -84,7 +84,7 @@ end
         @test samples["frugal_committed_step"] == "9"
         @test samples["frugal_health"] == "0"
         @test samples["frugal_table_rows{table=\"users\"}"] == "100"
-        # More than a first guess holds.
+        # The text is larger than the first buffer.
         for i = 1:200
             Table(engine, "$i " * "x"^200; rows = 1, dim = 1)
         end
@@ -105,7 +105,7 @@ end
     end
     @test failure isa FrugalError && failure.status in (Frugal.ERR_PEER_LOST, Frugal.ERR_UNSUPPORTED)
     @test occursin("/tmp/no such service", failure.message)
-    # Other tasks run meanwhile, of the same thread, too.
+    # Other tasks run meanwhile, also those of the same thread.
     ran = false
     waiting = @async try
         Engine(; service = "/tmp/no such service", timeout_ms = 500)
@@ -125,7 +125,7 @@ end
         observed_training(engine, 1)
         @test committed_step(engine) == 0
     end
-    # An exception gives the rank up: the others wait for somebody else. What is closed leaves.
+    # An exception gives the rank up: the other ranks wait for a new trainer. close() leaves it.
     mktempdir() do folder
         Engine(; backing = :shm, world_size = 2) do host
             address = joinpath(folder, "socket")

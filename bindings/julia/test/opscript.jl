@@ -1,5 +1,5 @@
-# Replays op scripts (docs/bindings.md), one after the other, on the public package alone and prints their
-# hashes.
+# Replays op scripts (docs/bindings.md), one after the other, with the public interface of the
+# package, and prints their hashes.
 #   julia opscript.jl SCRIPT...
 module OpScript
 
@@ -37,7 +37,7 @@ bigs(list) = UInt64[big(x) for x in list]
 float(bits) = reinterpret(Float32, UInt32(bits))
 floats(list) = Float32[float(x) for x in list]
 
-# The fields of `object` that are there, each through its function, as keyword arguments.
+# The existing fields of `object` as keyword arguments, each converted by its function.
 fields(object; readers...) =
     (; (name => read(object[String(name)]) for (name, read) in pairs(readers) if haskey(object, String(name)))...)
 
@@ -46,15 +46,15 @@ const FLOATS = (
     :initial_accumulator, :weight_decay_l2, :weight_decay, :clip_value, :clip_norm, :weight_bound, :grad_scale,
 )
 
-# All fields, so that one keyword call is compiled and not one for each set of them.
+# All fields are given, so that Julia compiles one keyword call, not one for each set of fields.
 function optimizer(object)
     value(name) = haskey(object, String(name)) ? float(object[String(name)]) : getfield(Optimizer(), name)
     options = NamedTuple{FLOATS}(Tuple(value(name) for name in FLOATS))
     return Optimizer(get(object, "kind", 0); options..., flags = get(object, "flags", 0))
 end
 
-# The ops of a line, with the gradients of a push, or with `rows` (and `found`) to be written. All ops have all
-# options, and there is one type of vector: each other combination would be compiled on its own.
+# The ops of a line, with the gradients of a push, or with output `rows` (and `found`). All ops have
+# all options, and there is one type of vector: Julia would compile each other combination.
 function ops_of(s::State, line; grads = false, rows = false, found = false)
     ops = Op[]
     for object in line["ops"]
@@ -232,7 +232,7 @@ const CALLS = Dict(
     "close" => do_close,
 )
 
-# Nothing if the line answered as it must, else what is wrong.
+# Returns nothing if the line's call had the expected status, else a message.
 function replay(s::State, line)
     name = get(line, "do", "")
     haskey(CALLS, name) || return "\"$name\" is nothing to do"

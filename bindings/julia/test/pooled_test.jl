@@ -20,7 +20,7 @@
             @test pooled(; pooling = :sum, weights = weights) ==
                   hcat((total(i -> weights[i] * row(keys[i]), bag) for bag in bags)...)
         end
-        # Rows of the padding key count for nothing.
+        # Rows of the padding key do not count.
         without = hcat((total(i -> keys[i] == 5 ? zeros(Float32, 4) : row(keys[i]), bag) for bag in bags)...)
         @test lookup(trainer, table, keys; pooling = :sum, offsets = offsets, padding_key = 5) == without
         @test lookup(trainer, table, keys; pooling = :mean, offsets = offsets, padding_key = 5) ==
@@ -29,7 +29,8 @@
         @test status_of(() -> lookup(trainer, table, keys; pooling = :mean, offsets = offsets, weights = weights)) ==
               Frugal.ERR_INVALID_ARGUMENT
 
-        # The gradient of a key is its bag's, times its weight; that of a weight is the product with its row.
+        # The gradient of a key is its bag's gradient times its weight. The gradient of a weight is
+        # the product of its bag's gradient and its row.
         grads = Float32[1 10 100; 2 20 200; 3 30 300; 4 40 400]
         weight_grads = zeros(Float32, 6)
         push_grad(

@@ -1,5 +1,5 @@
-// Preloaded by `check`: a machine that seems to have at least 4 processors. Julia 1.5 starts no more
-// threads than there are processors, and the tests want 4 threads on small machines, too.
+// `check` preloads it: the machine seems to have at least 4 processors. Julia 1.5 starts no more
+// threads than there are processors, and the tests need 4 threads on small machines, too.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <unistd.h>

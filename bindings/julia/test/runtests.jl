@@ -1,5 +1,6 @@
-# The package's tests; spy.jl beside this file has those that need another library. The environment variable
-# FRUGAL_LIBRARY names the library if the system's loader does not know it. Ends with a line of counts.
+# The package's tests. spy.jl in this folder has the tests that need another library. The
+# environment variable FRUGAL_LIBRARY names the library if the system's loader does not find it.
+# The last line of output has the counts.
 
 using Frugal
 using Test

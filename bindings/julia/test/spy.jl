@@ -1,5 +1,5 @@
-# No copies: the addresses that reach the ABI are those of the caller's arrays. FRUGAL_LIBRARY is the spy of
-# bindings/spy, FRUGAL_SPY_REAL the library that it calls. Ends with a line of counts.
+# No copies: the ABI gets the addresses of the caller's arrays. FRUGAL_LIBRARY is the spy of
+# bindings/spy, FRUGAL_SPY_REAL the library that it calls. The last line of output has the counts.
 
 using Frugal
 using Libdl
@@ -30,7 +30,7 @@ end
 address(::Nothing) = UInt(0)
 address(x) = UInt(pointer(x))
 
-# Makes a call, which must be one call of the ABI with these addresses and this stride.
+# Makes a call. It must make one call of the ABI, with these addresses and this stride.
 function spied(
     f,
     name;
@@ -106,7 +106,7 @@ const COUNTS = @testset Counts "no copies" begin
             grads = out,
             stride = 16,
         )
-        # Declared keys are named by the batch.
+        # The batch names declared keys.
         batch = Ref{Batch}()
         spied(() -> (batch[] = prefetch(trainer, 1, table, keys)), "frugal_prefetch"; keys = keys, stride = 0)
         step_end(trainer, 0)
@@ -132,7 +132,7 @@ const COUNTS = @testset Counts "no copies" begin
 end
 
 @testset Counts "memory" begin
-    # A call with 64 k rows of 64 floats (16 MiB) takes no more memory of the collector than one with a row.
+    # A call with 64 k rows of 64 floats (16 MiB) allocates no more than a call with one row.
     with_table(; rows = 65536, dim = 64) do engine, table, trainer
         n = 65536
         keys, rows = collect(0:n-1), zeros(Float32, 64, n)

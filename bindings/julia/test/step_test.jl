@@ -61,7 +61,7 @@ end
         @test Frugal.get(table, [1])[1] == rows
         @test status_of(() -> lookup(trainer, batch)) == Frugal.ERR_NOT_IN_STEP
         step_begin(trainer, 8)
-        @test status_of(() -> lookup(trainer, batch)) == Frugal.ERR_BAD_HANDLE # of a step that has ended
+        @test status_of(() -> lookup(trainer, batch)) == Frugal.ERR_BAD_HANDLE # its step has ended
         step_end(trainer, 8)
         taken_back = prefetch(trainer, 9, table, [1])
         cancel(trainer, taken_back)
@@ -78,7 +78,7 @@ end
         a = Table(engine, "a"; rows = 10, dim = 2, optimizer = Optimizer(:sgd; lr = 1))
         b = Table(engine, "b"; rows = 10, dim = 3, optimizer = Optimizer(:sgd; lr = 1))
         Trainer(engine) do trainer
-            # Tuples and vectors of ops; a table may come twice.
+            # Tuples and vectors of ops; a table may occur twice.
             for (step, wrap) in enumerate((identity, collect, ops -> Op[ops...]))
                 batch = prefetch(trainer, step, wrap((Op(a, [1, 2]), Op(b, [3]), Op(a, [1]))))
                 @test repr(batch) == "Batch(2 + 1 + 1 keys)"
@@ -134,7 +134,7 @@ end
         @test push_borrowed(trainer, batch) do grads
             @test size(grads) == (4, 2)
             grads .= -1
-            # What would take the memory away is refused, and so is the trainer.
+            # Calls that would free the memory are refused, and so are calls of the trainer.
             @test_throws ErrorException close(engine)
             @test_throws ErrorException close(trainer)
             @test_throws ErrorException step_end(trainer, 0)

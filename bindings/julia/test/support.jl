@@ -1,9 +1,9 @@
-# What several tests use.
+# Helpers of several tests.
 
 const PACKAGE = dirname(@__DIR__)
 const ROOT = dirname(dirname(PACKAGE))
 
-# The status with which `f()` fails, `nothing` if it does not.
+# The status with which `f()` fails, or `nothing` if it does not fail.
 function status_of(f)
     try
         f()
@@ -14,7 +14,7 @@ function status_of(f)
     return nothing
 end
 
-# Runs a program of Julia in a process of its own; returns its exit code and output. `threads` of its own.
+# Runs a Julia program in another process with `threads` threads. Returns its exit code and output.
 function child(program; environment = (), threads = 1, input = devnull)
     command = `$(Base.julia_cmd()) --startup-file=no --threads=$threads --project=$PACKAGE -e $program`
     command = setenv(command, merge(Dict(ENV), Dict(environment)))
@@ -23,7 +23,7 @@ function child(program; environment = (), threads = 1, input = devnull)
     return process.exitcode, String(take!(out))
 end
 
-# Calls f(engine, table, trainer) with a dense table of SGD.
+# Calls f(engine, table, trainer) with a dense table that uses SGD.
 function with_table(f; dim = 4, rows = 100, lr = 1.0, table = (;), engine = (;))
     Engine(; engine...) do e
         t = Table(e, "t"; rows = rows, dim = dim, optimizer = Optimizer(:sgd; lr = lr), table...)
@@ -31,7 +31,7 @@ function with_table(f; dim = 4, rows = 100, lr = 1.0, table = (;), engine = (;))
     end
 end
 
-# All keys and rows with state of a table, in the order of keys.
+# All keys of a table, sorted, and their rows with state.
 function contents(table)
     all = sort!(keys(table))
     rows, found = Frugal.get(table, all; state = true)

@@ -62,7 +62,7 @@ end
         @test sort(keys(hashed)) == sort(many)
         @test length(hashed) == 50
         @test status_of(() -> Frugal.put(hashed, rand(UInt64, 51), zeros(Float32, 2, 51))) == Frugal.ERR_TABLE_FULL
-        # A missing row leaves its column as it was; a new matrix has zeros there.
+        # The column of a missing row does not change; in a new matrix it is zeros.
         missing_one = [many[1], many[2] ⊻ 1]
         values = fill(7.0f0, 2, 2)
         found = [false, true]

@@ -1,5 +1,5 @@
-# Trainers on threads of Julia that allocate: collections, waits and the engine at the same time. The tables are bit for
-# bit those of the same trainers driven in turn by one task.
+# Trainers on allocating threads of Julia: collections, waits and the engine at the same time. The
+# tables are bit for bit those of the same trainers driven one after the other by one task.
 
 const RANKS = 4
 const STEPS = 60
@@ -10,7 +10,8 @@ mutable struct Garbage
     bytes::Vector{UInt8}
 end
 
-# Allocates much, small and large, with pointers for the collector to follow. Returns something that depends on it.
+# Allocates many small and large objects, with pointers for the collector to follow. The result
+# depends on them.
 function litter(n)
     chain = nothing
     for i = 1:n
@@ -19,7 +20,7 @@ function litter(n)
     return length(chain.bytes)
 end
 
-# Keys of a rank's step: some that all ranks have, some of its own; and their gradients.
+# The keys of a rank's step, some common to all ranks and some its own, and their gradients.
 step_keys(rank, step) = [mod(hash((i % 3 == 0 ? 0 : rank, step, i)), 500) for i = 1:64]
 step_grads(rank, step) =
     Float32[sin(Float32(mod(hash((rank, step, i, c)), 1000))) for c = 1:8, i = 1:64]
@@ -29,7 +30,7 @@ function declare(trainer, tables, rank, step)
     return prefetch(trainer, step, (Op(tables[1], all), Op(tables[2], all)))
 end
 
-# A step of a rank; returns what its lookups added up to.
+# Makes a step of a rank. Returns the sum of the rows that it looked up.
 function train_step(trainer, tables, rank, step, batch)
     rows = (zeros(Float32, 8, 64), zeros(Float32, 8, 16))
     grads = (step_grads(rank, step), step_grads(rank, step)[:, 1:16])
@@ -113,7 +114,7 @@ end
                 Frugal.put(table, mine, fill(Float32(i), 4, 10))
                 Frugal.get(table, mine)[1] == fill(Float32(i), 4, 10) || Threads.atomic_add!(errors, 1)
                 litter(200)
-                # Each thread finds the message of its own failure.
+                # Each thread gets the message of its own failure.
                 failure = try
                     table_find(engine, "task $task")
                 catch e
@@ -128,7 +129,7 @@ end
 end
 
 @testset Counts "a trainer that two tasks use" begin
-    # While one waits between slices another is refused.
+    # While one task waits between slices another task is refused.
     Engine(; world_size = 2) do engine
         table = Table(engine, "t"; rows = 10, dim = 2)
         trainer, other = Trainer(engine), Trainer(engine; rank = 1)
@@ -152,10 +153,10 @@ end
         step_begin(other, 0)
         step_end(other, 0)
         wait(waiting)
-        @test size(lookup(trainer, table, [1])) == (2, 1) # and then it is as before
+        @test size(lookup(trainer, table, [1])) == (2, 1) # the trainer works as before
         step_end(trainer, 1)
     end
-    # Threads that do not know of each other.
+    # Threads that use one table without synchronization.
     with_table() do engine, table, trainer
         step_begin(trainer, 0)
         taken, refused = Threads.Atomic{Int}(0), Threads.Atomic{Int}(0)

@@ -22,10 +22,10 @@ end
         catch e
             e
         end
-        @test occursin("rank 1", failure.message) # it tells what it waited for
+        @test occursin("rank 1", failure.message) # the message names what the call waited for
         @test status_of(() -> Frugal.read!(engine, Op[]; trainer = trainer, timeout_ms = 5)) == Frugal.ERR_TIMEOUT
     end
-    # Without a number it is the engine's.
+    # Without an argument the engine's time-out counts.
     with_waiting(; engine = (timeout_ms = 20,)) do engine, trainer, other
         @test status_of(() -> step_begin(trainer, 1)) == Frugal.ERR_TIMEOUT
     end
@@ -53,7 +53,7 @@ end
             waiting = @async status_of(() -> step_begin(trainer, 1; timeout_ms = Frugal.TIMEOUT_INFINITE))
             yield()
             close(closed === :engine ? engine : trainer)
-            # Between slices the handle is closed, in a slice the wait is.
+            # BAD_HANDLE if the engine was closed between two slices, CLOSED if in a slice.
             @test fetch(waiting) in (Frugal.ERR_CLOSED, Frugal.ERR_BAD_HANDLE)
         end
     end
@@ -74,7 +74,7 @@ end
         catch e
             print(typeof(e), " ")
         end
-        # Nothing was taken: the step can be begun.
+        # The call had no effect: the step can begin.
         step_begin(other, 0); step_end(other, 0)
         step_begin(trainer, 1)
         print("begun")

@@ -1,4 +1,4 @@
-/* The C side of overhead.py: lookup and push of one op, so many times. Answers nanoseconds, or the status. */
+/* The C side of overhead.py: repeats lookup and push of one op. Returns nanoseconds or a status. */
 #define _POSIX_C_SOURCE 200809L
 #include <time.h>
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What the package adds to a call: lookup + push_grad of a declared batch, from Python and from C, in turn.
+"""The time that the package adds to a call: lookup + push_grad of a declared batch, from Python and from C.
 
     overhead.py [--turns N] [--json FILE]
 
-Both sides make the same calls of one library in one process, on the same trainer, batch and arrays, a step each in
-turn; the C side is overhead.c, compiled by this program. Told is a pair of calls: of 65,536 rows as a ratio (aim: at
-most 1.03), the median over turns, for two steps that follow each other meet the same machine; of 1 row in nanoseconds.
-Nanoseconds are the tenth percentile, which other programs disturb least. After 65,536 rows the caches hold nothing of
-the interpreter: the same calls then cost several times what they do in a loop.
+Both sides call one library in one process, with the same trainer, batch and arrays. They alternate after each step.
+The C side is overhead.c, which this program compiles. The results are for a pair of calls. For 65,536 rows it is a
+ratio (aim: at most 1.03), the median over turns, because two successive steps run under the same load. For 1 row it is
+nanoseconds, the tenth percentile, which other programs disturb least. After 65,536 rows the interpreter is no longer in
+the processor's caches: the same calls then cost several times as much as in a loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def c_side() -> Any:
 
 
 def measure(pairs: Any, rows: int, repeats: int, turns: int) -> Dict[str, float]:
-    """Nanoseconds of a pair of calls on each side, and their ratio."""
+    """Returns the nanoseconds of a pair of calls on each side, and their ratio."""
     address = ctypes.cast(lib.frugal_lookup, ctypes.c_void_p), ctypes.cast(lib.frugal_push_grad, ctypes.c_void_p)
     times: Dict[str, List[float]] = {"python": [], "c": []}
     with frugal.Engine(flush_mode="at_once", pending_bytes=4 << 30) as engine:
@@ -56,7 +56,7 @@ def measure(pairs: Any, rows: int, repeats: int, turns: int) -> Dict[str, float]
         random = np.random.default_rng(1)
         out = np.empty((rows, DIM), np.float32)
         grads = random.standard_normal((rows, DIM), np.float32)
-        # In turn, but which is first changes: steps themselves may alternate in something, as memory that is used again.
+        # The first side of a turn is random: steps themselves may alternate, for example in the memory that they reuse.
         sides = [side for turn in range(turns + 2) for side in random.permutation(["python", "c"])]
         for step, side in enumerate(sides):
             batch = trainer.prefetch(step, table, random.integers(0, 1_000_000, rows))

@@ -1,17 +1,17 @@
-"""Rows/s of the embedding part of a DLRM step: frugal.torch beside torch.nn and FBGEMM, in one run.
+"""Rows/s of the embedding part of a DLRM step: frugal.torch, torch.nn and FBGEMM, in one run.
 
     python torch_dlrm.py [--quick] [--optimizer adagrad] [--keys zipf] [--shape 2048x32] [--json FILE]
 
 A step is the forward of a bag of keys, the backward of its gradient, and the update of the rows. The gradient is given,
-so that nothing but the embedding is timed. Two shapes: bags of one key, as the features of Criteo's data are, and of
-32. Sides take turns of some steps in one process, so that a bad minute of the machine hits all; medians of turns are
-compared. frugal declares its keys ahead with Lookahead, inside the timed loop, and its turn ends with a flush, so that
-it leaves no work to others' turns. All sides get the same batches, and must agree on the rows at the end. FBGEMM is
-left out, and named, where fbgemm_gpu is not installed.
+so that only the embedding is timed. There are two shapes: bags of one key, as in Criteo's data, and bags of 32 keys.
+The sides alternate in one process, each for some steps at a time (a turn), so that other load hits all of them. The
+program compares the medians over the turns. frugal declares its keys ahead with Lookahead, inside the timed loop. Its
+turn ends with a flush, so that it leaves no work to the other sides. All sides get the same batches, and must have the
+same rows at the end. Without fbgemm_gpu the program reports that FBGEMM is missing.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-# torch says no types of Tensor.backward.
+# torch declares no types of Tensor.backward.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import frugal.torch as ft
 Batch = Tuple[torch.Tensor, torch.Tensor]  # keys, offsets with the last
 
 LR, EPS, INIT = 0.01, 1e-8, 0.01
-# (optimizer, the side compared with): the ratio that is aimed at.
+# (optimizer, the side to compare with): the ratio to reach.
 AIMS = {
     ("sgd", "torch"): 2.0,
     ("adagrad", "torch"): 5.0,
@@ -91,7 +91,7 @@ class Torch:
         else:
             self.optimizer = torch.optim.Adagrad(parameters, lr=LR, eps=EPS)
             for state in self.optimizer.state.values():
-                state["sum"].fill_(0)  # memory is touched before the clock runs
+                state["sum"].fill_(0)  # touches the memory before the timing
 
     def turn(self, batches: List[Batch], grad: torch.Tensor) -> None:
         for keys, offsets in batches:
@@ -145,7 +145,7 @@ class Fbgemm:
 
 
 def draw(distribution: str, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Keys: uniform, or by a power law of exponent 0.99 over ranks that are scattered over the table."""
+    """Keys: uniform, or by a power law of exponent 0.99 over popularity ranks scattered over the table."""
     u = torch.rand(count, generator=generator, dtype=torch.float64)
     if distribution == "uniform":
         return (u * rows).long().clamp_(max=rows - 1)
@@ -203,7 +203,7 @@ def run_case(
 
 
 def report(case: List[Dict[str, Any]]) -> int:
-    """Prints a case. Returns the number of aims that are not met."""
+    """Prints a case. Returns the number of aims that were missed."""
     first, missed = case[0], 0
     print(f"{first['optimizer']}, {first['keys']}, {first['shape']}")
     for result in case:
@@ -239,7 +239,7 @@ def main() -> int:
     if args.quick:
         args.turns, args.steps = 3, 12
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
-    logging.disable(logging.WARNING)  # fbgemm_gpu's, of a table entry that is missing for its version
+    logging.disable(logging.WARNING)  # fbgemm_gpu warns of a table entry that its version lacks
     try:
         import fbgemm_gpu  # noqa: F401
 

@@ -1,22 +1,22 @@
-"""Training loops with torch.nn.EmbeddingBag, and the same loops with the class replaced: how much faster they are.
+"""Compares training loops with torch.nn.EmbeddingBag to the same loops with the class replaced.
 
     python torch_loops.py [--only small] [--turns N] [--device cuda] [--json FILE]
 
-A loop is what a user's is: zero_grad, forward, loss, backward, step of a torch optimizer, and a dense layer on top of
-the bags. Sides: `torch`, with sparse=True; `frugal`, the class replaced and no more; `lookahead`, with the batches in
-frugal.torch.Lookahead as well. Sides take turns of some steps in one process, so that a bad minute of the machine hits
-all; what is told is the median over turns of the ratio of two sides' turns. Engines are flushed within each turn. Before,
-all sides must agree on the loss of the last step.
+A loop is like a user's: zero_grad, forward, loss, backward, step of a torch optimizer, and a dense layer on top of the
+bags. The sides are `torch`, with sparse=True; `frugal`, with the class replaced and no other change; and `lookahead`,
+with the batches in frugal.torch.Lookahead too. The sides alternate in one process, each for some steps at a time (a
+turn), so that other load hits all of them. The result is the ratio of two sides, the median over the turns. Each turn
+ends with a flush of the engine. Before the timing all sides must agree on the loss of the last step.
 
 small: 3 tables of 1,000 x 16, batches of 128 with 4 keys a bag, SGD. large: 4 M x 32, 2,048 bags of 20 keys. tables:
-26 tables of 100,000 x 32, batches of 2,048, one key a bag. The last two with Adagrad. The aims are of the CPU.
+26 tables of 100,000 x 32, batches of 2,048, one key a bag. The last two use Adagrad. The aims are for the CPU.
 
-With `--device cuda` all sides are on that GPU: torch's tables in its memory, this package's in the host's. `cached` is `lookahead`
-with a fifth of the rows in the trainer's cache on the GPU.
+With `--device cuda` all sides are on that GPU. torch's tables are in its memory, this package's in host memory.
+`cached` is `lookahead` with a fifth of the rows in the trainer's cache on the GPU.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-# torch says no types of Tensor.backward.
+# torch declares no types of Tensor.backward.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import torch
 import frugal
 import frugal.torch as ft
 
-Batch = Tuple[List[Tuple[torch.Tensor, torch.Tensor]], torch.Tensor]  # of each table keys and offsets; what is learned
+Batch = Tuple[List[Tuple[torch.Tensor, torch.Tensor]], torch.Tensor]  # keys and offsets of each table; the labels
 
 
 class Shape(NamedTuple):
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     batch: int
     bag: int
     optimizer: str
-    steps: int  # of a turn
+    steps: int  # in a turn
     aims: Dict[Tuple[str, str], float]
 
 
@@ -54,9 +54,9 @@ SHAPES = {
 
 
 class Kind(NamedTuple):
-    bags: Any  # the class of modules
+    bags: Any  # the class of the modules
     ahead: bool = False  # batches come from a Lookahead
-    cached: bool = False  # on a GPU, which has a fifth of the rows
+    cached: bool = False  # a GPU caches a fifth of the rows
 
 
 SIDES = {
@@ -93,7 +93,7 @@ class Side:
         return {bags: keys for bags, (keys, _) in zip(self.bags, batch[0])}
 
     def turn(self, batches: List[Batch]) -> float:
-        """Seconds a step; the loss is kept."""
+        """Returns the seconds per step; keeps the loss."""
         self.wait()
         begin = time.perf_counter()
         for inputs, wanted in ft.Lookahead(batches, self.keys) if self.ahead else batches:
@@ -132,7 +132,7 @@ def measure(name: str, shape: Shape, turns: int, device: torch.device) -> Dict[s
     sides = {side: Side(SIDES[side], shape, device) for side in names}
     batches = batches_of(shape, shape.steps, generator, device)
     for side in names:
-        for _ in range(4):  # a Lookahead looks at what it is worth for some batches
+        for _ in range(4):  # a Lookahead measures its benefit during some batches
             sides[side].turn(batches)
     seconds: Dict[str, List[float]] = {side: [] for side in names}
     for turn in range(turns):

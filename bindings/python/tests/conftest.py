@@ -1,4 +1,4 @@
-"""What the tests share: an engine, a spy between the package and the library, programs in processes of their own, a
+"""Fixtures of the tests: an engine, a spy between the package and the library, programs in other processes, a
 controller.
 """
 
@@ -21,7 +21,7 @@ from spying import Spy
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-# A shell that starts the tests in the background has them ignore it, and so would all programs that they start.
+# A shell that starts the tests in the background makes them ignore SIGINT. Programs that they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -33,7 +33,7 @@ def engine() -> Iterator[frugal.Engine]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A wait counts as long after its first look, and what it warns of ends it."""
+    """A wait counts as long after its first slice, and its warning is raised as an exception."""
     monkeypatch.setattr(_wait, "SLICE_MS", 1)
     monkeypatch.setattr(_wait, "WORD_MS", 0)
     with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def spy_library(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def spy(spy_library: Path, monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Puts the spy before the library that is loaded: handles of either are those of both."""
+    """Puts the spy in front of the loaded library. Both take the same handles."""
     spy = Spy(spy_library, _lib.lib._name)
     for name in _abi.FUNCTIONS:
         seen = getattr(spy.abi, name)
@@ -75,7 +75,7 @@ def spy(spy_library: Path, monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """Runs a program in a Python of its own and returns how it ended."""
+    """Runs a program in another Python process and returns how it ended."""
 
     def run(program: str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         file = tmp_path / "program.py"
@@ -89,7 +89,7 @@ def run_python(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="session")
 def controller_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """frugal-controller, which is built with the library, or what FRUGAL_CONTROLLER tells."""
+    """The path of frugal-controller: FRUGAL_CONTROLLER, or the program that was built with the library."""
     try:
         frugal.Engine(service=tmp_path_factory.mktemp("none") / "socket", timeout=0.1)
     except frugal.Unsupported:
@@ -104,7 +104,7 @@ def controller_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Controller:
-    """A controller that runs."""
+    """A running controller."""
 
     def __init__(self, program: Path, address: Path) -> None:
         self.address = str(address)
@@ -127,7 +127,7 @@ def controller(controller_program: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 class Peer:
-    """A program in a Python of its own, which says a line when it has come to where it is to be."""
+    """A program in another Python process. It prints a line when it has reached the expected state."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         command = [sys.executable, "-X", "faulthandler", "-c", program, *arguments]

@@ -3,7 +3,7 @@
 
     opscript.py SCRIPT
 
-Exit status 1, and a line on stderr, at the first line that answers another status than the script says.
+At the first line whose call returns another status than the script has, it prints a line on stderr and exits with 1.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OPTIMIZERS: List[Any] = [
     frugal.RMSProp,
     frugal.FTRL,
 ]
-# The bits of what frugal_optimizer_init sets and frugal.config has otherwise.
+# The bits of the defaults of frugal_optimizer_init that differ from those of frugal.config.
 DEFAULTS = {"lr": 0x3C23D70A, "eps": 0x322BCC77}
 INITIALIZERS: List[Any] = [frugal.Constant, frugal.Uniform, frugal.Normal, frugal.TruncatedNormal, frugal.Xavier]
 NESTEROV, MEAN_RANKS, NO_BIAS_CORRECTION, LAZY, WITH_STATE, SKIP = 1, 2, 4, 1, 1, 1
 
 
 class Fnv:
-    """FNV-1a of 64 bits."""
+    """The 64-bit FNV-1a hash."""
 
     def __init__(self) -> None:
         self.value = 14695981039346656037
@@ -67,8 +67,8 @@ def optimizer_of(fields: Optional[Dict[str, Any]]) -> frugal.Optimizer:
     fields = fields or {}
     flags = fields.get("flags", 0)
     kind = OPTIMIZERS[fields.get("kind", 0)]
-    # A class has the fields that its optimizer looks at; the others change nothing. What a script leaves out is the
-    # header's default, which is not Python's.
+    # A class has only the fields that its optimizer uses; the others have no effect. A field that a script leaves out
+    # has the header's default, which may differ from Python's.
     fields = {**DEFAULTS, **fields}
     arguments: Dict[str, Any] = {
         name: one_float(bits) for name, bits in fields.items() if name in kind.__dataclass_fields__
@@ -92,7 +92,7 @@ class Replay:
         self.hashes = 0
 
     def run(self, line: Dict[str, Any]) -> str:
-        """The name of the status that a line's call answers."""
+        """Makes a line's call. Returns the name of its status."""
         try:
             getattr(self, "do_" + line["do"])(line)
         except frugal.Error as error:
@@ -222,7 +222,7 @@ class Replay:
 
 
 def replay(path: str) -> Tuple[int, str]:
-    """Exit status and message."""
+    """Returns the exit status and a message."""
     state = Replay()
     with open(path, encoding="utf-8") as script:
         for number, text in enumerate(script, 1):

@@ -10,7 +10,7 @@ from frugal import _abi
 
 
 class Spy:
-    """The library with notes of the addresses that it was given: bindings/spy/spy.c."""
+    """bindings/spy/spy.c: the library, with notes of the addresses that it received."""
 
     class Note(ctypes.Structure):
         _fields_ = [
@@ -26,11 +26,11 @@ class Spy:
             raise OSError(f"the spy cannot load {real}")
 
     def last(self) -> Any:
-        """The last call with arrays: function, op_count, ops."""
+        """Returns the last call with arrays: function, op_count, ops."""
         note = Spy.Note()
         self.abi.spy_last(ctypes.byref(note))
         return note
 
     def calls(self) -> int:
-        """Calls of all functions."""
+        """Returns the number of calls of all functions."""
         return int(self.abi.spy_calls())

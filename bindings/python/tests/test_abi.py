@@ -1,4 +1,4 @@
-"""_abi.py says what a C compiler makes of frugal.h: constants, sizes, offsets, defaults, names."""
+"""_abi.py agrees with what a C compiler makes of frugal.h: constants, sizes, offsets, defaults, names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def constants() -> Dict[str, int]:
 
 
 def leaves(struct: Any, prefix: str = "", start: int = 0) -> Iterator[Tuple[str, int, int]]:
-    """Path, offset and size of each field that is no struct: between structs there is padding."""
+    """Yields path, offset and size of each field that is not a struct. Between the fields of structs is padding."""
     for field in struct._fields_:
         place = getattr(struct, field[0])
         if isinstance(field[1], type) and issubclass(field[1], ctypes.Structure):
@@ -51,10 +51,10 @@ def leaves(struct: Any, prefix: str = "", start: int = 0) -> Iterator[Tuple[str,
 
 @pytest.fixture(scope="module")
 def facts(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Dict[str, str]:
-    """What a C program prints: NAME=VALUE."""
+    """The lines NAME=VALUE that a C program prints."""
     lines: List[str] = []
     for name in constants():
-        # The values that need it are unsigned; the others are printed with their sign.
+        # Only unsigned values need 64 bits; the others are printed with their sign.
         lines.append(f'printf("{name}=%s%llu\\n", ({name}) < 0 ? "-" : "", ({name}) < 0 ? -(unsigned long long)({name})'
                      f' : (unsigned long long)({name}));')  # fmt: skip
     for name, struct in STRUCTS.items():

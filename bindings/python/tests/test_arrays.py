@@ -1,4 +1,4 @@
-"""Arrays: which are taken, that they are taken where they lie, and what is refused."""
+"""Arrays: the library takes them in place, and refuses those that it cannot take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = np.array([7, 42, 7])
 
 
 class Session:
-    """A table and a trainer inside of step 0, whose batch has KEYS."""
+    """A table, and a trainer inside step 0, whose batch has KEYS."""
 
     def __init__(self, engine: frugal.Engine) -> None:
         self.engine = engine
@@ -38,11 +38,11 @@ def session(engine: frugal.Engine) -> Session:
     return Session(engine)
 
 
-# --- Producers of one protocol each: arrays that NumPy holds and tells in one way only ---
+# --- Producers of one protocol each, around NumPy arrays ---
 
 
 class OnlyDLPack:
-    """DLPack as of today: max_version, copy."""
+    """The present DLPack protocol: max_version, copy."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -55,14 +55,14 @@ class OnlyDLPack:
 
 
 class OldDLPack(OnlyDLPack):
-    """DLPack as it was: only `stream`."""
+    """The old DLPack protocol: only `stream`."""
 
     def __dlpack__(self, stream: Optional[int] = None) -> Any:  # type: ignore[override]
         return self.array.__dlpack__()
 
 
 class Interface:
-    """__cuda_array_interface__ of this dictionary."""
+    """An array with __cuda_array_interface__, and changes of that dictionary."""
 
     def __init__(self, array: Any, **changes: Any) -> None:
         told = array.__array_interface__
@@ -240,7 +240,7 @@ def test_nothing_is_no_error(session: Session) -> None:
     assert session.trainer.lookup(op).tolist() == [[0] * DIM]
 
 
-# --- What is refused ---
+# --- Refused arrays ---
 
 
 def bad_rows() -> Iterator[Tuple[str, Any, type, str]]:
@@ -310,7 +310,7 @@ def read_only(a: Any) -> Any:
     return a
 
 
-# Before 2.1 NumPy refuses to tell a read-only array by DLPack, which had no word for it.
+# Before 2.1 NumPy refuses to export a read-only array by DLPack, which had no flag for it.
 WRAPPERS: Dict[str, Callable[[Any], Any]] = {"numpy": lambda a: a, "memoryview": memoryview}
 if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
     WRAPPERS["dlpack"] = OnlyDLPack
@@ -348,7 +348,7 @@ def test_masked_arrays_are_refused(session: Session, kind: str) -> None:
 
 
 class Negative(OnlyDLPack):
-    """As torch tells a lazily negated tensor: the elements with the other sign."""
+    """As torch exports a lazily negated tensor: the elements have the other sign."""
 
     negative = True
 
@@ -509,7 +509,7 @@ def test_an_array_cannot_move_during_a_call(session: Session, spy: Spy, monkeypa
 
 
 def test_outputs_live_although_nobody_names_them(session: Session, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collection in the middle of a call: what it is given was made for it and has no other name."""
+    """A garbage collection in the middle of a call whose arrays only the call refers to."""
     from frugal import _trainer
 
     real = spy.abi.frugal_lookup
@@ -529,7 +529,7 @@ def test_outputs_live_although_nobody_names_them(session: Session, spy: Spy, mon
         assert (out == session.expected).all()
 
 
-# --- GPU memory is told by protocols; what is refused of it can be tested without a GPU ---
+# --- GPU memory comes by protocols; its refusals can be tested without a GPU ---
 
 
 def test_cuda_array_interface() -> None:
@@ -560,7 +560,7 @@ def test_cuda_array_interface() -> None:
 
 
 class DeviceDLPack(OnlyDLPack):
-    """Tells another device than the memory is on, by writing it into the tensor of the capsule."""
+    """Names another device than the memory's, by writing it into the tensor of the capsule."""
 
     def __init__(self, array: Any, kind: int, number: int = 0) -> None:
         super().__init__(array)

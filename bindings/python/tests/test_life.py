@@ -127,7 +127,7 @@ def test_the_collector_may_run_at_any_time(engine: frugal.Engine) -> None:
     gc.set_threshold(1)
     try:
         for step in range(30):
-            frugal.Engine().create_trainer()  # garbage with finalizers, in a cycle or not
+            frugal.Engine().create_trainer()  # garbage with finalizers, perhaps in a cycle
             batch = trainer.prefetch(step, table, KEYS + 0)
             with trainer.step(step):
                 rows = trainer.lookup(batch)
@@ -330,7 +330,7 @@ def test_ctrl_c_ends_a_waiting_step_begin() -> None:
 
 
 class Interrupted(Exception):
-    """What a signal handler may raise."""
+    """An exception that a signal handler raises."""
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
@@ -352,7 +352,7 @@ def test_an_interrupt_after_the_gate_of_a_with_block_undoes_the_step(
     with pytest.raises(frugal.NotInStep):
         trainer.step_abort()
     with trainer.step(0):
-        # A step that cannot begin leaves the one that the trainer is in.
+        # A step that cannot begin does not change the step that the trainer is in.
         with pytest.raises(frugal.StepOrder), trainer.step(5):
             pass
         with pytest.raises(ValueError), trainer.step(-1):
@@ -386,7 +386,7 @@ def test_ctrl_c_ends_a_waiting_read() -> None:
 
 
 def test_ctrl_c_from_a_terminal(run_python: Run, tmp_path: Any) -> None:
-    """The same as a user meets it: a program of its own, and its default handler."""
+    """The same in a user's situation: a separate program with its default handler."""
     program = """
 import os, signal, sys, threading
 import frugal
@@ -490,7 +490,7 @@ def test_closing_wakes_a_thread_that_waits() -> None:
     time.sleep(0.2)
     engine.close()
     thread.join()
-    # CLOSED if it was inside of a slice, BAD_HANDLE if between two.
+    # CLOSED if the thread was inside a slice, BAD_HANDLE if between two.
     assert len(ended) == 1 and isinstance(ended[0], (frugal.Closed, frugal.BadHandle))
 
 
@@ -533,7 +533,7 @@ def test_ranks_as_threads_reach_what_one_thread_reaches() -> None:
 
 
 def test_log_callback(run_python: Run) -> None:
-    """Nothing that a callback does comes back as anything but a line of sys.unraisablehook."""
+    """An exception of a callback only reaches sys.unraisablehook."""
     program = """
 import ctypes, gc, sys
 import frugal

@@ -1,4 +1,4 @@
-"""What an engine tells about itself: metrics, traces; and what services are as long as there are none."""
+"""Observation of an engine: metrics and traces. Also: services in a library without them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_traces_that_cannot_be(engine: frugal.Engine, tmp_path: Path) -> None:
     assert spans(tmp_path / "t") == {}  # the recording had ended
     with pytest.raises(frugal.InvalidArgument), engine.trace(tmp_path):
         pass
-    # Neither kept after that, nor after an exception in the block, which comes through.
+    # No events are kept after that, nor after an exception in the block, which passes through.
     with pytest.raises(ZeroDivisionError), engine.trace(tmp_path / "u"):
         engine.committed_step()
         raise ZeroDivisionError
@@ -161,7 +161,7 @@ def test_objects_tell_what_they_are() -> None:
     engine.close()
     assert repr(engine) == "<frugal.Engine, closed>" and repr(other) == "<frugal.Trainer of rank 0, closed>"
     assert repr(dense).endswith(", dense, Adam, closed>")
-    # What has not come to be, as a debugger may show it.
+    # Objects whose constructor has not run, as a debugger may print them.
     for kind in (frugal.Engine, frugal.Table):
         assert repr(kind.__new__(kind)).startswith(f"<frugal.{kind.__name__}")
 
@@ -188,7 +188,7 @@ def test_a_rank_that_waits_for_nobody_says_so(block: bool, impatient: None) -> N
             trainer.step_begin(0)
             trainer.step_end(0)
         begin(1)
-        # A rank that is there and slow is nothing to warn of.
+        # A rank that has joined and is slow gives no warning.
         trainers[0].step_end(1)
         with pytest.raises(frugal.Timeout):
             begin(2, timeout=0.01)

@@ -1,4 +1,4 @@
-"""Engines in a controller's process: what a trainer process sees of it, and of other trainer processes."""
+"""Engines in a controller's process: the effects of it, and of other trainer processes, on a trainer process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Start = Callable[..., Any]
 
 WORLD = 2
 
-# A rank that trains from step to step as it is told: "begin", "train", "end", in one word for each line.
+# A rank that reads the words "begin", "train" and "end" from its lines of input, and does each.
 RANK = """
 import sys
 import numpy as np
@@ -208,12 +208,12 @@ def test_a_rank_that_is_killed_and_replaced(world: World, peer: Start) -> None:
     world.push()
     assert other.says() == "done"
     other.kill()
-    # What comes first after the death is told, whichever call it is; then nothing is left of the step.
+    # The first call after the death reports it, whichever call that is. Then nothing is left of the step.
     with pytest.raises(frugal.PeerLost, match="rank 1 is gone.*begin step 1 again"):
         world.trainer.step_end(1)
-        world.trainer.step_begin(2)  # where step_end was before it
+        world.trainer.step_begin(2)  # if step_end came before the death
     assert world.engine.committed_step() == 0
-    # Longer than a slice of a wait.
+    # The time-out is longer than a slice of a wait.
     with pytest.raises(frugal.Timeout, match="in place of rank 1"):
         world.trainer.step_begin(1, timeout=0.25)
     begun = threading.Thread(target=world.trainer.step_begin, args=(1,))
@@ -280,7 +280,7 @@ def test_a_controller_that_is_killed(world: World, controller: Any, peer: Start)
 
 # --- Failing ---
 
-# How a program goes wrong, between two steps.
+# The ways in which a program fails between two steps.
 FAILURES = {
     "trainer": "with trainer:\n    run()\n    raise RuntimeError('on purpose')\n",
     "engine": "with engine:\n    run()\n    raise RuntimeError('on purpose')\n",
@@ -308,8 +308,8 @@ def test_a_rank_that_fails_is_lost_and_replaced(world: World, peer: Start, how: 
     assert other.says() == "done"
     other.hears("fail")
     if how == "caught":
-        assert other.says() == "caught"  # it lives on
-    # Nobody goes on without it: it would have had gradients.
+        assert other.says() == "caught"  # its process still runs
+    # No rank continues without it: its gradients would be missing.
     with pytest.raises(frugal.PeerLost, match="rank 1"):
         while True:
             try:
@@ -322,7 +322,7 @@ def test_a_rank_that_fails_is_lost_and_replaced(world: World, peer: Start, how: 
     with pytest.raises(frugal.Timeout, match="rank 1"):
         try:
             world.trainer.step_begin(1, timeout=0.25)
-        except frugal.PeerLost:  # the abort, which comes first, is told after the rank is lost, too
+        except frugal.PeerLost:  # the abort comes first, but may be reported after the loss of the rank
             assert how == "step"
             world.trainer.step_begin(1, timeout=0.25)
     again = peer(RANK, world.service, "1")

@@ -1,4 +1,4 @@
-"""Training by the public interface: what each call does and answers."""
+"""Training by the public interface: effects and results of each call."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_keys_come_in_chunks(engine: frugal.Engine) -> None:
         chunks = list(table.key_chunks(most))
         assert max(map(len, chunks)) <= most and all(c.base is None or len(c.base) == most for c in chunks)
         assert np.concatenate(chunks).tolist() == table.keys().tolist()
-    # Rows change between two chunks: what was there, and stays, comes all the same.
+    # Rows change between two chunks; the keys of rows that exist throughout come all the same.
     seen = []
     for chunk in table.key_chunks(100):
         seen += chunk.tolist()
@@ -290,7 +290,7 @@ def test_names_and_memory(engine: frugal.Engine) -> None:
     assert [(n, t.name, t.dim) for n, t in engine.tables().items()] == [("tâble", "tâble", 8), (name, name, 1)]
     assert engine.tables()[name].handle == handle
     config = _table.table_config(1, 3, False, False, frugal.Constant(), frugal.SGD(), "reject")
-    config.name = b"\xff"  # as another language may
+    config.name = b"\xff"  # another language may use such a name
     made = ctypes.c_void_p()
     check(lib.frugal_table_create(engine.handle, ctypes.addressof(config), ctypes.byref(made)))
     *_, (name, other) = engine.tables().items()
@@ -403,7 +403,7 @@ def test_arguments_of_another_type(engine: frugal.Engine) -> None:
         for method in (engine.read, trainer.lookup, trainer.push_grad, lambda ops: trainer.prefetch(0, ops)):
             with pytest.raises(TypeError, match=message):
                 method(wrong)
-    with trainer.step(0):  # nothing of all that was left behind
+    with trainer.step(0):  # the refused calls had no effect
         assert trainer.lookup(table, KEYS).shape == (3, 1)
 
 
@@ -421,7 +421,7 @@ def test_a_list_of_ops_that_changes_during_the_call(engine: frugal.Engine) -> No
     ops: List[frugal.Op] = []
 
     class Growing:
-        """Its memory is asked for in the call."""
+        """The call requests its memory."""
 
         def __init__(self, array: Any) -> None:
             self.array = array

@@ -1,12 +1,12 @@
-//! Finds the library, or builds it, and declares what `frugal.h` has.
+//! Finds the library, or builds it, and generates the declarations of `frugal.h`.
 //!
-//! The first of these that is there is taken:
+//! It takes the first of these that exists:
 //! 1. `FRUGAL_DIR`: an installed prefix (`include/frugal.h`, `lib/libfrugal.so`) or a build folder of CMake;
 //! 2. pkg-config's `frugal`;
 //! 3. the repository that this crate is part of, built by CMake into cargo's folder.
 //!
-//! Crates that depend on this one directly get `DEP_FRUGAL_INCLUDE` and `DEP_FRUGAL_LIB` (the folders of the
-//! header and of the library) in their build scripts, as for an rpath.
+//! Build scripts of crates that depend directly on this one get `DEP_FRUGAL_INCLUDE` and `DEP_FRUGAL_LIB`.
+//! These are the folders of the header and of the library, for example for an rpath.
 
 use std::env;
 use std::fs;
@@ -47,7 +47,7 @@ fn main() {
         .header(header.to_str().expect("the header's path is not UTF-8"))
         .allowlist_item("(frugal|FRUGAL)_.*")
         .prepend_enum_name(false)
-        // The header's comments are this crate's documentation.
+        // The header's comments become this crate's documentation.
         .clang_arg("-fparse-all-comments")
         .use_core()
         .layout_tests(true)
@@ -99,7 +99,7 @@ fn library_in(dir: &Path) -> Option<PathBuf> {
 fn by_pkg_config() -> Option<Found> {
     let package =
         pkg_config::Config::new().range_version("0.1".."1").cargo_metadata(false).probe("frugal").ok()?;
-    // What is in the compiler's own folders, pkg-config leaves out.
+    // pkg-config leaves out the compiler's own folders.
     let standard = [PathBuf::from("/usr/include"), PathBuf::from("/usr/local/include")];
     let include = package.include_paths.into_iter().chain(standard);
     let include = include.into_iter().find(|f| f.join("frugal.h").is_file())?;
@@ -138,8 +138,8 @@ fn run(command: &mut Command) {
     assert!(status.success(), "{command:?} failed: {status}");
 }
 
-/// Links to the library in a folder of cargo's, since cargo lets what it runs (tests, examples, doctests)
-/// search only such folders at run time.
+/// Makes links to the library in a folder of cargo's. The programs that cargo runs (tests, examples,
+/// doctests) search only such folders at run time.
 fn name_library_near(lib: &Path, near: &Path) {
     let _ = fs::remove_dir_all(near);
     fs::create_dir_all(near).expect("cargo's folder cannot be written");

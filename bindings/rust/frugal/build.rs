@@ -1,5 +1,5 @@
-//! Lets this package's tests, examples and benchmarks find the library when they are run without cargo, and tells
-//! dependents where it is: their build scripts get `DEP_FRUGAL_RS_LIB`.
+//! Lets this package's tests, examples and benchmarks find the library when they run without cargo. The build
+//! scripts of dependent crates get the library's folder in `DEP_FRUGAL_RS_LIB`.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

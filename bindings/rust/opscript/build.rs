@@ -1,4 +1,4 @@
-//! Lets the runner find the library when it is run without cargo.
+//! Lets the runner find the library when it runs without cargo.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

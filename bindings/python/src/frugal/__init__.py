@@ -1,4 +1,4 @@
-"""Frugal: embedding tables larger than a GPU's memory, trained with the exact result of synchronous training.
+"""Frugal trains embedding tables that are larger than a GPU's memory, with the exact result of synchronous training.
 
     import frugal
     with frugal.Engine() as engine:
@@ -10,9 +10,9 @@
                 rows = trainer.lookup(batch)                # NumPy, (len(keys), 16)
                 trainer.push_grad(batch, gradient(rows))
 
-Arrays are NumPy's, or anything with the buffer protocol, DLPack or __cuda_array_interface__; their memory is used where
-it lies. Keys are int64, uint64 (the same bits) or int32, which alone are widened into a new array. What a call means is
-said once for all languages, in include/frugal.h.
+Arrays are NumPy arrays, or objects with the buffer protocol, DLPack or __cuda_array_interface__. The engine uses their
+memory in place. Keys are int64, uint64 (the same bits) or int32. The package copies only int32 keys, to widen them.
+include/frugal.h defines each call, for all languages.
 """
 
 from . import config, errors

@@ -1,6 +1,6 @@
 """The C ABI of include/frugal.h for ctypes: every constant, struct and function.
 
-Handles and pointers are plain integers (c_void_p), so that an address goes through without a wrapper.
+Handles and pointers are plain integers (c_void_p), so that an address needs no wrapper object.
 tests/test_abi.py compares this file with what a C compiler makes of the header.
 """
 
@@ -297,12 +297,12 @@ class frugal_stats(ctypes.Structure):
     ]
 
 
-# Writes all fields of a frugal_op at once, several times as fast as one attribute after another. Native
-# alignment; a pointer that is NULL is written as 0.
+# Writes all fields of a frugal_op in one call, several times as fast as setting one attribute after another.
+# Alignment is native. A NULL pointer is 0.
 _CODES: Dict[Any, str] = {c_uint64: "Q", c_size_t: "Q", c_void_p: "P", c_uint32: "I", c_int32: "i"}
 OP = struct.Struct("@" + "".join(_CODES[field[1]] for field in frugal_op._fields_))
 
-# The same of an op on a batch alone: struct_size, table, batch, rows_out, grads, row_stride, and zeros between them.
+# The same for an op on a batch alone: struct_size, table, batch, rows_out, grads, row_stride, and zeros between them.
 BATCH_OP = struct.Struct("@QPP56xPPQ24x")
 
 # --- Functions: name -> (result, arguments) ---

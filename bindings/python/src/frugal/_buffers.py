@@ -1,11 +1,11 @@
 """Addresses of the caller's arrays, without copies.
 
-Taken are the buffer protocol (NumPy arrays, array.array, memoryview, ...), `__cuda_array_interface__` and DLPack, in
-this order. What the ABI cannot take as it lies (type, shape, stride, byte order, device, a read-only output) is a
-TypeError or a ValueError.
+An array gives its address by the buffer protocol (NumPy arrays, array.array, memoryview, ...),
+`__cuda_array_interface__` or DLPack, tried in this order. An array that the ABI cannot take without a copy raises a
+TypeError or a ValueError: by its type, shape, stride, byte order or device, or because an output is read-only.
 
-A resolved array is pinned: what keeps its memory in place (an exported buffer, a DLPack capsule) is appended to the
-list `pins` of a call, which the call clears when it has returned.
+A resolved array is pinned: the object that keeps its memory in place (an exported buffer, a DLPack capsule) is
+appended to the list `pins` of a call. The call clears the list when it has returned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SupportsDLPack(Protocol):
-    """An array of another library that tells its memory by DLPack."""
+    """An array of another library that exports its memory by DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -40,7 +40,7 @@ Pins = List[Any]
 
 
 class Place(NamedTuple):
-    """Where a trainer takes its arrays: the host and perhaps a GPU, and the stream that orders the calls."""
+    """The memory that a trainer accepts arrays in, the host and perhaps a GPU, and the stream that orders its calls."""
 
     gpu: Optional[int] = None
     stream: int = 0
@@ -48,14 +48,14 @@ class Place(NamedTuple):
 
 HOST = Place()
 
-# (address, kind, read-only, shape, strides in bytes, GPU or None). A kind is the type string of NumPy without the
-# byte order, as "f4"; of any other type it is a description for a message.
+# (address, kind, read-only, shape, strides in bytes, GPU or None). A kind is NumPy's type string without the byte
+# order, for example "f4". For a type that the ABI does not have it is a description for a message.
 _Resolved = Tuple[int, str, bool, Sequence[int], Sequence[int], Optional[int]]
 
-_ANY_GPU = -1  # __cuda_array_interface__ does not tell which
+_ANY_GPU = -1  # __cuda_array_interface__ does not name the GPU
 
 _LONG = str(ctypes.sizeof(ctypes.c_long))
-# Of the struct module's formats; "<" is the byte order of every machine that the library is built for.
+# Kinds by the struct module's formats. "<" is the byte order of every machine that the library is built for.
 _FORMATS = {
     "f": "f4",
     "<f": "f4",
@@ -84,8 +84,8 @@ _SIZES = {"f4": 4, "i4": 4, "i8": 8, "u8": 8, "u1": 1, "b1": 1}
 
 # --- The buffer protocol ---
 #
-# memoryview tells all but the address. Of contiguous memory that can be written a ctypes object on it has the
-# address, in a third of the time that it takes to ask the interpreter for it.
+# memoryview has everything but the address. For contiguous writable memory a ctypes object on it gives the address,
+# in a third of the time of PyObject_GetBuffer.
 
 
 class _PyBuffer(ctypes.Structure):
@@ -106,7 +106,7 @@ class _PyBuffer(ctypes.Structure):
     ]
 
 
-# An instance of our own: the argument types of ctypes.pythonapi belong to everybody.
+# An instance of its own: all modules share the argument types of ctypes.pythonapi.
 _python = ctypes.PyDLL(None)
 _get_buffer = _python.PyObject_GetBuffer
 _get_buffer.argtypes = [py_object, c_void_p, c_int]
@@ -123,7 +123,7 @@ _byte_on = c_char.from_buffer
 
 
 def _address_of(view: memoryview) -> int:
-    """The address of a view that is pinned, however it lies and whether it can be written or not."""
+    """Returns the address of a pinned view, contiguous or not, writable or not."""
     buffer = _PyBuffer()
     _get_buffer(view, addressof(buffer), _PyBUF_FULL_RO)
     address = buffer.buf or 0
@@ -168,7 +168,7 @@ def _resolve_cuda(pins: Pins, interface: Any, array: Any, what: str, place: Plac
     kind = form[1:] if form[1:] in _SIZES and form[0] in "<|=" else f"the type {form}"
     strides = interface.get("strides") or _packed_strides(shape, _SIZES.get(kind, 1))
     stream = interface.get("stream")
-    # 1 is the name that protocols give to the default stream, whose handle is NULL.
+    # The protocols name the default stream 1; its handle is NULL.
     if stream is not None and place.gpu is not None and (stream or 1) != (place.stream or 1):
         raise ValueError(
             f"{what}: its contents are ordered by stream {stream:#x}, and the trainer works in {place.stream:#x}: "
@@ -225,11 +225,11 @@ def _resolve_dlpack(pins: Pins, array: Any, what: str, place: Place) -> _Resolve
     try:
         try:
             capsule = array.__dlpack__(max_version=(1, 0), copy=False, **arguments)
-        except TypeError:  # a producer from before these were in the protocol: it never copies
+        except TypeError:  # an older producer without these arguments never copies
             capsule = array.__dlpack__(**arguments)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{what}: {type(array).__name__} gives no DLPack tensor: {error}") from error
-    # The capsule is not marked as used: the tensor stays its own, and its destructor calls the deleter.
+    # The capsule is not renamed to "used": it keeps owning the tensor, and its destructor calls the deleter.
     pins.append(capsule)
     readonly = False
     name = _capsule_name(capsule)
@@ -261,11 +261,11 @@ def _resolve_dlpack(pins: Pins, array: Any, what: str, place: Place) -> _Resolve
     return (tensor.data or 0) + tensor.byte_offset, kind, readonly, shape, strides, gpu
 
 
-_plain: Any = None  # the last type that was found to be no masked array
+_plain: Any = None  # the last type that was not a masked array
 
 
 def _is_masked(array: Any) -> bool:
-    """Is it a masked array of NumPy? Its buffer is that of the data; the mask would be dropped without a word."""
+    """Whether it is a masked array of NumPy. Its buffer has the data alone, so the mask would be lost silently."""
     global _plain
     if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         return True
@@ -281,13 +281,13 @@ def _resolve(pins: Pins, array: Any, what: str, place: Place) -> _Resolved:
     except (BufferError, TypeError, ValueError) as error:
         if _is_buffer(array):
             raise TypeError(f"{what}: {type(array).__name__} gives no buffer: {error}") from error
-    # torch: its memory has the elements with the other sign, and neither protocol tells.
+    # torch: the memory of such a tensor has the elements with the other sign, and neither protocol reports that.
     negative = getattr(array, "is_neg", None)
     if callable(negative) and negative() is True:
         raise TypeError(f"{what}: a tensor with the negative bit; give resolve_neg() of it")
     try:
         interface = getattr(array, "__cuda_array_interface__", None)
-    except RuntimeError as error:  # torch: of a tensor that requires a gradient
+    except RuntimeError as error:  # torch: the tensor requires a gradient
         raise TypeError(f"{what}: {error}") from error
     if interface is not None:
         resolved = _resolve_cuda(pins, interface, array, what, place)
@@ -307,7 +307,7 @@ def _resolve(pins: Pins, array: Any, what: str, place: Place) -> _Resolved:
     return resolved
 
 
-# --- What the ABI takes ---
+# --- The arrays that the ABI takes ---
 
 
 def _need(what: str, need: str, kind: str) -> TypeError:
@@ -315,7 +315,7 @@ def _need(what: str, need: str, kind: str) -> TypeError:
     return TypeError(f"{what}: {need} is needed, this is {kind}{order}")
 
 
-# Memory for arrays without elements, whose address may be NULL: the ABI takes NULL as "not given".
+# An address for arrays without elements, whose own may be NULL: to the ABI, NULL means "not given".
 _NOTHING = (c_uint64 * 1)()
 _EMPTY = addressof(_NOTHING)
 
@@ -335,7 +335,7 @@ def _vector(resolved: _Resolved, size: int, what: str) -> Tuple[int, int]:
 
 
 def integers(pins: Pins, array: Any, what: str, place: Place = HOST) -> Tuple[int, int]:
-    """Address and number of keys or offsets: int64 or uint64 as they lie; int32 are widened into a new array."""
+    """Address and number of keys or offsets: int64 and uint64 in place; int32 are widened into a new array."""
     resolved = _resolve(pins, array, what, place)
     kind = resolved[1]
     if kind == "i8" or kind == "u8":
@@ -376,7 +376,7 @@ def floats(pins: Pins, array: Any, count: int, what: str, place: Place = HOST, *
 
 
 def found_flags(pins: Pins, array: Any, count: int, what: str) -> int:
-    """Address of exactly `count` bytes of uint8 or bool, contiguous, to be written, on the host."""
+    """Address of exactly `count` writable bytes of uint8 or bool, contiguous, on the host."""
     resolved = _resolve(pins, array, what, HOST)
     if resolved[1] not in ("u1", "b1"):
         raise _need(what, "uint8 or bool", resolved[1])
@@ -395,7 +395,7 @@ def rows(
 
     The shape is (count, width), each row contiguous; or (count * width,), packed.
     """
-    # The usual case first, for it is on the path of every call: contiguous memory that can be written.
+    # The usual case, contiguous writable memory, comes first: every call passes here.
     try:
         view = memoryview(array)
         pins.append(view)
@@ -404,7 +404,7 @@ def rows(
         if fits and (type(array) is _plain or not _is_masked(array)):
             return address, 0
     except (BufferError, TypeError, ValueError):
-        pass  # another case, or an error that what follows describes
+        pass  # another case, or an error that the code below reports
     address, kind, readonly, shape, strides, _ = _resolve(pins, array, what, place)
     if kind != "f4":
         raise _need(what, "float32", kind)
@@ -432,7 +432,7 @@ def rows(
     return address, stride
 
 
-# --- NumPy, if it is there ---
+# --- NumPy, if it is installed ---
 
 _numpy: Any = None
 

@@ -1,8 +1,8 @@
-"""The engine: options, tables, trainers, and what concerns them all.
+"""The engine: options, tables, trainers, and the calls that concern all of them.
 
-Handles are closed by close(), at the end of a `with` block, by the garbage collector, or when the interpreter exits;
-in a child made by fork() nothing is closed, for the engine is the parent's. Handles are never addresses: one that was
-closed is answered with BadHandle, in whatever order objects go.
+close(), the end of a `with` block, the garbage collector and the interpreter's exit close a handle. A child of fork()
+closes nothing, because the engine belongs to the parent. Handles are never addresses: a call with a closed one raises
+BadHandle, in any order of destruction.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     Path = Union[str, bytes, os.PathLike[str], os.PathLike[bytes]]
 
 STALENESS_ASYNC = _abi.FRUGAL_STALENESS_ASYNC
-"""Staleness without bound."""
+"""Staleness without a bound."""
 
-SERVICE = "FRUGAL_SERVICE"  # variable of the environment
+SERVICE = "FRUGAL_SERVICE"  # environment variable
 
-_NAMES = "surrogateescape"  # of tables that another language has created: any bytes
+_NAMES = "surrogateescape"  # tables that another language created may have any bytes in their names
 
 _BACKINGS: Dict[str, int] = {"private": _abi.FRUGAL_BACKING_PRIVATE, "shm": _abi.FRUGAL_BACKING_SHM}
 _STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
@@ -52,18 +52,18 @@ def _log_callback(log: Callable[[int, str], object]) -> Any:
     def call(context: Optional[int], level: int, text: bytes) -> None:
         log(level, text.decode(errors="replace"))
 
-    # What `log` raises does not reach the library: ctypes gives it to sys.unraisablehook.
+    # An exception of `log` does not reach the library: ctypes passes it to sys.unraisablehook.
     return _abi.LogFn(call)
 
 
 def _close(handle: int, pid: int, callback: Any) -> None:
-    """Of an engine's finalizer; it keeps the log callback alive until the threads that call it have ended."""
+    """Finalizes an engine. The finalizer keeps the log callback alive until the threads that call it have ended."""
     if os.getpid() == pid:
         check(lib.frugal_close(handle))
 
 
 def _await_controller(config: Any, limit_ms: float) -> None:
-    """Waits until somebody listens at the address, in slices, so that Ctrl-C ends it."""
+    """Waits until a controller listens at the address. It waits in slices, so that Ctrl-C ends the wait."""
     probe = _abi.frugal_config()
     lib.frugal_config_init(addressof(probe))
     probe.service = config.service
@@ -77,7 +77,7 @@ def _await_controller(config: Any, limit_ms: float) -> None:
             check(lib.frugal_close(handle))
         error = last_error(status) if status == _abi.FRUGAL_ERR_PEER_LOST else None
         if error is None or error.system_code not in _NOBODY:
-            return  # there is one, or what else is wrong is told by the call that is meant
+            return  # a controller listens, or the caller's own frugal_open reports what is wrong
         waited = time.monotonic() - begin
         left = limit_ms / 1000 - waited
         where, why = os.fsdecode(config.service), os.strerror(error.system_code)
@@ -96,17 +96,22 @@ _NOBODY = (errno.ENOENT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EAGAIN)
 class Engine(Single):
     """An opened instance: tables, host memory, background threads.
 
-    world_size: ranks. lookahead: largest number of future steps that may be declared. flush_threads: background
-    threads; with 0 the waiters flush. flush_mode: how updates reach the host rows. staleness: 0 synchronous,
-    STALENESS_ASYNC, or between. pending_bytes: budget of memory for updates that are not in the host rows yet.
-    host_bytes: limit of memory for tables, None for no limit. timeout: seconds that a call waits which names no
-    time-out of its own, math.inf for ever. backing: of the rows, "private" or "shm". seed: of all initial values. log:
-    called with a level (0 error, 1 warning, 2 information) and a text, from any thread; it must not call this
-    library, and what it raises goes to sys.unraisablehook. service: address of a controller to attach to, "" for an
-    engine of this process; None: what the environment variable FRUGAL_SERVICE says. The other options must be those of
-    the controller's engine.
+    world_size: the number of ranks.
+    lookahead: the largest number of future steps that a trainer may declare.
+    flush_threads: the number of background threads; with 0 the waiting threads flush.
+    flush_mode: how updates reach the host rows.
+    staleness: 0 is synchronous, STALENESS_ASYNC is without a bound, a number between is a bound in steps.
+    pending_bytes: the memory budget for updates that are not yet in the host rows.
+    host_bytes: the memory limit for tables; None is no limit.
+    timeout: seconds that a call without a time-out of its own waits; math.inf waits for ever.
+    backing: the memory of the rows, "private" or "shm".
+    seed: the seed of all initial values.
+    log: called with a level (0 error, 1 warning, 2 information) and a text, from any thread. It must not call this
+    library. An exception that it raises goes to sys.unraisablehook.
+    service: the address of the controller to attach to, or "" for an engine in this process. None takes the address
+    from the environment variable FRUGAL_SERVICE. The other options must equal those of the controller's engine.
 
-    Threads: any. Closing frees the tables and everything else of the engine.
+    Any thread may use an engine. Closing it frees its tables and all its other memory.
     """
 
     def __init__(
@@ -138,9 +143,9 @@ class Engine(Single):
         if host_bytes is not None:
             config.host_bytes = uint64(host_bytes, "host_bytes")
         self.world_size: int = config.world_size
-        """Ranks."""
+        """The number of ranks."""
         self.lookahead: int = config.lookahead
-        """The largest number of future steps that may be declared."""
+        """The largest number of future steps that a trainer may declare."""
         self._timeout_ms = milliseconds(timeout)
         endless = self._timeout_ms == math.inf
         config.timeout_ms = _abi.FRUGAL_TIMEOUT_INFINITE if endless else int(min(self._timeout_ms, 2**62))
@@ -151,9 +156,9 @@ class Engine(Single):
             callback = config.log = _log_callback(log)
         address = _path(os.environ.get(SERVICE, "") if service is None else service, "service")
         if address:
-            config.service = address  # which the struct keeps
+            config.service = address  # the struct keeps it alive
         self.service: str = os.fsdecode(address)
-        """Address of the controller that this process is attached to, or ""."""
+        """The address of the controller that this process is attached to, or ""."""
         if self.service:
             _await_controller(config, self._timeout_ms)
         handle = c_void_p()
@@ -169,7 +174,7 @@ class Engine(Single):
         return self._handle
 
     def __repr__(self) -> str:
-        handle = getattr(self, "_finalizer", None)  # not there where it could not be opened
+        handle = getattr(self, "_finalizer", None)  # missing if opening failed
         if handle is None or not handle.alive:
             return "<frugal.Engine, closed>"
         service = f", service {self.service!r}" if self.service else ""
@@ -177,9 +182,9 @@ class Engine(Single):
         return f"<frugal.Engine, world_size {self.world_size}, lookahead {self.lookahead}{service}{parent}>"
 
     def close(self) -> None:
-        """Stops the threads, writes what is pending, and frees everything; closing twice is no error.
+        """Stops the threads, writes the pending updates, and frees all memory. Closing twice is no error.
 
-        Calls of other threads that wait raise Closed. In a forked child nothing happens.
+        Waiting calls of other threads raise Closed. In a forked child close() does nothing.
         """
         self._finalizer()
 
@@ -193,7 +198,7 @@ class Engine(Single):
             try:
                 trainer.abandon()
             except Error:
-                pass  # what left the block says more
+                pass  # the exception that left the block says more
         self.close()
 
     def create_table(
@@ -208,11 +213,13 @@ class Engine(Single):
         optimizer: Optimizer = SGD(),
         nan_policy: NanPolicy = "reject",
     ) -> Table:
-        """Creates a table of float32 rows, which the engine owns until it is dropped.
+        """Creates a table of float32 rows. The engine owns the table until drop().
 
-        hashed: any 64-bit key, a row is created on first training use, at most `rows`; else the ids are 0..rows-1.
-        lazy: a dense row's memory comes with its first use. nan_policy: of gradients with a NaN; "reject": the push
-        raises NanGradient, "skip": the row is not touched, "accept": the arithmetic goes on.
+        hashed: keys are any 64 bits, and a row is created on its first use in training, up to `rows` rows. Without it
+        the table is dense: its ids are 0..rows-1.
+        lazy: a dense row gets its memory on its first use.
+        nan_policy: what a gradient with a NaN does. "reject": the push raises NanGradient. "skip": the row is left
+        as it is. "accept": the optimizer computes with it.
         """
         config = table_config(rows, dim, hashed, lazy, init, optimizer, nan_policy)
         config.name = _c_string(name, "name")
@@ -227,7 +234,7 @@ class Engine(Single):
         return Table(self, handle.value or 0, name)
 
     def tables(self) -> Dict[str, Table]:
-        """All tables by name, in the order of their creation: also those of other processes and languages."""
+        """Returns all tables by name, in the order of their creation, including those of other processes."""
         tables: Dict[str, Table] = {}
         memory, cursor, size = create_string_buffer(256), c_uint64(0), c_size_t()
         while True:
@@ -238,7 +245,7 @@ class Engine(Single):
             try:
                 tables[name] = self.find_table(name)
             except NotFound:
-                pass  # dropped since
+                pass  # another thread has dropped it
 
     def create_trainer(
         self,
@@ -249,11 +256,12 @@ class Engine(Single):
         cache_ratio: float = 0.0,
         replace: bool = False,
     ) -> Trainer:
-        """Joins as a rank. Nobody's step commits until every rank has joined once.
+        """Joins as a rank. No step commits until every rank has joined once.
 
-        device: "cpu", or "cuda:N". cache_bytes: private cache of the trainer, over all tables; cache_ratio: the same
-        as a share of each table's rows, 0..1; the larger counts. replace: takes the rank over from a trainer process
-        that does not answer; with a service only.
+        device: "cpu", or "cuda:N".
+        cache_bytes: the size of the trainer's private cache, over all tables.
+        cache_ratio: the same as a share of each table's rows, 0..1. The larger of the two counts.
+        replace: takes the rank over from an unresponsive trainer process; only with a service.
         """
         handle = c_void_p()
         self._join(handle, rank, device, cache_bytes, cache_ratio, replace)
@@ -275,19 +283,19 @@ class Engine(Single):
         check(lib.frugal_trainer_create(self._handle, addressof(config), byref(handle)))
 
     def health(self) -> int:
-        """0, or the status of the first background failure, which every later call reports as Unhealthy."""
+        """Returns 0, or the status of the first background failure. Every call after one raises Unhealthy."""
         return int(lib.frugal_health(self._handle))
 
     def flush(self, timeout: Optional[float] = None) -> None:
-        """Waits until every update of every committed step is in the host rows; the caller helps.
+        """Waits until every update of every committed step is in the host rows. The calling thread helps.
 
-        timeout: seconds; the engine's if left out. Ctrl-C ends the wait.
+        timeout: seconds; the default is the engine's. Ctrl-C ends the wait.
         """
         limit = self._timeout_ms if timeout is None else milliseconds(timeout)
         wait(lambda ms: lib.frugal_flush(self._handle, ms), limit)
 
     def committed_step(self) -> Optional[int]:
-        """The last step that all ranks have ended, or None."""
+        """Returns the last step that all ranks have ended, or None."""
         step = c_uint64()
         check(lib.frugal_committed_step(self._handle, byref(step)))
         return None if step.value == _abi.FRUGAL_NO_STEP else step.value
@@ -331,12 +339,12 @@ class Engine(Single):
         trainer: Optional[Trainer] = None,
         timeout: Optional[float] = None,
     ) -> Any:
-        """Reads rows by their keys, for evaluation or serving: creates no row, declares nothing.
+        """Reads rows by their keys, for evaluation or serving. It creates no row and declares nothing.
 
-        Returns the output rows: `rows` if given, else a new NumPy array; of several ops a list. Missing keys read as
-        zeros and are told in `found`. With a trainer inside a step it sees what lookup sees; with one between steps
-        it waits, like the gate, for the other ranks to end theirs. Ctrl-C ends the wait.
-        Threads: any; `trainer` one at a time.
+        Returns the output rows: `rows` if given, else a new NumPy array. For several ops it returns a list. A missing
+        key reads as zeros, and `found` marks the keys that have rows. With a trainer inside a step, read() sees what
+        lookup() sees. With a trainer between steps it waits, like the gate, until the other ranks have ended their
+        steps. Ctrl-C ends the wait. Any thread may call it, but only one thread at a time may use `trainer`.
         """
         limit = self._timeout_ms if timeout is None else milliseconds(timeout)
         ops = (Op(source, keys, rows=rows, found=found),) if isinstance(source, Table) else as_ops(source)
@@ -367,19 +375,21 @@ class Engine(Single):
         return outputs
 
     def stats(self) -> Dict[str, int]:
-        """Counters since the engine was opened, by the names of frugal_stats; times in nanoseconds."""
+        """Returns counters since the engine was opened, by their names in frugal_stats. Times are in nanoseconds."""
         stats = _abi.frugal_stats()
         stats.struct_size = sizeof(stats)
         check(lib.frugal_get_stats(self._handle, addressof(stats)))
         return {name: getattr(stats, name) for name in _STATS}
 
     def metrics(self) -> str:
-        """What a scrape of Prometheus wants, in text exposition format 0.0.4: all counters of stats(), what is
-        pending, health, the last committed step, rows and bytes of each table, and the step of each rank.
+        """Returns metrics for Prometheus, in text exposition format 0.0.4.
+
+        They are all counters of stats(), the pending updates, health, and the last committed step. For each table they
+        have rows and bytes, for each rank its step.
         """
         size = c_size_t(16384)
         while True:
-            # It may grow between two calls.
+            # The text may grow between two calls.
             text = create_string_buffer(size.value + 1024)
             status = lib.frugal_metrics(self._handle, text, len(text), byref(size))
             if status != _abi.FRUGAL_ERR_OVERFLOW:
@@ -387,30 +397,29 @@ class Engine(Single):
                 return text.raw[: size.value - 1].decode()
 
     def trace_start(self, events: int = 1 << 17) -> None:
-        """Begins to record what the engine does when; the newest `events` spans are kept, in 64 bytes each.
+        """Starts to record time spans of the engine's work. It keeps the newest `events` spans, 64 bytes each.
 
-        Raises Exists if there is a trace that was not stopped. trace() is the same for a block.
+        Raises Exists if a trace is already running. trace() records a `with` block.
         """
         check(lib.frugal_trace_start(self._handle, uint64(events, "events")))
 
     def trace_stop(self, path: Optional[Path]) -> None:
-        """Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and
-        Perfetto; None forgets it.
+        """Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and Perfetto.
 
-        Raises NotFound if no trace was started, and InvalidArgument, whose system_code tells why, if the file cannot
-        be written: then the events are kept for another call.
+        The path None discards the recording. Raises NotFound if no trace was started. Raises InvalidArgument, with the
+        cause in system_code, if the file cannot be written; then the events are kept for another call.
         """
         check(lib.frugal_trace_stop(self._handle, None if path is None else _path(path, "path")))
 
     @contextmanager
     def trace(self, path: Path, events: int = 1 << 17) -> Iterator[None]:
-        """Records a `with` block, and writes the trace to a file at its end, also after an exception."""
+        """Records a `with` block. At its end, also after an exception, it writes the trace to a file."""
         name = _path(path, "path")
         self.trace_start(events)
         try:
             yield
         except BaseException:
-            # What the block raised is the news.
+            # The exception of the block is reported, not one of this call.
             if lib.frugal_trace_stop(self._handle, name) != _abi.FRUGAL_OK:
                 lib.frugal_trace_stop(self._handle, None)
             raise
@@ -421,8 +430,9 @@ class Engine(Single):
             raise error
 
     def serve(self, address: Path) -> None:
-        """Lets other processes of this user attach to this engine, by their Engine(service=address), until it is
-        closed. `address` is the path of a socket, which is made there; needs backing="shm".
+        """Lets other processes of this user attach to this engine, with Engine(service=address), until it is closed.
+
+        `address` is the path of the socket that this call creates. The engine needs backing="shm".
         """
         check(lib.frugal_serve(self._handle, _path(address, "address")))
 
@@ -444,7 +454,7 @@ def _path(path: Path, what: str) -> bytes:
     return name
 
 
-# Finalizers run at the end of the interpreter from when the first one is made. Now: what the program registers with
-# atexit after it has imported this module runs earlier, and finds its engines open.
+# The first finalizer ever made registers weakref's atexit function. Making one here puts it before the functions that
+# the program registers after this import: atexit runs those first, so they find their engines open.
 weakref.finalize(Engine, int).detach()
 watch_exit()

@@ -1,7 +1,7 @@
 """The library itself, loaded once when the package is imported.
 
-Looked for in this order: the path that the environment variable FRUGAL_LIBRARY tells (a library that is being
-debugged, or a test's); the library that the wheel carries, beside this file; the system's libfrugal.so.0.
+The package tries, in this order: the path in the environment variable FRUGAL_LIBRARY (a library to debug or to
+test); the wheel's library, next to this file; the system's libfrugal.so.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ops: the keys of one table in a call, and how they become the frugal_op structs of the ABI."""
+"""Ops: the keys of one table in a call, and their conversion to the frugal_op structs of the ABI."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _POOLING: Dict[str, int] = {
 _SIZE = _abi.OP.size
 _pack_into = _abi.OP.pack_into
 
-# What a call does with its ops.
+# The kinds of call that take ops.
 PREFETCH, LOOKUP, PUSH, READ = range(4)
 
 
 def uint64(value: Any, what: str) -> int:
-    """A step, seed or count; ctypes would take a value out of its range modulo 2**64."""
+    """Checks a step, seed or count. ctypes would reduce a value that is out of range modulo 2**64."""
     value = operator.index(value)
     if not 0 <= value < 1 << 64:
         raise ValueError(f"{what} is {value}, and must be in 0..2**64-1")
@@ -40,7 +40,7 @@ def uint64(value: Any, what: str) -> int:
 
 
 def uint32(value: Any, what: str) -> int:
-    """The same with 32 bits."""
+    """As uint64, with 32 bits."""
     value = operator.index(value)
     if not 0 <= value < 1 << 32:
         raise ValueError(f"{what} is {value}, and must be in 0..2**32-1")
@@ -48,7 +48,7 @@ def uint32(value: Any, what: str) -> int:
 
 
 def choose(choices: Dict[str, int], value: str, what: str) -> int:
-    """The number of a named choice."""
+    """Returns the number of a named choice."""
     try:
         return choices[value]
     except (KeyError, TypeError):
@@ -56,17 +56,20 @@ def choose(choices: Dict[str, int], value: str, what: str) -> int:
 
 
 class Op:
-    """The keys of one table in a call of prefetch, lookup, push_grad or read, and its arrays.
+    """The keys of one table in a call of prefetch, lookup, push_grad or read, and the call's arrays.
 
-    keys, offsets: int64, uint64 or int32, one dimension. Without keys, with a batch: exactly the declared ones.
-    pooling "sum" or "mean": a row for each bag; bag b has the keys offsets[b] .. offsets[b + 1] - 1, so that there is
-    one more offset than bags. weights: a float32 for each key (pooling "sum"). weight_grads: output of push_grad, the
-    gradient of each weight. rows: output of lookup and read, float32 (rows, dim); a new NumPy array if left out.
-    grads: the gradient rows of push_grad. found: output of read, uint8 or bool for each key. padding_key: rows of
-    this key read as zeros, take no gradient and are never created. part: index of this table's op in the
-    prefetch call that declared the batch.
+    keys: int64, uint64 or int32, one dimension. With a batch and no keys: exactly the declared keys.
+    part: the index of this table's op in the prefetch call that declared the batch.
+    pooling: "sum" or "mean" gives a row for each bag, "none" a row for each key.
+    offsets: as keys, one more than bags. Bag b has the keys offsets[b] .. offsets[b + 1] - 1.
+    weights: a float32 factor for each key (pooling "sum").
+    weight_grads: an output of push_grad, the gradient of each weight.
+    rows: the output of lookup and read, float32 (rows, dim); without it a new NumPy array.
+    grads: the gradient rows of push_grad.
+    found: an output of read, uint8 or bool for each key.
+    padding_key: rows of this key read as zeros, take no gradient and are never created.
 
-    An op is plain data: it may be changed and used again in later calls, and by several of them.
+    An op is plain data. A program may change it, and use it in several calls.
     """
 
     __slots__ = (
@@ -117,7 +120,7 @@ class Op:
 def pack(
     memory: CArray[c_char], ops: Sequence[Op], use: int, pins: Pins, place: Place
 ) -> Tuple[List[Any], List[int]]:
-    """Writes `ops` into `memory`; returns the output rows (of PREFETCH the tables) and each op's number of keys."""
+    """Writes `ops` into `memory`. Returns the output rows (for PREFETCH the tables) and each op's number of keys."""
     outputs: List[Any] = []
     counts: List[int] = []
     at = 0
@@ -139,7 +142,7 @@ def pack(
 
         flags = padding = 0
         if op.padding_key is not None:
-            # Negative keys mean what they mean in an array of int64.
+            # A negative key is the same bits as in an array of int64.
             padding = operator.index(op.padding_key)
             if not -(1 << 63) <= padding < 1 << 64:
                 raise ValueError(f"padding_key is {padding}, and must be of 64 bits")

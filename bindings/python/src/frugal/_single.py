@@ -1,4 +1,4 @@
-"""What holds a handle of the library is one object of one process."""
+"""A base class for the owners of a library handle: each is one object of one process."""
 
 from __future__ import annotations
 

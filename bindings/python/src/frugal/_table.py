@@ -1,4 +1,4 @@
-"""Tables: what they are made with, and rows outside steps."""
+"""Tables: their configuration, and access to rows outside steps."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _NAN_POLICIES: Dict[str, int] = {
 
 
 class TableInfo(NamedTuple):
-    """What Table.describe tells."""
+    """What Table.describe returns."""
 
     rows: int
-    """Rows that exist now."""
+    """The number of rows that exist now."""
     capacity: int
     """The configured number of rows."""
     value_bytes: int
@@ -62,21 +62,21 @@ class TableInfo(NamedTuple):
     optimizer: int
     """The kind, a frugal_optimizer_kind."""
     page_bytes: int
-    """Page size that the rows' memory asks for."""
+    """The page size that the rows' memory requests."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a table takes at most, as memory_needed tells."""
+    """The most bytes that a table takes; memory_needed returns it."""
 
     values: int
     """Host rows."""
     state: int
     """Optimizer state."""
     index: int
-    """Hashed: keys and index at their largest; lazy: existence bytes."""
+    """Of a hashed table: keys and index at their largest. Of a lazy table: existence bytes."""
     window: int
-    """Flat index of rows, where updates can be deferred."""
+    """The flat index of rows, if updates can be deferred."""
     cache: int
     """One trainer's cache, its index included."""
     total: int
@@ -127,9 +127,9 @@ def memory_needed(
     flush_mode: FlushMode = "auto",
     staleness: int = 0,
 ) -> Memory:
-    """Tells the bytes that a table would take in an engine of this flush_mode and staleness; reserves nothing.
+    """Returns the bytes that a table would take in an engine of this flush_mode and staleness. It reserves nothing.
 
-    cache_rows: rows that one trainer's cache would hold for this table.
+    cache_rows: the rows that one trainer's cache would hold for this table.
     """
     engine = _abi.frugal_config()
     lib.frugal_config_init(addressof(engine))
@@ -146,11 +146,11 @@ def memory_needed(
 
 
 class Table(Single):
-    """Rows of one dimension with optimizer state; made by Engine.create_table or found by Engine.find_table.
+    """Rows of one dimension with optimizer state. Engine.create_table makes one, Engine.find_table finds one.
 
-    The engine owns it: the end of this object leaves it as it is, drop() removes it. get, put, delete, count and
-    keys are for between steps: they raise Busy while a rank is inside one, and see every committed step.
-    Threads: any.
+    The engine owns the table. The end of this object does not change it; drop() removes it. get, put, delete, count
+    and keys work between steps: they raise Busy while a rank is inside a step, and see every committed step.
+    Any thread may use a table.
     """
 
     __slots__ = ("__weakref__", "_dropped", "_engine", "_handle", "_info", "dim", "name")
@@ -170,10 +170,11 @@ class Table(Single):
         """The handle of the ABI."""
         return self._handle
 
-    # Of what is known here: a call may wait for a controller, or not be allowed where somebody looks at an object.
+    # Uses only what this object knows: a call of the library might wait for a controller, or be forbidden in a
+    # debugger that prints the object.
     def __repr__(self) -> str:
         info: Optional[TableInfo] = getattr(self, "_info", None)
-        if info is None:  # it could not be found
+        if info is None:  # describe() failed in the constructor
             return "<frugal.Table>"
         hashed = info.key_space == _abi.FRUGAL_HASHED
         rows = f"at most {info.capacity}" if hashed else f"{info.capacity}"
@@ -183,7 +184,7 @@ class Table(Single):
         return f"<frugal.Table {self.name!r}, {rows} rows x {self.dim}, {space}, {optimizer}{end}>"
 
     def describe(self) -> TableInfo:
-        """What the table is and how large."""
+        """Returns the table's configuration and size."""
         info = _abi.frugal_table_info()
         info.struct_size = sizeof(info)
         check(lib.frugal_table_describe(self._handle, addressof(info)))
@@ -199,10 +200,10 @@ class Table(Single):
         return self.count()
 
     def __bool__(self) -> bool:
-        return True  # it is there, whatever its number of rows
+        return True  # also without rows
 
     def keys(self) -> KeyArray:
-        """All keys of existing rows as a new NumPy array of uint64, in the rows' internal order."""
+        """Returns the keys of all existing rows as a new NumPy array of uint64, in the rows' internal order."""
         keys: KeyArray = _numpy().empty(self.count(), "uint64")
         cursor, done, got = c_uint64(0), 0, 1
         while done < len(keys) and got:
@@ -211,10 +212,10 @@ class Table(Single):
         return keys[:done]
 
     def key_chunks(self, most: int = 1 << 16) -> Iterator[KeyArray]:
-        """The same in arrays of at most `most` keys, each of them new: for a table whose keys fill the memory.
+        """Yields the same keys in new arrays of at most `most` keys, for a table whose keys would fill the memory.
 
-        Between two of them anything may be done. Where rows are created or deleted meanwhile, keys may be missing
-        or come twice.
+        The program may make any call between two arrays. If rows are created or deleted meanwhile, some keys may be
+        missing or come twice.
         """
         most = operator.index(most)
         if most < 1:
@@ -267,9 +268,11 @@ class Table(Single):
     ) -> Any:
         """Reads rows by their keys; creates nothing. Returns `rows` if given, else a new array.
 
-        A missing row of a hashed table leaves its part of `rows` untouched (zeros in a new array); `found`, uint8 or
-        bool for each key, tells. with_state: a row is dim floats, then its optimizer state. committed: rows as of the
-        last committed step, also while ranks are inside steps; without it that is an error.
+        For a missing row of a hashed table, the row in `rows` is left as it was (zeros in a new array).
+        found: an output, uint8 or bool for each key, that marks the rows that exist.
+        with_state: a row is dim floats, then its optimizer state.
+        committed: reads the rows as of the last committed step, also while ranks are inside steps. Without it a rank
+        inside a step is an error.
         """
         pins: Pins = []
         try:
@@ -286,9 +289,9 @@ class Table(Single):
         return rows
 
     def put(self, keys: Array, rows: Array, *, with_state: bool = False) -> None:
-        """Writes rows, creating those that are missing; without state the optimizer state is that of a new row.
+        """Writes rows, and creates the missing ones. Without with_state they get the optimizer state of new rows.
 
-        If a key comes twice its last row stays.
+        If a key comes twice, its last row counts.
         """
         pins: Pins = []
         try:
@@ -299,7 +302,7 @@ class Table(Single):
             pins.clear()
 
     def delete(self, keys: Array) -> int:
-        """Deletes rows and returns how many were there; those of a dense table return to their initial values."""
+        """Deletes rows and returns how many existed. Rows of a dense table return to their initial values."""
         pins: Pins = []
         deleted = c_uint64()
         try:
@@ -312,9 +315,10 @@ class Table(Single):
     def set_optimizer(self, first_step: int, optimizer: Optimizer, *, new_state: bool = False) -> None:
         """Sets the hyper-parameters from `first_step` on.
 
-        The kind and initial_accumulator are the table's. Between steps they may be others until the table's first
-        update, or until rows are put with state: then all rows have the state of new ones. new_state: they may be others
-        at any time between steps, and all rows have the state of new ones in any case.
+        The kind and initial_accumulator must be the table's. They may differ only between steps, before the table's
+        first update and before rows are put with state; then all rows get the state of new rows.
+        new_state: the kind and initial_accumulator may differ at any time between steps. All rows get the state of new
+        rows, even if neither differs.
         """
         struct = _optimizer(optimizer)
         if new_state:
@@ -323,7 +327,7 @@ class Table(Single):
         self._info = self._info._replace(optimizer=struct.kind)
 
     def drop(self) -> None:
-        """Drops the table and frees its memory; declared batches lose their part of it."""
+        """Drops the table and frees its memory. Declared batches lose their parts of this table."""
         check(lib.frugal_table_drop(self._handle))
         self._dropped = True
 

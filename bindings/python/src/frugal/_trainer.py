@@ -1,4 +1,4 @@
-"""Trainers, which make the calls of the step protocol, and the batches that they declare."""
+"""Trainers, which make the calls of a step, and the batches that they declare."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _pack_batch_op = _abi.BATCH_OP.pack_into
 
 
 class Batch(Single):
-    """Keys that Trainer.prefetch declared for one step; the library forgets them when the step ends."""
+    """Keys that Trainer.prefetch declared for one step. The library releases them when the step ends."""
 
     __slots__ = ("_counts", "_handle", "_tables", "step")
 
@@ -47,7 +47,7 @@ class Batch(Single):
         self._tables = tables
         self._counts = counts
         self.step = step
-        """The step that it was declared for."""
+        """The step that the batch was declared for."""
 
     @property
     def handle(self) -> int:
@@ -56,14 +56,14 @@ class Batch(Single):
 
     @property
     def counts(self) -> Tuple[int, ...]:
-        """The number of keys of each part, in the order of the ops that declared them."""
+        """The number of keys of each part, in the order of the ops of the prefetch call."""
         return self._counts
 
     def __len__(self) -> int:
         return sum(self._counts)
 
     def __bool__(self) -> bool:
-        return True  # also one without keys: it is there
+        return True  # also without keys
 
     def _only(self) -> Tuple[Table, int]:
         if len(self._counts) != 1:
@@ -72,13 +72,13 @@ class Batch(Single):
 
 
 def _close(handle: int, pid: int, engine: weakref.finalize[Any, Any]) -> None:
-    """Of a trainer's finalizer. In a forked child, and when the engine has been closed, there is nothing to do."""
+    """Finalizes a trainer. In a forked child, or after the engine was closed, it does nothing."""
     if engine.alive and os.getpid() == pid:
         check(lib.frugal_trainer_abandon(handle) if _program_failed else lib.frugal_trainer_close(handle))
 
 
 def failed(kind: Optional[Type[BaseException]], error: Optional[BaseException]) -> bool:
-    """Whether a `with` block was left by an exception that is a failure: an exit with status 0 is none."""
+    """Whether an exception that left a `with` block is a failure. An exit with status 0 is none."""
     return kind is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
@@ -87,18 +87,18 @@ _program_failed = False
 
 def _at_exit() -> None:
     global _program_failed
-    # The interpreter sets it where it prints an exception that nobody has caught; so does each line typed at a prompt.
+    # The interpreter sets last_type when it prints an uncaught exception. At a prompt (ps1), a failed line sets it too.
     _program_failed = getattr(sys, "last_type", None) is not None and not hasattr(sys, "ps1")
 
 
-# Before finalizers, which were registered earlier (Engine's module sees to that).
+# _at_exit must run before the finalizers. atexit runs the last function first, and _engine.py registers theirs earlier.
 def watch_exit() -> None:
-    """Makes what is closed by the end of a program that has failed be abandoned."""
+    """At the exit of a program that failed, makes the finalizers abandon the trainers instead of closing them."""
     atexit.register(_at_exit)
 
 
 class Trainer(Single):
-    """One rank of synchronous training; made by Engine.create_trainer. It leaves when it is closed.
+    """One rank of synchronous training. Engine.create_trainer makes it; close() leaves the rank.
 
         trainer.prefetch(s + L, table, keys)    declares the keys of a later step
         trainer.step_begin(s)                   waits until the rows of s are up to date
@@ -106,7 +106,8 @@ class Trainer(Single):
         trainer.push_grad(batch, grads)
         trainer.step_end(s)
 
-    Threads: one at a time; a call while another thread is in one raises RuntimeError. close() is for any thread.
+    One thread at a time may use it: a call raises RuntimeError while another thread is in one. Any thread may call
+    close().
     """
 
     __slots__ = (
@@ -133,13 +134,13 @@ class Trainer(Single):
         """The rank."""
         self._cache = cache_bytes, cache_ratio
         self._left = False  # for good
-        self._told = engine.world_size == 1  # of ranks that nobody has joined as
+        self._told = engine.world_size == 1  # warned of ranks that no trainer has joined as
         self._joined(handle, device)
-        # The ops of a call, written anew by each.
+        # Each call writes its ops here.
         self._memory = create_string_buffer(_OP_SIZE)
         self._address = addressof(self._memory)
-        # Whose turn it is: a call takes the only element and puts one back. To delete it is one bytecode: it is
-        # done or raises, and no signal comes between it and the `try` behind it, as one could after a call.
+        # A lock: a call deletes the only element and appends one at its end. The deletion is one bytecode. It is done
+        # or raises, and no signal handler runs between it and the `try` that follows, as one could after a call.
         self._turn: List[None] = [None]
 
     def _joined(self, joined: c_void_p, device: str) -> None:
@@ -147,11 +148,12 @@ class Trainer(Single):
         self._handle = joined.value or 0
         self._finalizer = weakref.finalize(self, _close, self._handle, os.getpid(), self._engine._finalizer)
         self._device, self._place = device, Place(int(gpu[1]) if gpu else None)
-        joined.value = None  # from here on it is the finalizer's
+        joined.value = None  # the finalizer closes the handle from now on
 
     def _move(self, device: str) -> None:
-        """Leaves, and joins again on another device; where that fails, on the one of before. Declarations are cancelled.
-        Nobody else may be in the engine: others would go on without this rank meanwhile."""
+        """Leaves, and joins again on another device or, if that fails, on the old one. Declarations are cancelled.
+
+        No other rank may be in the engine: it would continue without this rank meanwhile."""
         try:
             del self._turn[0]
         except IndexError:
@@ -164,7 +166,7 @@ class Trainer(Single):
             try:
                 self._engine._join(handle, self.rank, device, *self._cache, False)
                 self._joined(handle, device)
-            except BaseException:  # an interrupt, too
+            except BaseException:  # also an interrupt
                 if handle.value:
                     check(lib.frugal_trainer_close(handle))
                 handle = c_void_p()
@@ -195,7 +197,7 @@ class Trainer(Single):
         return f"<frugal.Trainer of rank {self.rank}, world_size {engine.world_size}, on {self._device}{parent}>"
 
     def _tell(self, message: str) -> bool:
-        """Warns, once, of ranks that a long wait is for and that nobody has joined as. Returns whether there are some."""
+        """Warns once if a long wait is for ranks that no trainer has joined as. Returns whether there are any."""
         missing = re.findall(r"(\d+) \(not joined\)", message)
         if missing and not self._told:
             self._told = True
@@ -219,18 +221,19 @@ class Trainer(Single):
             self._address = addressof(self._memory)
 
     def close(self) -> None:
-        """Leaves: nobody waits for this rank any more; a step that it is inside of is aborted for all.
+        """Leaves the rank: no rank waits for it from now on. A step that it is inside of is aborted on all ranks.
 
-        Declarations are cancelled. Closing twice is no error. In a forked child nothing happens. At the end of a `with`
-        block that an exception leaves it is abandon() that is called, and so at the end of a program that no one has
-        caught an exception of.
+        Declarations are cancelled. Closing twice is no error. In a forked child close() does nothing. If an exception
+        leaves the `with` block, abandon() is called instead; so it is after an uncaught exception ends the program.
         """
         self._left = True
         self._finalizer()
 
     def abandon(self) -> None:
-        """Gives the rank up as if this process had ended: with a service all uncommitted steps are undone, the others
-        are told by PeerLost, and somebody who joins as this rank is waited for. Without a service: close().
+        """Gives the rank up, as if this process had ended.
+
+        With a service all uncommitted steps are undone, and calls of the other ranks raise PeerLost. Their next step
+        waits until a trainer joins as this rank. Without a service it is close().
         """
         self._left = True
         ended = self._finalizer.detach()
@@ -248,12 +251,12 @@ class Trainer(Single):
         try:
             self.abandon()
         except Error:
-            pass  # what left the block says more
+            pass  # the exception that left the block says more
 
     def set_stream(self, stream: int) -> None:
-        """Names the cudaStream_t, as an integer, in which this trainer's calls work from now on; 0 is the default.
+        """Names the cudaStream_t, as an integer, in which this trainer's calls work from now on. 0 is the default.
 
-        The stream stays the caller's, and must live until the step is committed.
+        The caller keeps the stream, which must live until the step is committed.
         """
         stream = uint64(stream, "stream")
         try:
@@ -276,8 +279,8 @@ class Trainer(Single):
     def prefetch(self, step: int, source: Union[Table, Op, Sequence[Op]], keys: Optional[Array] = None) -> Batch:
         """Declares keys of a step that this trainer has not begun; returns the batch.
 
-        Of ops the fields table, keys and padding_key are used. Keys are copied; nothing waits. Several
-        declarations for a step add up, and may come late and in any order.
+        Of each op it uses table, keys and padding_key. It copies the keys and does not wait. Several declarations for
+        one step add up. They may come late and in any order.
         """
         step = uint64(step, "step")
         handle = c_void_p()
@@ -325,11 +328,12 @@ class Trainer(Single):
     # --- Steps ---
 
     def step_begin(self, step: int, timeout: Optional[float] = None) -> None:
-        """The gate: begins a step when every update of earlier steps that a declared row needs is in place.
+        """Begins a step; this is the gate. It waits for each earlier update that a declared row of the step must see.
 
-        The first step is any number up to 2**64 - 66, the same on all ranks; then + 1. timeout: seconds, 0 polls,
-        math.inf waits for ever; the engine's if left out. Raises Timeout, StepOrder, StepAborted (the message names the
-        step to begin). Ctrl-C ends the wait; if it came too late for that, the step has begun, and step_abort() undoes it.
+        The first step is any number up to 2**64 - 66, the same on all ranks. Each later one is the number after it.
+        timeout: seconds; 0 polls, math.inf waits for ever; the default is the engine's.
+        Raises Timeout, StepOrder, or StepAborted, whose message names the step to begin.
+        Ctrl-C ends the wait. If it comes too late, the step has begun, and step_abort() undoes it.
         """
         step = uint64(step, "step")
         limit = self._engine._timeout_ms if timeout is None else milliseconds(timeout)
@@ -358,10 +362,10 @@ class Trainer(Single):
 
     # The second argument has another name for each kind of source, which mypy does not like.
     def lookup(self, source: Any, keys: Any = None, rows: Any = None) -> Any:  # type: ignore[misc]
-        """Reads rows in a step, creating those of hashed tables.
+        """Reads rows in a step, and creates rows of hashed tables.
 
-        Of a batch of one table, of any keys of a table, or of ops. Returns the output rows: `rows` if given, else a
-        new NumPy array; of several ops a list. The contents are undefined after an error.
+        It takes a batch of one table, any keys of a table, or ops. Returns the output rows: `rows` if given, else a
+        new NumPy array. For several ops it returns a list. After an error the contents are undefined.
         """
         try:
             del self._turn[0]
@@ -400,10 +404,10 @@ class Trainer(Single):
     def push_grad(self, source: Union[Op, Sequence[Op]]) -> None: ...
 
     def push_grad(self, source: Any, keys: Any = None, grads: Any = None) -> None:  # type: ignore[misc]
-        """Hands over gradients of the step: of a batch of one table, of any keys of a table, or of ops.
+        """Submits gradients of the step: of a batch of one table, of any keys of a table, or of ops.
 
-        A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the
-        step has ended on all ranks. They are the engine's when the call returns (on a GPU: in the stream).
+        A row's gradients are summed over positions, pushes and ranks. The optimizer is applied once, when the step has
+        ended on all ranks. When the call returns, the buffers may be overwritten; on a GPU, in the stream.
         """
         try:
             del self._turn[0]
@@ -430,9 +434,9 @@ class Trainer(Single):
             raise last_error(status)
 
     def step_end(self, step: int, *, skip: bool = False) -> None:
-        """Ends the step on this rank; it commits when the last rank has ended it.
+        """Ends the step on this rank. The step commits when the last rank has ended it.
 
-        skip: the step commits without any update (an overflow was found); one rank's word is enough.
+        skip: the step commits without any update (an overflow was found). One rank that gives it is enough.
         """
         step = uint64(step, "step")
         try:
@@ -447,7 +451,7 @@ class Trainer(Single):
             raise last_error(status)
 
     def step_abort(self) -> None:
-        """Undoes every uncommitted step on all ranks; declarations stay. The others are told by StepAborted."""
+        """Undoes every uncommitted step on all ranks; declarations stay. Calls of the other ranks raise StepAborted."""
         try:
             del self._turn[0]
         except IndexError:
@@ -458,9 +462,10 @@ class Trainer(Single):
             self._turn.append(None)
 
     def step(self, step: int, timeout: Optional[float] = None) -> _Step:
-        """A step as a `with` block: begins it, and ends it or, if an exception leaves the block, aborts it.
+        """Returns a `with` block that begins the step and ends it, or aborts it if an exception leaves the block.
 
-        So does Ctrl-C while it begins. A second one, while the step is undone, may leave it begun: step_abort().
+        Ctrl-C while the step begins aborts it too. A second Ctrl-C during the abort may leave the step begun; then
+        call step_abort().
         """
         return _Step(self, step, timeout)
 
@@ -474,8 +479,8 @@ class _Step:
         self._timeout = timeout
 
     def __enter__(self) -> None:
-        # As step_begin. But here nobody learns of a step that has begun when an exception of a signal handler
-        # comes, for the block is not entered: it is undone. What the library itself refused has begun nothing.
+        # Like step_begin, but an exception of a signal handler undoes the step: the block is not entered, so the
+        # caller could not know that the step has begun. After an Error of the library no step has begun.
         trainer = self._trainer
         step = uint64(self._step, "step")
         limit = trainer._engine._timeout_ms if self._timeout is None else milliseconds(self._timeout)
@@ -510,11 +515,11 @@ class _Step:
         try:
             self._trainer.step_abort()
         except Error:
-            pass  # the step is undone already, or lost with its engine; what left the block says more
+            pass  # the step is undone already, or lost with its engine; the exception that left the block says more
 
 
 def as_ops(source: Any) -> Tuple[Op, ...]:
-    """The ops of a call that takes one or several; a list may change while its arrays are asked for their memory."""
+    """Returns the ops of a call as a tuple, because a list may change while its arrays export their memory."""
     if isinstance(source, Op):
         ops: Tuple[Op, ...] = (source,)
     elif isinstance(source, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Waits in slices, so that Python runs its signal handlers meanwhile and Ctrl-C works."""
+"""Waits in slices. Python runs its signal handlers between two slices, so Ctrl-C works."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ._abi import FRUGAL_ERR_TIMEOUT
 from .errors import last_error
 
 SLICE_MS = 100
-WORD_MS = 5000  # of a wait, until somebody is told of it
+WORD_MS = 5000  # a wait this long gives a warning
 
 
 def milliseconds(timeout: float) -> float:
-    """Whole milliseconds of a time-out in seconds; math.inf waits for ever."""
+    """Converts a time-out in seconds to whole milliseconds; math.inf stays."""
     if not timeout >= 0:
         raise ValueError(f"timeout is {timeout}, and must be a number of seconds, 0 or more")
     return timeout if timeout == math.inf else math.ceil(timeout * 1000)
 
 
 def wait(call: Callable[[int], int], limit_ms: float, tell: Optional[Callable[[str], bool]] = None) -> None:
-    """Makes a call that waits at most the milliseconds that it is given, until it answers or the limit is reached.
+    """Repeats a call, which waits up to the given milliseconds, while it returns TIMEOUT and the limit is not reached.
 
-    A call that answers TIMEOUT took nothing and can be made again. tell: when the wait is long it gets the library's
-    messages, which say what is waited for, until it returns True.
+    A call that returned TIMEOUT had no effect, so it can be made again. If the wait is long, `tell` gets the library's
+    messages, which name what the call waits for, until `tell` returns True.
     """
     status = call(int(min(limit_ms, SLICE_MS)))
     if status == FRUGAL_ERR_TIMEOUT and limit_ms > SLICE_MS:

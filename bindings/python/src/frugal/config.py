@@ -1,8 +1,8 @@
-"""Optimizers and initial values of tables. Equations and sources: docs/arithmetic.md.
+"""Optimizers and initial values of tables. docs/arithmetic.md has the equations and their sources.
 
-Default hyper-parameters are those of torch.optim's optimizer of the same name, and Momentum's rate SGD's. Momentum's own
-default, RowWiseAdagrad's (Adagrad's), and FTRL's are this package's. frugal_optimizer_init of the C library has others:
-lr 0.01 and eps 1e-8 for all.
+Default hyper-parameters are those of the optimizer of the same name in torch.optim. Momentum has the lr of SGD.
+The `momentum` of Momentum, and the defaults of RowWiseAdagrad (as Adagrad's) and FTRL, are this package's own.
+frugal_optimizer_init of the C library has other defaults: lr 0.01 and eps 1e-8 for all.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Hyper-parameters that all optimizers have. Give them by name."""
+    """The hyper-parameters that all optimizers have. Pass them by name."""
 
     lr: float = 1e-3
     weight_decay_l2: float = 0.0
     """Adds weight_decay_l2 * w to the gradient."""
     weight_decay: float = 0.0
-    """Decoupled: w -= lr * weight_decay * w after the update."""
+    """Decoupled weight decay: w -= lr * weight_decay * w after the update."""
     clip_value: float = 0.0
-    """Each element of the gradient to [-c, c]; 0: off."""
+    """Clips each element of the gradient to [-c, c]; 0: off."""
     clip_norm: float = 0.0
-    """The row's gradient to L2 norm at most c; 0: off."""
+    """Clips the row's gradient to an L2 norm of at most c; 0: off."""
     weight_bound: float = 0.0
-    """Each weight to [-b, b] after the update; 0: off."""
+    """Clips each weight to [-b, b] after the update; 0: off."""
     grad_scale: float = 1.0
     """Multiplies the summed gradient."""
     mean_ranks: bool = False
-    """The sum over ranks is divided by world_size."""
+    """Divides the sum over ranks by world_size."""
 
     _kind: ClassVar[int] = -1
 
@@ -125,7 +125,7 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
     bias_correction: bool = True
-    """By the step number + 1. Without it lr is the rate as it is, for who counts steps and corrects lr."""
+    """Corrects by the step number + 1. Without it lr is used as given: the caller counts steps and corrects lr."""
 
     _kind: ClassVar[int] = _abi.FRUGAL_ADAM
 
@@ -159,7 +159,7 @@ KINDS = {kind._kind: kind.__name__ for kind in (SGD, Momentum, Adagrad, RowWiseA
 
 
 class Initializer:
-    """Initial values of rows: Constant, Uniform, Normal, TruncatedNormal or Xavier."""
+    """Initial values of rows. Its classes are Constant, Uniform, Normal, TruncatedNormal and Xavier."""
 
     def _fields(self) -> Tuple[int, float, float]:
         raise TypeError("Initializer is what initial values have in common: use Constant, Uniform, Normal, ...")
@@ -188,7 +188,7 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Normal with this mean and standard deviation."""
+    """Normal with mean `mean` and standard deviation `std`."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -199,7 +199,7 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """The same, within mean +- 2 std."""
+    """As Normal, but within mean +- 2 std."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -210,7 +210,7 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class Xavier(Initializer):
-    """Uniform in +- gain * sqrt(6 / (fan_in + dim)); fan_in 0 is the table's number of rows."""
+    """Uniform in +- gain * sqrt(6 / (fan_in + dim)). With fan_in 0, fan_in is the table's number of rows."""
 
     gain: float = 1.0
     fan_in: float = 0.0

@@ -1,8 +1,8 @@
-"""Exceptions: a failed call of the library is an Error with its status and message.
+"""Exceptions. A failed call of the library raises an Error with its status and message.
 
-Each status that a program may want to catch has a class of its own; where Python has an exception of the same
-meaning, it is a base class, too. Arguments that never reach the library (a buffer of the wrong type, shape or
-device) are a TypeError or a ValueError.
+Each status that a program may want to catch has its own class. If Python has an exception of the same meaning, it is
+a base class of that class. An argument that never reaches the library (a buffer of the wrong type, shape or device)
+raises a TypeError or a ValueError.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Error(Exception):
     """A call of the library failed."""
 
     status: int
-    """The status, a negative number that is fixed forever."""
+    """The status, a negative number that never changes."""
     status_name: str
-    """Its name, as "FRUGAL_ERR_TIMEOUT"."""
+    """Its name, for example "FRUGAL_ERR_TIMEOUT"."""
     message: str
     """What was wrong and what to do."""
     system_code: int
-    """errno of the system call behind it, or 0."""
+    """The errno of the system call that failed, or 0."""
     device_code: int
-    """CUDA error behind it, or 0."""
+    """The CUDA error that caused it, or 0."""
 
     def __init__(self, message: str, status: int = -21, system_code: int = 0, device_code: int = 0) -> None:
-        # One argument for the base classes: OSError gives two or more a meaning of its own.
+        # The base classes get one argument: OSError gives two or more another meaning.
         super().__init__(message)
         self.message = message
         self.status = status
@@ -69,7 +69,7 @@ class Error(Exception):
 
 
 class InvalidArgument(Error, ValueError):
-    """A value out of its range."""
+    """A value is out of its range."""
 
 
 class BadHandle(Error):
@@ -93,7 +93,7 @@ class Exists(Error):
 
 
 class StepOrder(Error):
-    """The step is not the one that must come now."""
+    """Another step must come now; the message names it."""
 
 
 class StepRange(Error):
@@ -105,15 +105,15 @@ class NotInStep(Error):
 
 
 class StepAborted(Error):
-    """The step was aborted by another rank; begin the step that the message names."""
+    """Another rank aborted the step. Begin the step that the message names."""
 
 
 class Busy(Error):
-    """A rank is inside a step, or ranks have ended different ones."""
+    """A rank is inside a step, or ranks have ended different steps."""
 
 
 class Timeout(Error, TimeoutError):
-    """The message names what was waited for; nothing was taken, the call can be made again."""
+    """The time-out passed; the message names what the call waited for. It had no effect and can be made again."""
 
 
 class NanGradient(Error, ArithmeticError):
@@ -125,7 +125,7 @@ class Forked(Error):
 
 
 class Unsupported(Error, NotImplementedError):
-    """Well formed, but this build or machine cannot do it."""
+    """The call is well formed, but this build or machine cannot do it."""
 
 
 class NotFound(Error, LookupError):
@@ -133,7 +133,7 @@ class NotFound(Error, LookupError):
 
 
 class Unhealthy(Error):
-    """A background failure; Engine.health tells which."""
+    """A background thread failed; Engine.health returns the status."""
 
 
 class Closed(Error):
@@ -141,7 +141,7 @@ class Closed(Error):
 
 
 class DeviceError(Error):
-    """No such GPU, or it failed; device_code tells."""
+    """There is no such GPU, or it failed; device_code has the CUDA error."""
 
 
 class PeerLost(Error, ConnectionError):
@@ -175,7 +175,7 @@ _CLASSES: Dict[int, Type[Error]] = {
 
 
 def last_error(status: int) -> Error:
-    """The calling thread's last failure, which was `status`, as an exception to be raised."""
+    """Returns the calling thread's last failure, which was `status`, as an exception to raise."""
     error = _abi.frugal_error()
     lib.frugal_last_error(addressof(error))
     message = (error.message or b"").decode(errors="replace")

@@ -1,5 +1,5 @@
-//! That the declarations are what a C compiler makes of the header: sizes, offsets, defaults and constants are
-//! printed by a C program, which is made here, and compared.
+//! The declarations agree with what a C compiler makes of the header. The test generates a C program that
+//! prints sizes, offsets, defaults and constants, and compares them.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -11,7 +11,8 @@ use std::process::Command;
 
 use frugal_sys::*;
 
-/// A struct with the places of its fields, and where it has an INIT macro what its init function sets them to.
+/// A struct with the offsets of its fields and, if it has an INIT macro, the bytes that its init function
+/// sets.
 struct Layout {
     name: &'static str,
     size: usize,
@@ -25,10 +26,10 @@ fn size_of_field<S, F>(_: fn(&S) -> &F) -> usize {
     size_of::<F>()
 }
 
-/// The bytes that `set` writes, those between fields, too.
+/// The bytes that `set` writes, including those between fields.
 fn bytes_of<S>(set: unsafe extern "C" fn(*mut S)) -> Vec<u8> {
     let mut value = MaybeUninit::<S>::zeroed();
-    // SAFETY: the function fills a struct; its bytes are looked at as bytes, all of which were zeroed first.
+    // SAFETY: the function fills a struct. Its bytes are read as bytes; all of them were set to zero before.
     unsafe {
         set(value.as_mut_ptr());
         std::slice::from_raw_parts(value.as_ptr().cast::<u8>(), size_of::<S>()).to_vec()
@@ -37,7 +38,7 @@ fn bytes_of<S>(set: unsafe extern "C" fn(*mut S)) -> Vec<u8> {
 
 macro_rules! layouts {
     ($($name:ident { $($field:ident),+ $(,)? } $(= $macro:ident by $init:ident)?;)+) => {{
-        // That no field is left out: this does not compile otherwise.
+        // This does not compile if a field is left out.
         $(const _: fn($name) = |value| { let $name { $($field: _),+ } = value; };)+
         vec![$(Layout {
             name: stringify!($name),
@@ -158,7 +159,7 @@ fn program() -> String {
         }
     }
     for (name, _) in constants() {
-        // Both halves of what a long long and an unsigned one tell.
+        // The value both as a long long and as an unsigned long long.
         writeln!(
             c,
             "printf(\"{name} %s%llu\\n\", ({name}) < 0 ? \"-\" : \"\", ({name}) < 0 ? \
@@ -174,12 +175,13 @@ fn has_init(name: &str) -> bool {
     layouts().iter().any(|l| l.name == name && l.init.is_some())
 }
 
-/// A struct in a struct has bytes between its fields that C leaves open; its own fields are compared on their own.
+/// A nested struct has bytes between its fields that C leaves undefined, so its fields are compared
+/// separately.
 fn init_is_compared(name: &str, field: &str) -> bool {
     (name, field) != ("frugal_table_config", "optimizer")
 }
 
-/// What the C program prints: first word to the rest.
+/// The lines of the C program: the first word of each, and the rest.
 fn by_c() -> BTreeMap<String, String> {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let (source, binary) = (folder.join("layout.c"), folder.join("layout"));
@@ -238,7 +240,7 @@ fn the_optimizer_in_a_table_config_has_its_own_defaults() {
     let optimizer = bytes_of(frugal_optimizer_init);
     let table = bytes_of(frugal_table_config_init);
     let start = offset_of!(frugal_table_config, optimizer);
-    // Up to the end of its last field.
+    // Up to the end of the last field.
     let end = offset_of!(frugal_optimizer, flags) + size_of::<u32>();
     assert_eq!(table[start..start + end], optimizer[..end]);
 }

@@ -1,6 +1,6 @@
-//! What the crate costs over raw calls of the ABI: lookup and push of 65,536 rows and of one row, in steps whose keys
-//! were declared. Each step is one side's, by chance, so that what disturbs the machine disturbs both. Medians and
-//! lower quartiles, of which a busy machine changes the second less.
+//! The cost of the crate over raw calls of the ABI: lookup and push of 65,536 rows and of one row, in steps
+//! with declared keys. A random side makes each step, so that other load disturbs both. The program prints
+//! medians and lower quartiles; a busy machine changes the quartiles less.
 
 use std::hint::black_box;
 use std::ptr;
@@ -50,7 +50,7 @@ fn quantile(times: &[u64], share: f64) -> u64 {
     times[(times.len() as f64 * share) as usize]
 }
 
-/// Nanoseconds that a call takes.
+/// Measures the nanoseconds of a call.
 fn timed(times: &mut Vec<u64>, call: impl FnOnce()) {
     let start = Instant::now();
     call();
@@ -69,7 +69,7 @@ fn measure(rows: usize, steps: u64) -> Times {
     for step in 0..steps {
         let next = trainer.prefetch(step + 1, table.op(&keys)).unwrap();
         trainer.step_begin(step).unwrap();
-        // A bit of a hash: neither side has a parity of the steps.
+        // A bit of a hash, so that no side has all even or all odd steps.
         if (step + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0 {
             timed(&mut times.crate_lookup, || trainer.lookup(&batch, black_box(&mut out)).unwrap());
             timed(&mut times.crate_push, || trainer.push_grad(&batch, black_box(&grads)).unwrap());

@@ -1,4 +1,4 @@
-//! The engine: what owns tables and threads.
+//! The engine, which owns tables and threads.
 
 use std::path::Path;
 use std::ptr;
@@ -13,33 +13,35 @@ use crate::rows::RowsMut;
 use crate::table::Table;
 use crate::trainer::Trainer;
 
-/// An opened engine. It owns tables, rows and threads in the background; dropping it closes it.
+/// An opened engine. It owns tables, rows and background threads. Dropping it closes it.
 ///
 /// # Life
 ///
-/// Closing an engine writes what is pending and frees everything. [`Table`], [`Trainer`] and [`Batch`](crate::Batch)
-/// do not borrow the engine, and do not keep it open: they are handles with a generation. One that outlives its
-/// engine answers [`ErrorKind::BadHandle`](crate::ErrorKind::BadHandle), and any order of drops will do. So a
-/// trainer can move into a thread that nobody waits for, closing happens where one can see it, and a thread that
-/// waits in a step when the engine is closed (its owner may be unwinding from a panic) wakes up with
-/// [`ErrorKind::Closed`](crate::ErrorKind::Closed) instead of keeping engine and thread alive. Threads that share the
-/// engine itself take `&Engine` in a scope, or an `Arc<Engine>`.
+/// Closing an engine writes the pending updates and frees all memory. [`Table`], [`Trainer`] and
+/// [`Batch`](crate::Batch) do not borrow the engine and do not keep it open: they are handles with a
+/// generation. After the engine is closed, their calls return
+/// [`ErrorKind::BadHandle`](crate::ErrorKind::BadHandle). Objects may be dropped in any order.
 ///
-/// An engine that is forgotten ([`std::mem::forget`]) stays open until the process ends: nothing in it points into
-/// the caller's memory. In a child made by `fork` calls answer [`ErrorKind::Forked`](crate::ErrorKind::Forked) and
-/// drops do nothing.
+/// So a trainer can move into a detached thread, and the program shows where the engine is closed. If the
+/// engine is closed while a thread waits in a step (its owner may be unwinding from a panic), the wait
+/// returns [`ErrorKind::Closed`](crate::ErrorKind::Closed). The wait does not keep the engine or the thread
+/// alive. Threads that share the engine itself take `&Engine` in a scope, or an `Arc<Engine>`.
+///
+/// An engine that is forgotten ([`std::mem::forget`]) stays open until the process ends; it has no pointer
+/// into the caller's memory. In a child of `fork` calls return
+/// [`ErrorKind::Forked`](crate::ErrorKind::Forked) and drops do nothing.
 ///
 /// # Threads
 ///
-/// An engine may be used by any number of threads at once.
+/// Any number of threads may use an engine at once.
 #[derive(Debug)]
 pub struct Engine {
     handle: *mut sys::frugal_engine,
     hook: Option<usize>,
 }
 
-// SAFETY: frugal.h: a const handle may be used by any number of threads at once, and the calls that take an engine as
-// non-const (table_create, trainer_create, close) are made by any thread. The handle is a number, never an address.
+// SAFETY: frugal.h: any number of threads may use a const handle at once. Any thread may make the calls that
+// take an engine as non-const (table_create, trainer_create, close). The handle is a number, never an address.
 unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
@@ -58,8 +60,8 @@ impl Engine {
         let mut config = options.with_hook(hook);
         config.service = service.as_ref().map_or(ptr::null(), |s| s.as_ptr());
         let mut handle = ptr::null_mut();
-        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind. The address of
-        // the service lives during the call.
+        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind. The
+        // address of the service lives during the call.
         let opened = call(|| unsafe { sys::frugal_open(&config, &mut handle) });
         if let (Err(_), Some(number)) = (&opened, hook) {
             log::remove(number);
@@ -67,9 +69,9 @@ impl Engine {
         opened.map(|()| Self { handle, hook })
     }
 
-    /// Closes the engine: writes what is pending and frees everything, the tables, too. A step that some rank is
-    /// inside of is lost; calls of other threads that wait answer `Closed`. Dropping does the same and tells no
-    /// error. Errors: `Forked` (nothing happens).
+    /// Closes the engine: writes the pending updates and frees all memory, also the tables. A step that a
+    /// rank is inside of is lost. Waiting calls of other threads return `Closed`. Dropping does the same and
+    /// reports no error. Errors: `Forked` (the engine is not closed).
     pub fn close(mut self) -> Result<()> {
         self.end()
     }
@@ -81,20 +83,22 @@ impl Engine {
         }
         // SAFETY: any value may be closed.
         call(|| unsafe { sys::frugal_close(handle) })?;
-        // Else, in a forked child or inside a hook, the engine may still have it, and the closure stays.
+        // After an error (in a forked child or inside a hook) the engine may still use the closure, which
+        // stays.
         if let Some(number) = self.hook.take() {
             log::remove(number);
         }
         Ok(())
     }
 
-    /// Tells the first failure of a thread in the background, which every later call reports as `Unhealthy`.
+    /// Returns the first failure of a background thread. Every call after one returns `Unhealthy`.
     pub fn health(&self) -> Result<()> {
-        // SAFETY: any handle may be asked.
+        // SAFETY: the call accepts any handle.
         call(|| unsafe { sys::frugal_health(self.handle) })
     }
 
-    /// Waits until every update of every committed step is in the host rows, and helps. Errors: `Timeout`, `Unhealthy`.
+    /// Waits until every update of every committed step is in the host rows. The calling thread helps.
+    /// Errors: `Timeout`, `Unhealthy`.
     pub fn flush(&self) -> Result<()> {
         self.flush_within(Timeout::Engine)
     }
@@ -109,7 +113,7 @@ impl Engine {
     /// The last step that all ranks have ended, if any.
     pub fn committed_step(&self) -> Result<Option<u64>> {
         let mut step = sys::FRUGAL_NO_STEP;
-        // SAFETY: the number is there to be filled.
+        // SAFETY: the call writes the number.
         call(|| unsafe { sys::frugal_committed_step(self.handle, &mut step) })?;
         Ok((step != sys::FRUGAL_NO_STEP).then_some(step))
     }
@@ -132,7 +136,8 @@ impl Engine {
         Table::of(table)
     }
 
-    /// The names of all tables, those of other processes and languages, too, in the order of their creation.
+    /// The names of all tables in the order of their creation, including those of other processes and
+    /// languages.
     ///
     /// ```
     /// use frugal::{Engine, TableOptions};
@@ -158,8 +163,8 @@ impl Engine {
         }
     }
 
-    /// Joins as a rank, which leaves when the trainer is dropped. Errors: `InvalidArgument`, `Exists` (the rank is
-    /// taken), `Busy`, `Device`, `OutOfMemory`, `Timeout`.
+    /// Joins as a rank. The trainer leaves the rank when it is dropped. Errors: `InvalidArgument`, `Exists`
+    /// (the rank has a trainer), `Busy`, `Device`, `OutOfMemory`, `Timeout`.
     pub fn create_trainer(&self, options: &TrainerOptions) -> Result<Trainer> {
         let mut trainer = ptr::null_mut();
         // SAFETY: the raw struct is complete, and its device lives during the call.
@@ -167,9 +172,9 @@ impl Engine {
         Ok(Trainer::of(trainer, self.handle, options.rank()))
     }
 
-    /// Reads rows for evaluation or serving, outside steps: creates no row and declares nothing. Keys that are missing
-    /// read as zeros. It is an operation outside steps; [`Trainer::read`] is one inside them. Errors:
-    /// `KeyOutOfRange`, `Busy` (a rank is inside a step), `Timeout`, `InvalidArgument`.
+    /// Reads rows for evaluation or serving, between steps. It creates no row and declares nothing. Missing
+    /// keys read as zeros. [`Trainer::read`] reads inside a step. Errors: `KeyOutOfRange`, `Busy` (a rank is
+    /// inside a step), `Timeout`, `InvalidArgument`.
     ///
     /// ```
     /// use frugal::{Engine, Init, TableOptions};
@@ -203,13 +208,14 @@ impl Engine {
         // SAFETY: a struct of integers may be zeros.
         let mut raw: sys::frugal_stats = unsafe { std::mem::zeroed() };
         raw.struct_size = size_of_val(&raw);
-        // SAFETY: the struct has its size and is there to be filled.
+        // SAFETY: the call fills the struct, whose size is set.
         call(|| unsafe { sys::frugal_get_stats(self.handle, &mut raw) })?;
         Ok(Stats::of(&raw))
     }
 
-    /// The text that a scrape of Prometheus wants (text exposition format 0.0.4): all of [`stats`](Self::stats), what
-    /// is pending, health, the last committed step, rows and bytes of each table, and the step of each rank.
+    /// The text of a Prometheus scrape (text exposition format 0.0.4): all of [`stats`](Self::stats), the
+    /// pending updates, health, the last committed step, rows and bytes of each table, and the step of each
+    /// rank.
     ///
     /// ```
     /// # fn main() -> frugal::Result<()> {
@@ -224,7 +230,7 @@ impl Engine {
             let (at, capacity) = (text.as_mut_ptr().cast(), text.len());
             // SAFETY: the memory has that many bytes.
             match call(|| unsafe { sys::frugal_metrics(self.handle, at, capacity, &mut size) }) {
-                // It may grow between two calls.
+                // The text may grow between two calls.
                 Err(error) if error.kind() == ErrorKind::Overflow => text.resize(size + 1024, 0),
                 Err(error) => return Err(error),
                 Ok(()) => {
@@ -235,8 +241,8 @@ impl Engine {
         }
     }
 
-    /// Begins to record what the engine does when: the newest `events` spans are kept, in 64 bytes each. Errors:
-    /// `Exists` (there is a trace that was not stopped), `InvalidArgument` (1 to 2^26 events).
+    /// Starts to record time spans of the engine's work. It keeps the newest `events` spans, 64 bytes each.
+    /// Errors: `Exists` (a trace is already running), `InvalidArgument` (`events` is not in 1..=2^26).
     ///
     /// ```no_run
     /// # fn main() -> frugal::Result<()> {
@@ -247,37 +253,37 @@ impl Engine {
     /// # Ok(()) }
     /// ```
     pub fn trace_start(&self, events: usize) -> Result<()> {
-        // SAFETY: any handle may be asked.
+        // SAFETY: the call accepts any handle.
         call(|| unsafe { sys::frugal_trace_start(self.handle, events) })
     }
 
-    /// Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and Perfetto.
-    /// Errors: `NotFound` (no trace was started), `InvalidArgument` (the file cannot be written:
-    /// [`Error::system_code`](crate::Error::system_code) tells why; the events are kept for another call).
+    /// Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and
+    /// Perfetto. Errors: `NotFound` (no trace was started), `InvalidArgument` (the file cannot be written:
+    /// [`Error::system_code`](crate::Error::system_code) is the cause; the events are kept for another call).
     pub fn trace_stop(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = c_path("the trace's path", path.as_ref())?;
         // SAFETY: the path is a C string that lives during the call.
         call(|| unsafe { sys::frugal_trace_stop(self.handle, path.as_ptr()) })
     }
 
-    /// Ends the recording and forgets it. Errors: `NotFound` (no trace was started).
+    /// Ends the recording and discards it. Errors: `NotFound` (no trace was started).
     pub fn trace_forget(&self) -> Result<()> {
-        // SAFETY: NULL is a path that the call knows.
+        // SAFETY: the call accepts a path that is NULL.
         call(|| unsafe { sys::frugal_trace_stop(self.handle, ptr::null()) })
     }
 
-    /// Lets other processes of this user attach to this engine by [`EngineOptions::service`], until it is closed.
-    /// `address` is the path of a socket, which is made there. The engine must have
-    /// [`Backing::Shm`](crate::Backing::Shm). Errors: `InvalidArgument`, `Exists` (that address is served, or this
-    /// engine is), `Unsupported` (this build cannot serve).
+    /// Lets other processes of this user attach to this engine by [`EngineOptions::service`], until it is
+    /// closed. `address` is the path of the socket that this call creates. The engine must have
+    /// [`Backing::Shm`](crate::Backing::Shm). Errors: `InvalidArgument`, `Exists` (a living process serves
+    /// that address, or this engine is served), `Unsupported` (this build cannot serve).
     pub fn serve(&self, address: impl AsRef<Path>) -> Result<()> {
         let address = c_path("the address", address.as_ref())?;
         // SAFETY: the address is a C string that lives during the call.
         call(|| unsafe { sys::frugal_serve(self.handle, address.as_ptr()) })
     }
 
-    /// The handle, for calls of [`crate::sys`]. It stays this object's: closing it makes this object's calls answer
-    /// `BadHandle`.
+    /// The handle, for calls of [`crate::sys`]. This object still owns it: after the handle is closed, calls
+    /// of this object return `BadHandle`.
     pub fn as_raw(&self) -> *mut sys::frugal_engine {
         self.handle
     }
@@ -289,7 +295,7 @@ impl Drop for Engine {
     }
 }
 
-/// Reads by way of an engine, and of a trainer if that is not NULL.
+/// Reads with an engine, and with a trainer unless that is NULL.
 pub(crate) fn read(
     engine: *mut sys::frugal_engine,
     trainer: *mut sys::frugal_trainer,
@@ -298,8 +304,8 @@ pub(crate) fn read(
 ) -> Result<()> {
     let timeout = timeout.milliseconds();
     let outcome = with_raw_ops(ops, LookupOp::raw, |raw| {
-        // SAFETY: each op's pointers are of slices with the lengths that its counts, offsets and stride want, and
-        // the library keeps none of them.
+        // SAFETY: each op's pointers are those of slices whose lengths fit its counts, offsets and stride.
+        // The library keeps none of them.
         call(|| unsafe { sys::frugal_read(engine, trainer, raw.as_ptr(), raw.len(), timeout) })
     });
     if outcome.is_err() {
@@ -312,7 +318,7 @@ pub(crate) fn read(
 
 macro_rules! stats {
     ($($(#[$doc:meta])+ $name:ident,)+) => {
-        /// Counters since the engine was opened; times in nanoseconds. A g-entry is a row's pending updates.
+        /// Counters since the engine was opened; times in nanoseconds.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct Stats {
@@ -354,13 +360,13 @@ stats! {
     gate_in_flight,
     /// Undeclared keys that had to wait.
     lookup_waits,
-    /// A pending update became more urgent.
+    /// Pending updates that became more urgent.
     priority_rises,
-    /// A pending update became less urgent.
+    /// Pending updates that became less urgent.
     priority_falls,
-    /// G-entries put into the queue.
+    /// Rows with pending updates, put into the queue.
     enqueued,
-    /// G-entries taken out of the queue.
+    /// The same, taken out of the queue.
     dequeued,
     /// Times that the budget forced writing.
     back_pressure,
@@ -370,21 +376,21 @@ stats! {
     stale_reads,
     /// Keys served from a trainer's cache.
     cache_hits,
-    /// Keys that it did not have.
+    /// Keys that the cache did not have.
     cache_misses,
-    /// Rows taken into caches.
+    /// Rows admitted to caches.
     cache_admitted,
-    /// Rows that left caches.
+    /// Rows evicted from caches.
     cache_evicted,
     /// Evicted while the host row had pending updates.
     cache_evicted_dirty,
     /// Bytes of pending updates now.
     pending_bytes,
-    /// The most that these were.
+    /// The largest value of `pending_bytes`.
     pending_bytes_peak,
-    /// G-entries with pending updates now.
+    /// Rows with pending updates now.
     pending_rows,
-    /// The same: g-entries of rows that are only read are not counted.
+    /// The same: rows that are only read are not counted.
     active_rows,
     /// Steps applied at once.
     modes_at_once,
@@ -392,27 +398,27 @@ stats! {
     modes_deferred,
     /// Wall time inside lookups, summed over trainers.
     lookup_ns,
-    /// The same, of pushes.
+    /// The same for pushes.
     push_ns,
-    /// The same, of `step_begin`.
+    /// The same for `step_begin`.
     step_begin_ns,
-    /// The same, of `step_end`.
+    /// The same for `step_end`.
     step_end_ns,
-    /// The same, of prefetches.
+    /// The same for prefetches.
     prefetch_ns,
-    /// Time spent on g-entries and queue.
+    /// Time spent on bookkeeping of pending updates and on the queue, summed over threads.
     entry_ns,
-    /// Time spent applying updates, over threads.
+    /// Time spent applying updates, summed over threads.
     apply_ns,
-    /// Step boundaries of trainers' caches, one for each table.
+    /// Cache refreshes: changes of a trainer's cache between two steps, one for each table.
     cache_refreshes,
-    /// Of these: worked out while the step before was computed.
+    /// Of these: planned while the step before was computed.
     cache_planned,
 }
 
-/// The version of the library that is loaded, as "major.minor.patch".
+/// The version of the loaded library, as "major.minor.patch".
 pub fn version() -> &'static str {
-    // SAFETY: what comes is a static string that ends in NUL.
+    // SAFETY: the function returns a static string that ends in NUL.
     let version = unsafe { std::ffi::CStr::from_ptr(sys::frugal_version()) };
     version.to_str().unwrap_or("")
 }

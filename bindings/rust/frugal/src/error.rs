@@ -1,4 +1,4 @@
-//! What a failed call tells.
+//! Errors of failed calls.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -16,7 +16,7 @@ macro_rules! kinds {
         #[non_exhaustive]
         pub enum ErrorKind {
             $($(#[$doc])+ $kind,)+
-            /// A status that this crate does not know, of a newer library; see [`Error::status`].
+            /// A status of a newer library, which this crate does not know; see [`Error::status`].
             Unknown,
         }
 
@@ -32,11 +32,11 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// A value out of its range, a slice of the wrong length, an unknown flag.
+    /// A value is out of its range, a slice has the wrong length, or a flag is unknown.
     InvalidArgument = FRUGAL_ERR_INVALID_ARGUMENT,
-    /// Closed, dropped, or of another engine.
+    /// The object was closed or dropped, or belongs to another engine.
     BadHandle = FRUGAL_ERR_BAD_HANDLE,
-    /// The library that was loaded is older or newer than the header that this crate was built with.
+    /// The loaded library is older or newer than the header that this crate was built with.
     StructSize = FRUGAL_ERR_STRUCT_SIZE,
     /// Memory, /dev/shm or the engine's `host_bytes` is exhausted.
     OutOfMemory = FRUGAL_ERR_OUT_OF_MEMORY,
@@ -46,35 +46,35 @@ kinds! {
     TableFull = FRUGAL_ERR_TABLE_FULL,
     /// A table of that name, or a trainer of that rank, exists.
     Exists = FRUGAL_ERR_EXISTS,
-    /// The step is not the one that must come now.
+    /// Another step must come now; the message names it.
     StepOrder = FRUGAL_ERR_STEP_ORDER,
-    /// A declared step has begun, or lies beyond the ring.
+    /// A declared step has begun, or lies beyond the lookahead.
     StepRange = FRUGAL_ERR_STEP_RANGE,
     /// The call belongs between `step_begin` and `step_end`.
     NotInStep = FRUGAL_ERR_NOT_IN_STEP,
-    /// The step was aborted by another rank; begin it again.
+    /// Another rank aborted the step. Begin the step that the message names.
     StepAborted = FRUGAL_ERR_STEP_ABORTED,
-    /// A rank is inside a step, or ranks have ended different ones.
+    /// A rank is inside a step, or ranks have ended different steps.
     Busy = FRUGAL_ERR_BUSY,
-    /// The message names what was waited for; call again.
+    /// The time-out passed; the message names what the call waited for. Call again.
     Timeout = FRUGAL_ERR_TIMEOUT,
     /// A gradient has a NaN and the table rejects them.
     Nan = FRUGAL_ERR_NAN,
     /// The engine belongs to the parent of this process.
     Forked = FRUGAL_ERR_FORKED,
-    /// Well formed, but this build or machine cannot do it.
+    /// The call is well formed, but this build or machine cannot do it.
     Unsupported = FRUGAL_ERR_UNSUPPORTED,
     /// No such table or batch.
     NotFound = FRUGAL_ERR_NOT_FOUND,
-    /// A background failure; [`Engine::health`](crate::Engine::health) tells which.
+    /// A background thread failed; [`Engine::health`](crate::Engine::health) returns the failure.
     Unhealthy = FRUGAL_ERR_UNHEALTHY,
     /// The object was closed while the call waited.
     Closed = FRUGAL_ERR_CLOSED,
-    /// An output buffer is too small; the needed size is told.
+    /// An output buffer is too small; the call returns the needed size.
     Overflow = FRUGAL_ERR_OVERFLOW,
     /// A bug of the library; please report the message.
     Internal = FRUGAL_ERR_INTERNAL,
-    /// No such GPU, or it failed; [`Error::device_code`] tells.
+    /// There is no such GPU, or it failed; [`Error::device_code`] is the CUDA error.
     Device = FRUGAL_ERR_DEVICE,
     /// A trainer process or the controller is gone; the message says which.
     PeerLost = FRUGAL_ERR_PEER_LOST,
@@ -107,14 +107,14 @@ impl Error {
         self.kind
     }
 
-    /// The status of `frugal.h`: negative, its value fixed for ever.
+    /// The status of `frugal.h`, a negative number that never changes.
     pub fn status(&self) -> i32 {
         self.status
     }
 
-    /// The status's name, as `"FRUGAL_ERR_TIMEOUT"`.
+    /// The status's name, for example `"FRUGAL_ERR_TIMEOUT"`.
     pub fn status_name(&self) -> &'static str {
-        // SAFETY: any number may be asked for; what comes is a static string that ends in NUL.
+        // SAFETY: the function accepts any number, and returns a static string that ends in NUL.
         let name = unsafe { CStr::from_ptr(sys::frugal_status_name(self.status)) };
         name.to_str().unwrap_or("FRUGAL_UNKNOWN")
     }
@@ -124,12 +124,12 @@ impl Error {
         &self.message
     }
 
-    /// errno of the system call behind it, or 0.
+    /// The errno of the system call that failed, or 0.
     pub fn system_code(&self) -> i32 {
         self.system_code
     }
 
-    /// The CUDA error behind it, or 0.
+    /// The CUDA error that caused it, or 0.
     pub fn device_code(&self) -> i32 {
         self.device_code
     }
@@ -139,12 +139,12 @@ impl Error {
         Self::own(sys::FRUGAL_ERR_INVALID_ARGUMENT, message)
     }
 
-    /// Of this crate, not of a call.
+    /// An error of this crate, not of a call.
     fn own(status: i32, message: String) -> Self {
         Self { kind: ErrorKind::of(status), status, system_code: 0, device_code: 0, message: message.into() }
     }
 
-    /// Of the calling thread's last call, which answered `status`.
+    /// The error of the calling thread's last call, which returned `status`.
     #[cold]
     fn last(status: i32) -> Self {
         let mut raw = sys::frugal_error {
@@ -158,7 +158,7 @@ impl Error {
         unsafe { sys::frugal_last_error(&mut raw) };
         let mut error =
             Self { kind: ErrorKind::of(status), status, system_code: 0, device_code: 0, message: "".into() };
-        // It is of another call if `status` is none that a call of this thread has just answered.
+        // `raw` describes another call if this thread's last failed call did not return `status`.
         if raw.status == status && !raw.message.is_null() {
             error.system_code = raw.system_code;
             error.device_code = raw.device_code;
@@ -177,15 +177,16 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Makes the status that a function of `frugal-sys` has just answered in this thread a result, with the message.
+/// Turns the status that a function of `frugal-sys` has just returned in this thread into a result, with the
+/// message.
 ///
-/// What this crate calls goes through it, too; a program needs it only beside its own calls of [`crate::sys`].
+/// This crate uses it too. A program needs it only for its own calls of [`crate::sys`].
 #[inline]
 pub fn check(status: i32) -> Result<()> {
     if status == sys::FRUGAL_OK { Ok(()) } else { Err(Error::last(status)) }
 }
 
-/// Makes a call of the library, but not from inside a log hook, which must not.
+/// Makes a call of the library, except inside a log hook, where it is an error.
 #[inline]
 pub(crate) fn call(function: impl FnOnce() -> i32) -> Result<()> {
     if crate::log::in_hook() {
@@ -194,7 +195,7 @@ pub(crate) fn call(function: impl FnOnce() -> i32) -> Result<()> {
     check(function())
 }
 
-/// Is the library that was loaded of the version, major and minor, that this crate was built with?
+/// Checks that the loaded library has the version, major and minor, that this crate was built with.
 pub(crate) fn check_version() -> Result<()> {
     static FITS: OnceLock<bool> = OnceLock::new();
     if *FITS.get_or_init(|| fits(crate::version())) {

@@ -1,8 +1,8 @@
-//! Trains embedding tables that are larger than a GPU's memory, with the exact result of
-//! synchronous training.
+//! Trains embedding tables that are larger than a GPU's memory, with the exact result of synchronous
+//! training.
 //!
-//! An [`Engine`] owns [`Table`]s; each rank of training is a [`Trainer`], which declares the keys of later steps, and
-//! looks up rows and pushes gradients inside a step:
+//! An [`Engine`] owns [`Table`]s. Each rank of training is a [`Trainer`]. It declares the keys of later
+//! steps, and inside a step it looks up rows and pushes gradients:
 //!
 //! ```
 //! use frugal::{Engine, Init, Optimizer, TableOptions, TrainerOptions};
@@ -32,24 +32,25 @@
 //!
 //! # Slices in, slices out
 //!
-//! Keys are `&[u64]` ([`as_keys`] for `i64`), rows and gradients `f32` slices, packed or with a stride ([`Rows`],
-//! [`RowsMut`]). Their addresses go to the library as they are, one call of the library for each call; it copies
-//! what it needs and keeps no pointer. So no borrow outlives a call, and forgetting any object
-//! ([`std::mem::forget`]) leaks it and does no other harm. A slice of the wrong length is
+//! Keys are `&[u64]` ([`as_keys`] for `i64`). Rows and gradients are `f32` slices, packed or with a stride
+//! ([`Rows`], [`RowsMut`]). Each call makes one call of the library with the slices' own addresses. The
+//! library copies what it needs and keeps no pointer, so no borrow outlives a call. An object that is
+//! forgotten ([`std::mem::forget`]) leaks and does no other harm. A slice of the wrong length is
 //! [`ErrorKind::InvalidArgument`].
 //!
 //! # Errors, threads, waits
 //!
-//! A failed call is an [`Error`]: kind, message, and codes of the system or the GPU. `frugal.h` says what each call
-//! means; documentation here names the kinds that are a call's own. Beside them each may answer `BadHandle`, `Forked`,
-//! `InvalidArgument`, `OutOfMemory`, `Internal`, `Closed`, `Unhealthy`, and those of a trainer on a GPU `Device` and
-//! `Unsupported`. Everything here is there since version 0.1.
+//! A failed call returns an [`Error`]: kind, message, and codes of the system or the GPU. `frugal.h` defines
+//! each call. This documentation lists the kinds that are particular to a call. Each call may also return
+//! `BadHandle`, `Forked`, `InvalidArgument`, `OutOfMemory`, `Internal`, `Closed` or `Unhealthy`; a call of a
+//! trainer on a GPU also `Device` or `Unsupported`. All items exist since version 0.1.
 //!
-//! A [`Trainer`] is used by one thread at a time, everything else by any number. Waits end by a [`Timeout`].
+//! One thread at a time may use a [`Trainer`], any number of threads everything else. A [`Timeout`] limits a
+//! wait.
 //!
 //! # CUDA
 //!
-//! The methods take host memory. For memory of a GPU call [`sys`] with the handles that `as_raw` gives, in `unsafe`.
+//! The methods take host memory. For memory of a GPU call [`sys`] with the handles of `as_raw`, in `unsafe`.
 #![deny(missing_docs)]
 #![warn(missing_debug_implementations)]
 
@@ -76,7 +77,7 @@ pub use rows::{Rows, RowsMut, as_keys};
 pub use table::{Table, TableInfo};
 pub use trainer::{Batch, Trainer};
 
-/// Its examples run, too.
+/// The tests run the examples of README.md, too.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct Readme;

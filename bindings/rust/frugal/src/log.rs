@@ -1,7 +1,7 @@
 //! The log hook: a closure that threads of the engine call.
 //!
-//! The engine gets a number, not an address, as its hook's context. So nothing depends on when the engine's last
-//! line comes: one that comes after the closure is gone finds no closure.
+//! The engine gets a number, not an address, as its hook's context. So a line that comes after the closure
+//! was freed does no harm: it finds no closure.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -9,15 +9,15 @@ use std::ffi::{CStr, c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How grave a line of the log is.
+/// The severity of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum LogLevel {
-    /// A failure, as of a thread in the background.
+    /// A failure, for example of a background thread.
     Error,
-    /// Something is done without, as a cache for which there is no memory.
+    /// The engine continues without something, for example without a cache that memory lacks for.
     Warning,
-    /// For information.
+    /// Information.
     Information,
 }
 
@@ -34,13 +34,13 @@ thread_local! {
     static IN_HOOK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Is the calling thread inside a log hook?
+/// Whether the calling thread is inside a log hook.
 #[inline]
 pub(crate) fn in_hook() -> bool {
     IN_HOOK.get()
 }
 
-/// Puts a hook where the engine's threads find it, under the number that is answered.
+/// Registers a hook for the engine's threads. Returns its number.
 pub(crate) fn add(hook: Hook) -> usize {
     let mut hooks = HOOKS.lock().unwrap_or_else(PoisonError::into_inner);
     let number = hooks.next;
@@ -49,14 +49,14 @@ pub(crate) fn add(hook: Hook) -> usize {
     number
 }
 
-/// Takes a hook away. Its closure is freed when no thread is inside it any more.
+/// Removes a hook. Its closure is freed when no thread is inside it any more.
 pub(crate) fn remove(number: usize) {
     let gone = HOOKS.lock().unwrap_or_else(PoisonError::into_inner).by_number.remove(&number);
-    // Not under the lock: the closure's own drop may log, open or close.
+    // After the lock was released: the closure's own drop may log, open or close.
     drop(gone);
 }
 
-/// What the engine calls; `context` is the hook's number.
+/// The function that the engine calls; `context` is the hook's number.
 pub(crate) unsafe extern "C" fn trampoline(context: *mut c_void, level: i32, text: *const c_char) {
     struct Inside(bool);
     impl Drop for Inside {
@@ -78,11 +78,12 @@ pub(crate) unsafe extern "C" fn trampoline(context: *mut c_void, level: i32, tex
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
         hook(level, &text);
     });
-    // It may be the last one, so that the closure is freed here: inside the hook as well, and it may panic, too.
+    // This may be the last reference, which frees the closure: also inside the hook, and with a drop that may
+    // panic.
     contain(|| drop(hook));
 }
 
-/// A panic must not cross the C boundary, nor must one of its payload's drop.
+/// Catches a panic, and one of its payload's drop: neither may unwind into C.
 fn contain(function: impl FnOnce()) {
     if let Err(payload) = catch_unwind(AssertUnwindSafe(function)) {
         std::mem::forget(payload);
@@ -106,7 +107,7 @@ mod tests {
         let number = add(Arc::new(move |level, text| seen.lock().unwrap().push((level, text.to_owned()))));
         line(number);
         remove(number);
-        line(number); // as from a thread that was late
+        line(number); // as from a late thread
         assert_eq!(*lines.lock().unwrap(), [(LogLevel::Warning, "a line".to_owned())]);
         assert_eq!(Arc::strong_count(&lines), 1, "the closure was freed");
     }
@@ -155,7 +156,7 @@ mod tests {
         let own = Arc::clone(&number);
         let added = add(Arc::new(move |_, _| {
             let _ = &note;
-            remove(own.load(Ordering::Relaxed)); // as another thread would, meanwhile
+            remove(own.load(Ordering::Relaxed)); // as another thread might meanwhile
             panic!("in a hook, on purpose");
         }));
         number.store(added, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Ops: the keys of one table in a call, and what goes with them.
+//! Ops: the keys of one table in a call, and the call's slices.
 
 use std::ptr;
 
@@ -9,8 +9,9 @@ use crate::rows::{Rows, RowsMut, check_count};
 use crate::table::{Table, clear};
 use crate::trainer::Batch;
 
-/// The keys of one table in a call, and how their rows are pooled: [`Table::op`], [`Batch::op`], or a `&Batch` that
-/// declares one table. Plain data that borrows slices; one op serves declaration, lookup and push.
+/// The keys of one table in a call, and how their rows are pooled. [`Table::op`] and [`Batch::op`] make one;
+/// so does a `&Batch` that declares one table. It is plain data that borrows slices. One op serves
+/// declaration, lookup and push.
 ///
 /// ```
 /// use frugal::{Engine, Init, TableOptions, TrainerOptions};
@@ -31,7 +32,7 @@ use crate::trainer::Batch;
 /// # Ok(()) }
 /// ```
 ///
-/// An op cannot outlive what it borrows:
+/// An op cannot outlive the slices that it borrows:
 ///
 /// ```compile_fail
 /// # use frugal::{Engine, Init, TableOptions, TrainerOptions};
@@ -59,7 +60,7 @@ enum Selection<'a> {
         table: &'a Table,
         keys: &'a [u64],
     },
-    /// `part` None: the batch's only one. `keys` None: exactly the declared ones.
+    /// `part` None is the batch's only part. `keys` None is exactly the declared keys.
     Part {
         batch: &'a Batch,
         part: Option<usize>,
@@ -74,7 +75,7 @@ enum Pooling<'a> {
     Mean { offsets: &'a [u64] },
 }
 
-/// An op whose pointers are those of checked slices, and the numbers that further slices must fit.
+/// An op whose pointers are those of checked slices, and the counts that further slices must have.
 pub(crate) struct Checked {
     pub(crate) raw: sys::frugal_op,
     keys: usize,
@@ -91,8 +92,8 @@ impl<'a> Op<'a> {
         Self { selection: Selection::Part { batch, part, keys: None }, pooling: Pooling::None, padding: None }
     }
 
-    /// Any keys instead of exactly the declared ones, if the op is of a batch: a subset in any order. What is
-    /// resolved already is found there.
+    /// For an op of a batch: any keys instead of exactly the declared ones, for example a subset in any
+    /// order. Keys that the batch declared are resolved already.
     pub fn keys(mut self, keys: &'a [u64]) -> Self {
         match &mut self.selection {
             Selection::Keys { keys: mine, .. } => *mine = keys,
@@ -101,8 +102,8 @@ impl<'a> Op<'a> {
         self
     }
 
-    /// A row for each bag: the sum of its rows. Bag b has the keys `offsets[b]..offsets[b + 1]`; there is one more
-    /// offset than bags, the first is 0, the last the number of keys. An empty bag's row is zeros.
+    /// A row for each bag: the sum of its rows. Bag b has the keys `offsets[b]..offsets[b + 1]`. There is one
+    /// more offset than bags; the first is 0, the last is the number of keys. An empty bag's row is zeros.
     pub fn sum(mut self, offsets: &'a [u64]) -> Self {
         self.pooling = Pooling::Sum { offsets, weights: None };
         self
@@ -114,7 +115,7 @@ impl<'a> Op<'a> {
         self
     }
 
-    /// [`sum`](Self::sum), divided by the bag's number of keys, padding not counted.
+    /// [`sum`](Self::sum), divided by the bag's number of keys. Padding is not counted.
     pub fn mean(mut self, offsets: &'a [u64]) -> Self {
         self.pooling = Pooling::Mean { offsets };
         self
@@ -126,17 +127,17 @@ impl<'a> Op<'a> {
         self
     }
 
-    /// With the rows that a lookup or a read is to write: one for each key, or for each bag.
+    /// Adds the rows that a lookup or a read writes: one for each key, or for each bag.
     pub fn rows(self, rows: impl Into<RowsMut<'a>>) -> LookupOp<'a> {
         LookupOp { op: self, rows: rows.into(), found: None }
     }
 
-    /// With the gradients of a push: one row for each key, or for each bag.
+    /// Adds the gradients of a push: one row for each key, or for each bag.
     pub fn grads(self, grads: impl Into<Rows<'a>>) -> PushOp<'a> {
         PushOp { op: self, grads: grads.into(), weight_grads: None }
     }
 
-    /// For a declaration, which takes keys and padding alone.
+    /// The op for a declaration, which uses only keys and padding.
     pub(crate) fn declared(&self) -> Result<sys::frugal_op> {
         match self.selection {
             Selection::Keys { table, keys } => Ok(self.start(table.as_raw(), keys)),
@@ -217,14 +218,14 @@ impl<'a> Op<'a> {
     }
 }
 
-/// A batch that declares one table: exactly its keys.
+/// The op of a batch that declares one table: exactly its keys.
 impl<'a> From<&'a Batch> for Op<'a> {
     fn from(batch: &'a Batch) -> Self {
         Op::of_part(batch, None)
     }
 }
 
-/// An op of a lookup or a read: [`Op::rows`].
+/// An op of a lookup or a read; [`Op::rows`] makes it.
 ///
 /// No two ops of a call can write the same rows:
 ///
@@ -244,8 +245,8 @@ pub struct LookupOp<'a> {
 }
 
 impl<'a> LookupOp<'a> {
-    /// Of a read: tells for each key whether there is a row. After an error all are `false`. (A lookup creates what
-    /// is missing, so it refuses this.)
+    /// For a read: writes for each key whether it has a row. After an error all are `false`. (A lookup
+    /// creates missing rows, so it refuses this.)
     pub fn found(mut self, found: &'a mut [bool]) -> Self {
         self.found = Some(found);
         self
@@ -275,7 +276,7 @@ impl<'a> LookupOp<'a> {
     }
 }
 
-/// An op of a push: [`Op::grads`].
+/// An op of a push; [`Op::grads`] makes it.
 #[derive(Debug)]
 pub struct PushOp<'a> {
     op: Op<'a>,
@@ -284,7 +285,7 @@ pub struct PushOp<'a> {
 }
 
 impl<'a> PushOp<'a> {
-    /// Asks for the gradient of each factor of a [`weighted_sum`](Op::weighted_sum).
+    /// Adds an output: the gradient of each factor of a [`weighted_sum`](Op::weighted_sum).
     pub fn weight_grads(mut self, weight_grads: &'a mut [f32]) -> Self {
         self.weight_grads = Some(weight_grads);
         self
@@ -301,7 +302,7 @@ impl<'a> PushOp<'a> {
     }
 }
 
-/// What a batch knows of a declared op.
+/// A part of a batch: the facts of its op.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
     pub(crate) table: *mut sys::frugal_table,
@@ -309,7 +310,7 @@ pub(crate) struct Part {
     pub(crate) dim: usize,
 }
 
-/// Makes ops raw and gives them to a call. One op, which is most often, takes no allocation.
+/// Converts ops to raw ones and passes them to a call. One op, the most frequent case, needs no allocation.
 pub(crate) fn with_raw_ops<T, R>(
     ops: &mut [T],
     mut raw: impl FnMut(&mut T) -> Result<sys::frugal_op>,

@@ -1,4 +1,4 @@
-//! What engines, tables, trainers and optimizers are made with: builders that begin with the defaults of `frugal.h`.
+//! Options of engines, tables, trainers and optimizers: builders that begin with the defaults of `frugal.h`.
 
 use std::ffi::CString;
 use std::fmt;
@@ -17,11 +17,11 @@ use crate::log::{Hook, LogLevel, trampoline};
 ///
 /// # Safety
 ///
-/// All bytes of it may be zeros, and `INIT` fills the struct as the loaded library has it.
+/// All bytes of the struct may be zeros, and `INIT` fills the struct as the loaded library defines it.
 unsafe trait Grows: Copy {
     const INIT: unsafe extern "C" fn(*mut Self);
 
-    /// Notes the size that this crate was built with.
+    /// Sets the size that this crate was built with.
     fn set_size(&mut self);
 }
 
@@ -48,16 +48,16 @@ grows! {
     frugal_trainer_config by frugal_trainer_config_init;
 }
 
-/// The defaults of the library that is loaded. It may be a later one, whose struct has grown at its end: it gets room
-/// for that, and what this crate does not know of is left away.
+/// The defaults of the loaded library. In a later library the struct may have grown at its end: there is room
+/// for that, and the fields that this crate does not know are cut off.
 fn defaults<T: Grows>() -> T {
     #[repr(C, align(64))]
     struct Room([u8; 4096]);
     const { assert!(size_of::<T>() * 4 <= size_of::<Room>() && align_of::<T>() <= align_of::<Room>()) };
     let mut room = Room([0; 4096]);
     let start = (&raw mut room).cast::<T>();
-    // SAFETY: the room is large enough for what the function writes, and aligned; all of its bytes are set, by zeros at
-    // least, and then a struct of this crate's size is at its start.
+    // SAFETY: the room is aligned, and large enough for what the function writes. All of its bytes are set,
+    // at least to zero, and it begins with a struct of this crate's size.
     let mut raw = unsafe {
         T::INIT(start);
         start.read()
@@ -66,18 +66,18 @@ fn defaults<T: Grows>() -> T {
     raw
 }
 
-/// How long a call waits at most.
+/// The longest time that a call waits.
 ///
-/// A wait that ends by its time-out answers [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), has taken
-/// nothing, and can be made again. A thread in a wait holds nothing of Rust's, so long waits need no slices.
+/// A call whose time-out passes returns [`ErrorKind::Timeout`](crate::ErrorKind::Timeout). It has had no
+/// effect and can be made again. A waiting thread holds no lock of Rust's, so long waits need no slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Timeout {
-    /// The engine's: [`EngineOptions::timeout`], 30 minutes unless it was set.
+    /// The engine's time-out: [`EngineOptions::timeout`], 30 minutes unless set.
     #[default]
     Engine,
     /// For ever.
     Infinite,
-    /// This long, counted in whole milliseconds and rounded up; zero only looks.
+    /// This long, rounded up to whole milliseconds. Zero polls.
     After(Duration),
 }
 
@@ -92,7 +92,7 @@ impl Timeout {
         match self {
             Self::Engine => sys::FRUGAL_TIMEOUT_DEFAULT,
             Self::Infinite => sys::FRUGAL_TIMEOUT_INFINITE,
-            // Longer than the largest number of milliseconds is for ever.
+            // More than the largest number of milliseconds is for ever.
             Self::After(duration) => {
                 i64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(sys::FRUGAL_TIMEOUT_INFINITE)
             }
@@ -105,20 +105,20 @@ impl Timeout {
 #[non_exhaustive]
 #[repr(i32)]
 pub enum FlushMode {
-    /// The engine chooses between the next two by measured idle time.
+    /// The engine chooses between `AtOnce` and `Deferred` by measured idle time.
     #[default]
     Auto = sys::FRUGAL_FLUSH_AUTO as i32,
-    /// Applied after the step's end by all threads, trainers included.
+    /// All threads, trainers included, apply a step's updates after its end.
     AtOnce = sys::FRUGAL_FLUSH_AT_ONCE as i32,
-    /// Priority-based proactive flushing, two-level queue.
+    /// Priority-based proactive flushing with a two-level queue.
     Deferred = sys::FRUGAL_FLUSH_DEFERRED as i32,
-    /// Everything is written at step end, before the next begins.
+    /// All updates are written at the step's end, before the next step begins.
     WriteThrough = sys::FRUGAL_FLUSH_WRITE_THROUGH as i32,
-    /// Deferred; the queue is a heap with a lock per node: a baseline for measurements.
+    /// As `Deferred`, but the queue is a heap with a lock per node: a baseline for measurements.
     TreeHeap = sys::FRUGAL_FLUSH_TREE_HEAP as i32,
 }
 
-/// Where the rows of tables lie.
+/// The memory of the rows of tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
@@ -150,9 +150,9 @@ pub struct EngineOptions {
     pub(crate) service: Option<PathBuf>,
 }
 
-// SAFETY: the raw struct's pointers are NULL until the moment of opening; the closure is Send + Sync.
+// SAFETY: the raw struct's pointers are NULL until the engine is opened; the closure is Send + Sync.
 unsafe impl Send for EngineOptions {}
-// SAFETY: as above; nothing changes behind a shared reference.
+// SAFETY: as above; there is no interior mutability.
 unsafe impl Sync for EngineOptions {}
 
 impl Default for EngineOptions {
@@ -179,7 +179,7 @@ impl EngineOptions {
         self
     }
 
-    /// Threads in the background, 0 to 256; with 0 the waiters flush. 1 unless set.
+    /// Number of background threads, 0 to 256; with 0 the waiting threads flush. 1 unless set.
     pub fn flush_threads(mut self, threads: u32) -> Self {
         self.raw.flush_threads = threads;
         self
@@ -191,25 +191,27 @@ impl EngineOptions {
         self
     }
 
-    /// How many steps a lookup may lag behind: 0 (unless set) is synchronous, `u64::MAX` has no bound.
+    /// The number of steps that a lookup may lag: 0 (unless set) is synchronous, `u64::MAX` has no bound.
     pub fn staleness(mut self, steps: u64) -> Self {
         self.raw.staleness = steps;
         self
     }
 
-    /// Budget in bytes of memory for updates that are not in the host rows yet; 0 writes through. 1 GiB unless set.
+    /// Memory budget in bytes for updates that are not yet in the host rows; 0 writes through. 1 GiB unless
+    /// set.
     pub fn pending_bytes(mut self, bytes: u64) -> Self {
         self.raw.pending_bytes = bytes;
         self
     }
 
-    /// Limit in bytes of memory for tables; none unless set.
+    /// Memory limit in bytes for tables; no limit unless set.
     pub fn host_bytes(mut self, bytes: u64) -> Self {
         self.raw.host_bytes = bytes;
         self
     }
 
-    /// What [`Timeout::Engine`] means; 30 minutes unless set. ([`Timeout::Engine`] leaves it as it is.)
+    /// The time of [`Timeout::Engine`]; 30 minutes unless set. (The argument [`Timeout::Engine`] changes
+    /// nothing.)
     pub fn timeout(mut self, timeout: impl Into<Timeout>) -> Self {
         let timeout = timeout.into();
         if timeout != Timeout::Engine {
@@ -218,7 +220,7 @@ impl EngineOptions {
         self
     }
 
-    /// Where the rows of tables lie.
+    /// The memory of the rows of tables.
     pub fn backing(mut self, backing: Backing) -> Self {
         self.raw.backing = backing as i32;
         self
@@ -230,29 +232,31 @@ impl EngineOptions {
         self
     }
 
-    /// A closure for lines of the log. Threads of the engine call it, several at once; what it panics with is dropped.
-    /// Inside it every call of this crate answers [`ErrorKind::InvalidArgument`](crate::ErrorKind), and dropping
-    /// an engine or a trainer leaves that open for ever. It is freed when the engine has been closed.
+    /// A closure for log lines. Threads of the engine call it, perhaps several at once. A panic of it is
+    /// caught and dropped. Inside it every call of this crate returns
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind), and an engine or a trainer that is dropped stays
+    /// open for ever. The closure is freed when the engine has been closed.
     pub fn log(mut self, hook: impl Fn(LogLevel, &str) + Send + Sync + 'static) -> Self {
         self.hook = Some(Arc::new(hook));
         self
     }
 
-    /// The address of a controller ([`Engine::serve`]) to attach to; the other options must be those of its engine.
-    /// None unless set: the engine is this process's own.
+    /// The address of a controller ([`Engine::serve`]) to attach to. The other options must equal those of
+    /// its engine. Unless set, the engine is in this process.
     pub fn service(mut self, address: impl Into<PathBuf>) -> Self {
         self.service = Some(address.into());
         self
     }
 
-    /// Opens an engine, which starts its threads, or attaches to one. Errors: `InvalidArgument`, `OutOfMemory`,
-    /// `StructSize` (the library that was loaded is of another version than the header that this crate was built
-    /// with), `Unsupported` (this build cannot attach), `PeerLost` (nobody serves that address).
+    /// Opens an engine, which starts its threads, or attaches to one. Errors: `InvalidArgument`,
+    /// `OutOfMemory`, `StructSize` (the loaded library has another version than the header that this crate
+    /// was built with), `Unsupported` (this build cannot attach), `PeerLost` (no controller serves that
+    /// address).
     pub fn open(&self) -> Result<Engine> {
         Engine::with_options(self)
     }
 
-    /// With the hook of that number.
+    /// The raw options, with the hook of that number.
     pub(crate) fn with_hook(&self, number: Option<usize>) -> sys::frugal_config {
         let mut raw = self.raw;
         if let Some(number) = number {
@@ -274,7 +278,7 @@ impl fmt::Debug for EngineOptions {
     }
 }
 
-/// The equations of an optimizer; `docs/arithmetic.md` states them.
+/// The kind of an optimizer; `docs/arithmetic.md` has the equations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
@@ -311,8 +315,9 @@ impl OptimizerKind {
     }
 }
 
-/// An optimizer: its kind, which a table's first update fixes, and hyper-parameters, which may change for any step that is not
-/// committed yet ([`Table::set_optimizer`](crate::Table::set_optimizer)). What a kind does not use is ignored.
+/// An optimizer: its kind and hyper-parameters. A table's first update fixes the kind. The hyper-parameters
+/// may change for any step that is not committed ([`Table::set_optimizer`](crate::Table::set_optimizer)). A
+/// kind ignores the hyper-parameters that it does not use.
 ///
 /// ```
 /// use frugal::Optimizer;
@@ -337,7 +342,7 @@ macro_rules! hyper_parameters {
 }
 
 impl Optimizer {
-    /// That kind with the defaults of `frugal.h`.
+    /// An optimizer of that kind with the defaults of `frugal.h`.
     pub fn new(kind: OptimizerKind) -> Self {
         let mut raw: sys::frugal_optimizer = defaults();
         raw.kind = kind as i32;
@@ -349,7 +354,7 @@ impl Optimizer {
         Self::new(OptimizerKind::Sgd).lr(lr)
     }
 
-    /// With momentum.
+    /// Stochastic gradient descent with momentum.
     pub fn momentum_sgd(lr: f32, momentum: f32) -> Self {
         Self::new(OptimizerKind::Momentum).lr(lr).momentum(momentum)
     }
@@ -359,7 +364,7 @@ impl Optimizer {
         Self::new(OptimizerKind::Adagrad).lr(lr)
     }
 
-    /// Adagrad with one accumulator for a row.
+    /// Adagrad with one accumulator per row.
     pub fn rowwise_adagrad(lr: f32) -> Self {
         Self::new(OptimizerKind::RowwiseAdagrad).lr(lr)
     }
@@ -379,7 +384,7 @@ impl Optimizer {
         Self::new(OptimizerKind::Ftrl).lr(lr)
     }
 
-    /// The equations.
+    /// The kind.
     pub fn kind(&self) -> OptimizerKind {
         OptimizerKind::of(self.raw.kind).expect("set by new")
     }
@@ -411,28 +416,28 @@ impl Optimizer {
         weight_decay_l2,
         /// Decoupled: `w -= lr * weight_decay * w` after the update; 0 unless set.
         weight_decay,
-        /// Each element of a gradient goes to `[-c, c]`; 0, off, unless set.
+        /// Clips each element of a gradient to `[-c, c]`; 0, off, unless set.
         clip_value,
-        /// A row's gradient goes to an L2 norm of at most this; 0, off, unless set.
+        /// Clips a row's gradient to an L2 norm of at most this; 0, off, unless set.
         clip_norm,
-        /// Each weight goes to `[-b, b]` after the update; 0, off, unless set.
+        /// Clips each weight to `[-b, b]` after the update; 0, off, unless set.
         weight_bound,
         /// Multiplies the summed gradient; 1 unless set.
         grad_scale,
     }
 
-    /// Momentum: Nesterov's form or not; not unless set.
+    /// Momentum: whether it is Nesterov's form; false unless set.
     pub fn nesterov(self, on: bool) -> Self {
         self.flag(sys::FRUGAL_OPT_NESTEROV, on)
     }
 
-    /// Is the sum over ranks divided by the number of ranks? Not unless set.
+    /// Whether the sum over ranks is divided by the number of ranks; false unless set.
     pub fn mean_ranks(self, on: bool) -> Self {
         self.flag(sys::FRUGAL_OPT_MEAN_RANKS, on)
     }
 
-    /// Adam: is the learning rate corrected for the bias of the moments, by the step number + 1? It is unless set. Not:
-    /// the caller counts steps, and has both corrections in the learning rate.
+    /// Adam: whether the learning rate is corrected for the bias of the moments, by the step number + 1; true
+    /// unless set. With false the caller counts steps, and includes both corrections in the learning rate.
     pub fn bias_correction(self, on: bool) -> Self {
         self.flag(sys::FRUGAL_OPT_NO_BIAS_CORRECTION, !on)
     }
@@ -447,7 +452,7 @@ impl Optimizer {
     }
 }
 
-/// Which keys a table has.
+/// The keys that a table may have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
@@ -455,21 +460,21 @@ pub enum KeySpace {
     /// Ids `0..rows`; every row exists from the start.
     #[default]
     Dense = sys::FRUGAL_DENSE as i32,
-    /// Any key; a row is created on its first use in training, and there are at most `rows`.
+    /// Any key. A row is created on its first use in training. There are at most `rows`.
     Hashed = sys::FRUGAL_HASHED as i32,
 }
 
-/// Initial values of rows. They depend on the engine's seed, the table's name, the key and the column alone.
+/// Initial values of rows. They depend only on the engine's seed, the table's name, the key and the column.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Init {
-    /// All the same.
+    /// Every element has this value.
     Constant(f32),
     /// Uniform in `[low, high)`.
     Uniform {
         /// The least value.
         low: f32,
-        /// Above all values.
+        /// The upper bound, which is not a value.
         high: f32,
     },
     /// Normal.
@@ -479,7 +484,7 @@ pub enum Init {
         /// Standard deviation.
         deviation: f32,
     },
-    /// Normal, within two standard deviations.
+    /// Normal, within two standard deviations of the mean.
     TruncatedNormal {
         /// Mean.
         mean: f32,
@@ -495,17 +500,17 @@ pub enum Init {
     },
 }
 
-/// What a push does with NaNs.
+/// The effect of NaNs in gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(i32)]
 pub enum NanPolicy {
-    /// The push answers [`ErrorKind::Nan`](crate::ErrorKind::Nan) and nothing is taken.
+    /// The push returns [`ErrorKind::Nan`](crate::ErrorKind::Nan) and has no effect.
     #[default]
     Reject = sys::FRUGAL_NAN_REJECT as i32,
-    /// A row whose summed gradient has a NaN is not touched in that step.
+    /// A row whose summed gradient has a NaN is not changed in that step.
     Skip = sys::FRUGAL_NAN_SKIP as i32,
-    /// Arithmetic goes on; NaNs are stored as one pattern of bits.
+    /// The optimizer computes with them. NaNs are stored as one bit pattern.
     Accept = sys::FRUGAL_NAN_ACCEPT as i32,
 }
 
@@ -530,14 +535,15 @@ pub struct TableOptions {
     raw: sys::frugal_table_config,
 }
 
-// SAFETY: the raw struct's pointer, the name, is NULL until the moment of creating.
+// SAFETY: the raw struct's pointer, the name, is NULL until the table is created.
 unsafe impl Send for TableOptions {}
-// SAFETY: as above; nothing changes behind a shared reference.
+// SAFETY: as above; there is no interior mutability.
 unsafe impl Sync for TableOptions {}
 
 impl TableOptions {
-    /// A dense table: `name` has 1 to 255 bytes and is unique in the engine; `rows` is the number of ids (of a
-    /// hashed table: the most rows), 1 to 2^32 - 2; `dim` the elements of a row, 1 to 65536.
+    /// A dense table. `name` has 1 to 255 bytes and is unique in the engine. `rows`, 1 to 2^32 - 2, is the
+    /// number of ids, or of a hashed table the most rows. `dim`, 1 to 65536, is the number of elements of a
+    /// row.
     pub fn new(name: impl Into<String>, rows: u64, dim: u32) -> Self {
         let mut raw: sys::frugal_table_config = defaults();
         raw.rows = rows;
@@ -545,7 +551,7 @@ impl TableOptions {
         Self { name: name.into(), raw }
     }
 
-    /// Which keys the table has; ids `0..rows` unless set.
+    /// The keys that the table may have; ids `0..rows` unless set.
     pub fn key_space(mut self, keys: KeySpace) -> Self {
         self.raw.key_space = keys as i32;
         self
@@ -569,13 +575,13 @@ impl TableOptions {
         self
     }
 
-    /// What a push does with NaNs; it is refused unless set.
+    /// The effect of NaNs in gradients; unless set, the push is refused.
     pub fn nan_policy(mut self, policy: NanPolicy) -> Self {
         self.raw.nan_policy = policy as i32;
         self
     }
 
-    /// Of a dense table: do memory and initial values of a row come with its first use? Not unless set.
+    /// For a dense table: whether a row gets memory and initial values on its first use; false unless set.
     pub fn lazy(mut self, on: bool) -> Self {
         if on {
             self.raw.flags |= sys::FRUGAL_TABLE_LAZY;
@@ -591,7 +597,7 @@ impl TableOptions {
         self
     }
 
-    /// Gives the raw struct to a call.
+    /// Passes the raw struct to a call.
     pub(crate) fn with_raw(&self, function: impl FnOnce(&sys::frugal_table_config) -> i32) -> Result<()> {
         let name = c_string("the table's name", &self.name)?;
         let mut raw = self.raw;
@@ -616,9 +622,9 @@ pub struct TrainerOptions {
     raw: sys::frugal_trainer_config,
 }
 
-// SAFETY: the raw struct's pointer, the device, is NULL until the moment of creating.
+// SAFETY: the raw struct's pointer, the device, is NULL until the trainer is created.
 unsafe impl Send for TrainerOptions {}
-// SAFETY: as above; nothing changes behind a shared reference.
+// SAFETY: as above; there is no interior mutability.
 unsafe impl Sync for TrainerOptions {}
 
 impl TrainerOptions {
@@ -629,14 +635,15 @@ impl TrainerOptions {
         Self { device: None, raw }
     }
 
-    /// `"cpu"` (unless set), or `"cuda:N"` in a build with CUDA. Slices are host memory on either, and a call is done
-    /// with them when it returns. (Slices of memory that CUDA manages are not: work on these may go on in the stream.)
+    /// `"cpu"` (unless set), or `"cuda:N"` in a build with CUDA. On either, slices are host memory, and a
+    /// call has finished with them when it returns. (Managed memory of CUDA is an exception: work on it may
+    /// continue in the stream.)
     pub fn device(mut self, device: impl Into<String>) -> Self {
         self.device = Some(device.into());
         self
     }
 
-    /// Bytes of the private cache for rows, state and their index, over all tables; 0 unless set.
+    /// Size in bytes of the private cache, for rows, state and their index, over all tables; 0 unless set.
     pub fn cache_bytes(mut self, bytes: u64) -> Self {
         self.raw.cache_bytes = bytes;
         self
@@ -648,8 +655,8 @@ impl TrainerOptions {
         self
     }
 
-    /// Is the rank taken over from a trainer process that does not answer? Not unless set; it has a meaning with
-    /// [`EngineOptions::service`] only.
+    /// Whether to take the rank over from an unresponsive trainer process; false unless set. It needs
+    /// [`EngineOptions::service`].
     pub fn replace(mut self, on: bool) -> Self {
         self.raw.flags = if on { sys::FRUGAL_TRAINER_REPLACE } else { 0 };
         self
@@ -660,7 +667,7 @@ impl TrainerOptions {
         self.raw.rank
     }
 
-    /// Gives the raw struct to a call.
+    /// Passes the raw struct to a call.
     pub(crate) fn with_raw(&self, function: impl FnOnce(&sys::frugal_trainer_config) -> i32) -> Result<()> {
         let device = self.device.as_deref().map(|d| c_string("the device's name", d)).transpose()?;
         let mut raw = self.raw;
@@ -680,7 +687,7 @@ pub(crate) fn c_path(what: &str, path: &Path) -> Result<CString> {
         .map_err(|_| Error::invalid(format!("{what} has a NUL in it: {path:?}")))
 }
 
-/// Bytes that a configuration takes at most: see [`memory_needed`].
+/// The most bytes that a configuration takes: see [`memory_needed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
@@ -690,16 +697,17 @@ pub struct Memory {
     pub state: u64,
     /// Keys and hash index of a hashed table at its largest; existence bytes of a lazy one.
     pub index: u64,
-    /// Flat index of rows where updates can be deferred.
+    /// The flat index of rows, if updates can be deferred.
     pub window: u64,
     /// One trainer's cache, its index included.
     pub cache: u64,
-    /// All of them.
+    /// The sum.
     pub total: u64,
 }
 
-/// Tells the bytes that a table of an engine would take with all of its rows; opens and reserves nothing.
-/// `cache_rows` is the number of rows that one trainer's cache would hold. Errors: `InvalidArgument`, `StructSize`.
+/// Returns the bytes that a table of an engine would take with all of its rows. It opens and reserves
+/// nothing. `cache_rows` is the number of rows that one trainer's cache would hold. Errors:
+/// `InvalidArgument`, `StructSize`.
 ///
 /// ```
 /// use frugal::{EngineOptions, TableOptions, memory_needed};
@@ -712,7 +720,7 @@ pub struct Memory {
 pub fn memory_needed(engine: &EngineOptions, table: &TableOptions, cache_rows: u64) -> Result<Memory> {
     check_version()?;
     let mut raw = sys::frugal_memory { values: 0, state: 0, index: 0, window: 0, cache: 0, total: 0 };
-    // SAFETY: both structs are complete, and the result's is there to be filled.
+    // SAFETY: both structs are complete, and the call fills the result.
     table.with_raw(|table| unsafe { sys::frugal_memory_needed(&engine.raw, table, cache_rows, &mut raw) })?;
     let sys::frugal_memory { values, state, index, window, cache, total } = raw;
     Ok(Memory { values, state, index, window, cache, total })

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// Rows to be read: a slice, packed or with a stride. Most calls take anything that becomes one: `&[f32]`,
+/// Rows to read: a slice, packed or with a stride. Most calls take any type that converts to it: `&[f32]`,
 /// `&Vec<f32>`, `&[f32; N]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
@@ -10,8 +10,8 @@ pub struct Rows<'a> {
     stride: usize,
 }
 
-/// Rows to be written: a slice, packed or with a stride. Most calls take anything that becomes one: `&mut [f32]`,
-/// `&mut Vec<f32>`, `&mut [f32; N]`.
+/// Rows to write: a slice, packed or with a stride. Most calls take any type that converts to it:
+/// `&mut [f32]`, `&mut Vec<f32>`, `&mut [f32; N]`.
 #[derive(Debug)]
 pub struct RowsMut<'a> {
     data: &'a mut [f32],
@@ -19,8 +19,8 @@ pub struct RowsMut<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// Row i begins at element `i * stride`, as in columns of a wider matrix. The last row may end the slice.
-    /// `stride` is at least the elements of a row; 0 means packed.
+    /// Row i begins at element `i * stride`, as in columns of a wider matrix. The slice may end after the
+    /// last row. `stride` is at least the number of elements of a row; 0 means packed.
     pub fn strided(data: &'a [f32], stride: usize) -> Self {
         Self { data, stride }
     }
@@ -33,8 +33,9 @@ impl<'a> Rows<'a> {
 }
 
 impl<'a> RowsMut<'a> {
-    /// Row i begins at element `i * stride`, as in columns of a wider matrix; what lies between rows is not
-    /// touched. The last row may end the slice. `stride` is at least the elements of a row; 0 means packed.
+    /// Row i begins at element `i * stride`, as in columns of a wider matrix. The elements between rows do
+    /// not change. The slice may end after the last row. `stride` is at least the number of elements of a
+    /// row; 0 means packed.
     ///
     /// ```
     /// use frugal::{Engine, Init, RowsMut, TableOptions};
@@ -94,8 +95,8 @@ impl<'a, const N: usize> From<&'a mut [f32; N]> for RowsMut<'a> {
     }
 }
 
-/// Checks that `rows` rows of `width` elements are in `length` elements; answers the stride in bytes. Packed rows
-/// must fill the slice, so that a wrong shape is an error.
+/// Checks that `rows` rows of `width` elements are in `length` elements. Returns the stride in bytes. Packed
+/// rows must fill the slice, so that a wrong shape is an error.
 fn check_length(what: &str, length: usize, stride: usize, rows: usize, width: usize) -> Result<usize> {
     let too_large = || Error::invalid(format!("{what}: {rows} rows exceed the address space"));
     let bytes = stride.checked_mul(size_of::<f32>()).ok_or_else(too_large)?;
@@ -126,10 +127,10 @@ pub(crate) fn check_count(what: &str, length: usize, count: usize, of: &str) -> 
     Err(Error::invalid(format!("{what} has {length} elements, but there are {count} {of}")))
 }
 
-/// Signed ids, as other libraries have them, as keys: the same memory and the same bits. A negative id is a large key:
-/// a dense table answers [`ErrorKind::KeyOutOfRange`](crate::ErrorKind::KeyOutOfRange), a hashed one takes it as
-/// any other.
+/// Converts signed ids, as other libraries have them, to keys: the same memory and the same bits. A negative
+/// id is a large key. For a dense table it is [`ErrorKind::KeyOutOfRange`](crate::ErrorKind::KeyOutOfRange);
+/// a hashed table accepts it.
 pub fn as_keys(ids: &[i64]) -> &[u64] {
-    // SAFETY: i64 and u64 have the same size and alignment, and every pattern of bits is a value of both.
+    // SAFETY: i64 and u64 have the same size and alignment, and every bit pattern is a value of both.
     unsafe { std::slice::from_raw_parts(ids.as_ptr().cast(), ids.len()) }
 }

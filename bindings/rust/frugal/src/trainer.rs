@@ -1,4 +1,4 @@
-//! Trainers and batches: the steps.
+//! Trainers and batches, and the calls of a step.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -11,7 +11,8 @@ use crate::ops::{LookupOp, Op, Part, PushOp, with_raw_ops};
 use crate::options::Timeout;
 use crate::rows::{Rows, RowsMut};
 
-/// A rank of synchronous training; dropping it leaves, and aborts a step that it is inside of on all ranks.
+/// A rank of synchronous training. Dropping it leaves the rank. A step that it is inside of is then aborted
+/// on all ranks.
 ///
 /// ```
 /// use std::thread;
@@ -52,8 +53,8 @@ use crate::rows::{Rows, RowsMut};
 ///
 /// # Threads
 ///
-/// One thread at a time uses a trainer: what calls the library takes `&mut self`. It can move to another thread
-/// between any two calls. Different trainers are independent.
+/// One thread at a time may use a trainer: the methods that call the library take `&mut self`. A trainer can
+/// move to another thread between any two calls. Different trainers are independent.
 ///
 /// ```compile_fail
 /// # fn both(trainer: &mut frugal::Trainer) {
@@ -66,7 +67,7 @@ use crate::rows::{Rows, RowsMut};
 ///
 /// # Life
 ///
-/// A trainer does not borrow its engine; [`Engine`] says why. No call keeps a pointer into a slice that it was given.
+/// A trainer does not borrow its engine; [`Engine`] says why. No call keeps a pointer into its slices.
 #[derive(Debug)]
 pub struct Trainer {
     handle: *mut sys::frugal_trainer,
@@ -74,10 +75,10 @@ pub struct Trainer {
     rank: u32,
 }
 
-// SAFETY: frugal.h: a call that takes a trainer as non-const is made by one thread at a time, but by any: nothing
-// of a trainer belongs to a thread. The handles are numbers, never addresses.
+// SAFETY: frugal.h: one thread at a time, but any thread, may make a call that takes a trainer as non-const:
+// no state of a trainer belongs to a thread. The handles are numbers, never addresses.
 unsafe impl Send for Trainer {}
-// SAFETY: `&Trainer` gives nothing but numbers: every method that calls the library takes `&mut self`.
+// SAFETY: `&Trainer` gives only numbers: every method that calls the library takes `&mut self`.
 unsafe impl Sync for Trainer {}
 
 impl Trainer {
@@ -90,9 +91,10 @@ impl Trainer {
         self.rank
     }
 
-    /// Declares keys of a step that this trainer has not begun; several declarations for one step add up. Nothing
-    /// waits. Of the op keys and padding are used. The batch names the declaration until its step ends, and may be
-    /// dropped. Errors: `KeyOutOfRange`, `StepRange`, `StepAborted`, `InvalidArgument`; then nothing is declared.
+    /// Declares keys of a step that this trainer has not begun. Several declarations for one step add up. The
+    /// call does not wait. It uses keys and padding of the op. The batch names the declaration until its step
+    /// ends; it may be dropped earlier. Errors: `KeyOutOfRange`, `StepRange`, `StepAborted`,
+    /// `InvalidArgument`; then nothing is declared.
     pub fn prefetch<'a>(&mut self, step: u64, op: impl Into<Op<'a>>) -> Result<Batch> {
         let op = op.into();
         let handle = self.declare(step, &[op.declared()?])?;
@@ -114,15 +116,16 @@ impl Trainer {
     }
 
     /// Takes a declaration back, before its step begins. Errors: `BadHandle`, `StepRange`, `StepAborted`,
-    /// `InvalidArgument` (another rank's); then it stays.
+    /// `InvalidArgument` (another rank declared it); then the declaration stays.
     pub fn prefetch_cancel(&mut self, batch: &Batch) -> Result<()> {
-        // SAFETY: any handles may be given.
+        // SAFETY: the call accepts any handles.
         call(|| unsafe { sys::frugal_prefetch_cancel(self.handle, batch.handle) })
     }
 
-    /// The gate: begins a step when every update that its rows need is in place. The first step is any number, the
-    /// same on all ranks; then + 1. Errors: `StepOrder`, `Timeout` (call again), `StepAborted` (the message names
-    /// the step to begin), `Closed`, `Unhealthy`.
+    /// Begins a step; this is the gate. It waits for each earlier update that a declared row of the step must
+    /// see. The first step is any number, the same on all ranks. Each later one is the number after it.
+    /// Errors: `StepOrder`, `Timeout` (call again), `StepAborted` (the message names the step to begin),
+    /// `Closed`, `Unhealthy`.
     pub fn step_begin(&mut self, step: u64) -> Result<()> {
         self.step_begin_within(step, Timeout::Engine)
     }
@@ -146,18 +149,19 @@ impl Trainer {
     /// ```
     pub fn step_begin_within(&mut self, step: u64, timeout: impl Into<Timeout>) -> Result<()> {
         let timeout = timeout.into().milliseconds();
-        // SAFETY: any handle may be given.
+        // SAFETY: the call accepts any handle.
         call(|| unsafe { sys::frugal_step_begin(self.handle, step, timeout) })
     }
 
-    /// Reads rows in a step, and creates rows of hashed tables: `rows` has a row for each key, or for each bag.
-    /// Declared keys are what is fast. `rows` is undefined numbers after an error. Errors: `NotInStep`,
-    /// `KeyOutOfRange`, `TableFull`, `OutOfMemory`, `Timeout`, `StepAborted`, `InvalidArgument`.
+    /// Reads rows in a step, and creates rows of hashed tables. `rows` has a row for each key, or for each
+    /// bag. Declared keys are fast; other keys may wait. After an error `rows` has undefined numbers. Errors:
+    /// `NotInStep`, `KeyOutOfRange`, `TableFull`, `OutOfMemory`, `Timeout`, `StepAborted`, `InvalidArgument`.
     pub fn lookup<'a>(&mut self, op: impl Into<Op<'a>>, rows: impl Into<RowsMut<'a>>) -> Result<()> {
         self.lookup_all(&mut [op.into().rows(rows)])
     }
 
-    /// [`lookup`](Self::lookup) of many ops in one call: tables in any order, a table more than once if wanted.
+    /// [`lookup`](Self::lookup) of many ops in one call, tables in any order. A table may occur more than
+    /// once.
     ///
     /// ```
     /// use frugal::{Engine, Init, TableOptions, TrainerOptions};
@@ -180,21 +184,22 @@ impl Trainer {
     /// ```
     pub fn lookup_all(&mut self, ops: &mut [LookupOp<'_>]) -> Result<()> {
         with_raw_ops(ops, LookupOp::raw_of_lookup, |raw| {
-            // SAFETY: each op's pointers are of slices with the lengths that its counts, offsets and stride want,
-            // and the library keeps none of them.
+            // SAFETY: each op's pointers are those of slices whose lengths fit its counts, offsets and
+            // stride. The library keeps none of them.
             call(|| unsafe { sys::frugal_lookup(self.handle, raw.as_ptr(), raw.len()) })
         })
     }
 
-    /// Hands over gradients of the step: a row for each key, or for each bag. They are the engine's when the call
-    /// returns. A row's gradients, over positions, pushes and ranks, are summed and the optimizer is applied once.
-    /// Errors: `NotInStep`, `KeyOutOfRange`, `TableFull`, `OutOfMemory`, `Nan`, `StepAborted`, `InvalidArgument`;
-    /// then nothing is taken.
+    /// Submits gradients of the step: a row for each key, or for each bag. When the call returns, the slices
+    /// may be overwritten. A row's gradients are summed over positions, pushes and ranks. The optimizer is
+    /// applied once, when the step has ended on all ranks. Errors: `NotInStep`, `KeyOutOfRange`, `TableFull`,
+    /// `OutOfMemory`, `Nan`, `StepAborted`, `InvalidArgument`; then nothing is taken.
     pub fn push_grad<'a>(&mut self, op: impl Into<Op<'a>>, grads: impl Into<Rows<'a>>) -> Result<()> {
         self.push_grad_all(&mut [op.into().grads(grads)])
     }
 
-    /// [`push_grad`](Self::push_grad) of many ops in one call, which can give gradients of weights, too.
+    /// [`push_grad`](Self::push_grad) of many ops in one call, which can also return the gradients of
+    /// weights.
     ///
     /// ```
     /// use frugal::{Engine, Init, TableOptions, TrainerOptions};
@@ -216,17 +221,18 @@ impl Trainer {
     /// ```
     pub fn push_grad_all(&mut self, ops: &mut [PushOp<'_>]) -> Result<()> {
         with_raw_ops(ops, PushOp::raw, |raw| {
-            // SAFETY: as in lookup_all; these gradients are memory of the caller, so they are summed in the call.
+            // SAFETY: as in lookup_all. These gradients are the caller's memory, so the call itself sums
+            // them.
             call(|| unsafe { sys::frugal_push_grad(self.handle, raw.as_ptr(), raw.len()) })
         })
     }
 
     /// Pushes gradients from memory that the engine lends, which it takes without a copy where that is faster
-    /// (`frugal_borrow`). `fill` writes all of them: a row for each key, or for each bag. What it finds there is
-    /// undefined numbers. Errors: those of [`push_grad`](Self::push_grad).
+    /// (`frugal_borrow`). `fill` writes all of them: a row for each key, or for each bag. Before that the
+    /// memory has undefined numbers. Errors: those of [`push_grad`](Self::push_grad).
     ///
-    /// The engine takes this memory back when it is closed, so it has to be there: `engine` is the trainer's, and
-    /// borrowed until the gradients are pushed. The slice cannot leave `fill`, and nobody can write it after the
+    /// Closing the engine takes this memory back. So `engine`, which is the trainer's engine, is borrowed
+    /// until the gradients are pushed. The slice cannot leave `fill`, and no code can write it after the
     /// push.
     ///
     /// ```
@@ -276,46 +282,48 @@ impl Trainer {
             return Err(Error::invalid(format!("{} rows exceed the address space", checked.rows)));
         };
         let mut memory = ptr::null_mut();
-        // SAFETY: the address is there to be filled.
+        // SAFETY: the call writes the address.
         call(|| unsafe { sys::frugal_borrow(self.handle, bytes, &mut memory) })?;
-        // SAFETY: the memory has `bytes` bytes, aligned to 64, and is nobody else's until the push. Only closing
-        // the engine (`engine` is borrowed), closing the trainer or its other calls (`self` is borrowed) take it
-        // back; another rank's abort leaves it until this one is told. Its bytes come from another program's
-        // allocator, and any are floats.
+        // SAFETY: the memory has `bytes` bytes, aligned to 64, and no other code uses it until the push. Only
+        // these take it back: closing the engine (`engine` is borrowed), closing the trainer or its other
+        // calls (`self` is borrowed). After another rank's abort it stays until a call of this rank reports
+        // the abort. Its bytes come from another program's allocator; any bytes are floats.
         fill(unsafe { std::slice::from_raw_parts_mut(memory.cast(), floats) });
         checked.raw.grads = memory.cast();
-        // SAFETY: the op's pointers are of checked slices, its gradients the memory that was just filled.
+        // SAFETY: the op's pointers are those of checked slices; its gradients are the memory that was just
+        // filled.
         call(|| unsafe { sys::frugal_push_grad(self.handle, &checked.raw, 1) })
     }
 
-    /// Ends the step on this rank; it commits when the last rank has ended it. Never waits for another rank.
-    /// Errors: `NotInStep`, `StepOrder`, `StepAborted`, `OutOfMemory` (while the engine is healthy the step goes
-    /// on: call again), and of a GPU `Nan`, `Device`, `Timeout`.
+    /// Ends the step on this rank. The step commits when the last rank has ended it. The call never waits for
+    /// another rank. Errors: `NotInStep`, `StepOrder`, `StepAborted`, `OutOfMemory` (the rank is still inside
+    /// the step: call again), and on a GPU `Nan`, `Device`, `Timeout`.
     pub fn step_end(&mut self, step: u64) -> Result<()> {
         self.end(step, 0)
     }
 
-    /// [`step_end`](Self::step_end) of a step that commits without any update, as when an overflow was found; one
-    /// rank's word is enough.
+    /// [`step_end`](Self::step_end) of a step that commits without any update, for example after an overflow.
+    /// It is enough that one rank calls it.
     pub fn step_end_skip(&mut self, step: u64) -> Result<()> {
         self.end(step, sys::FRUGAL_STEP_SKIP)
     }
 
     fn end(&mut self, step: u64, flags: u32) -> Result<()> {
-        // SAFETY: any handle may be given.
+        // SAFETY: the call accepts any handle.
         call(|| unsafe { sys::frugal_step_end(self.handle, step, flags) })
     }
 
-    /// Undoes every uncommitted step on all ranks: the tables stand at the last committed step, declarations stay.
-    /// Each other rank is told once, by `StepAborted`; then all begin the step after the last committed one again.
-    /// Errors: `NotInStep`, `StepAborted` (another rank was first).
+    /// Undoes every uncommitted step on all ranks. The tables are then as of the last committed step;
+    /// declarations stay. The next call of each other rank returns `StepAborted`, once. Then all ranks begin
+    /// the step after the last committed one again. Errors: `NotInStep`, `StepAborted` (another rank aborted
+    /// first).
     pub fn step_abort(&mut self) -> Result<()> {
-        // SAFETY: any handle may be given.
+        // SAFETY: the call accepts any handle.
         call(|| unsafe { sys::frugal_step_abort(self.handle) })
     }
 
-    /// Reads rows as [`Engine::read`] does, but as this rank: inside a step it sees what a lookup sees; between
-    /// steps it waits as the next step's gate does. Errors: `KeyOutOfRange`, `Timeout`, `StepAborted`,
+    /// Reads rows like [`Engine::read`], but as this rank. Inside a step it sees what a lookup sees. Between
+    /// steps it waits like the next step's gate. Errors: `KeyOutOfRange`, `Timeout`, `StepAborted`,
     /// `InvalidArgument`.
     pub fn read<'a>(&mut self, op: impl Into<Op<'a>>, rows: impl Into<RowsMut<'a>>) -> Result<()> {
         self.read_all(&mut [op.into().rows(rows)], Timeout::Engine)
@@ -326,44 +334,46 @@ impl Trainer {
         read(self.engine, self.handle, ops, timeout.into())
     }
 
-    /// Names the CUDA stream (a `cudaStream_t`) in which this trainer's calls do their work on the GPU from now on;
-    /// NULL is the device's default. Errors: `Unsupported` (the CPU has no streams), `Device`.
+    /// Names the CUDA stream (a `cudaStream_t`) in which this trainer's calls do their GPU work from now on.
+    /// NULL is the device's default stream. Errors: `Unsupported` (the CPU has no streams), `Device`.
     ///
     /// # Safety
     ///
-    /// `stream` is NULL or a stream of the trainer's device, and lives until the last step that used it is
-    /// committed and another stream has been named.
+    /// `stream` is NULL or a stream of the trainer's device. It lives until the last step that used it is
+    /// committed, and until another stream has been named.
     pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises it.
         call(|| unsafe { sys::frugal_set_stream(self.handle, stream) })
     }
 
-    /// Leaves: from now on nobody waits for this rank. Its declarations are cancelled, a step that it is inside of
-    /// is aborted for all. Dropping does the same and tells no error, unless the thread panics ([`Trainer::abandon`]). Errors: `BadHandle`, `Forked`.
+    /// Leaves the rank: from now on no rank waits for it. Its declarations are cancelled. A step that it is
+    /// inside of is aborted on all ranks. Dropping does the same and reports no error; while the thread
+    /// panics, dropping is [`Trainer::abandon`]. Errors: `BadHandle`, `Forked`.
     pub fn close(mut self) -> Result<()> {
         self.leave()
     }
 
-    /// Gives the rank up, for a program that fails: as if its process had ended. With a service every uncommitted step
-    /// is undone, the other ranks' calls fail with `PeerLost`, and somebody who joins as this rank is waited for;
-    /// without one it is [`Trainer::close`]. Dropping does this while the thread panics. Errors: `BadHandle`, `Forked`.
+    /// Gives the rank up, for a program that fails: as if its process had ended. With a service every
+    /// uncommitted step is undone, and the other ranks' calls return `PeerLost`. Their next step waits until
+    /// a trainer joins as this rank. Without a service it is [`Trainer::close`]. Dropping does this while the
+    /// thread panics. Errors: `BadHandle`, `Forked`.
     pub fn abandon(mut self) -> Result<()> {
         self.give_up()
     }
 
     fn give_up(&mut self) -> Result<()> {
         let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
-        // SAFETY: any value may be given up, NULL too.
+        // SAFETY: the call accepts any value, also NULL.
         call(|| unsafe { sys::frugal_trainer_abandon(handle) })
     }
 
     fn leave(&mut self) -> Result<()> {
         let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
-        // SAFETY: any value may be closed, NULL too.
+        // SAFETY: the call accepts any value, also NULL.
         call(|| unsafe { sys::frugal_trainer_close(handle) })
     }
 
-    /// The handle, for calls of [`crate::sys`], as those with memory of a GPU. It stays this object's.
+    /// The handle, for calls of [`crate::sys`], for example with memory of a GPU. This object still owns it.
     pub fn as_raw(&self) -> *mut sys::frugal_trainer {
         self.handle
     }
@@ -375,8 +385,8 @@ impl Drop for Trainer {
     }
 }
 
-/// Keys that were declared for one step. It only names them: the library forgets them when the step ends, and
-/// dropping a batch takes nothing back ([`Trainer::prefetch_cancel`] does).
+/// Keys that were declared for one step. A batch only names them: the library releases them when the step
+/// ends. Dropping a batch does not take its declaration back; [`Trainer::prefetch_cancel`] does.
 #[derive(Clone, Debug)]
 pub struct Batch {
     handle: *mut sys::frugal_batch,
@@ -389,15 +399,15 @@ enum Parts {
     Many(Box<[Part]>),
 }
 
-// SAFETY: frugal.h: a batch is used as const but by prefetch_cancel, which is bound to the trainer's thread, not
-// the batch's: it takes `&mut Trainer`. The handles are numbers, never addresses.
+// SAFETY: frugal.h: all calls but prefetch_cancel take a batch as const. prefetch_cancel is limited to one
+// thread by its `&mut Trainer`, not by the batch. The handles are numbers, never addresses.
 unsafe impl Send for Batch {}
 // SAFETY: as above.
 unsafe impl Sync for Batch {}
 
 impl Batch {
-    /// Exactly the declared keys of a part: the number of its op in the call that declared the batch. An op of a
-    /// part that there is not is refused by the call that it is given to.
+    /// An op of exactly the declared keys of a part. `part` is the index of an op in the call that declared
+    /// the batch. If the batch has no such part, the call that gets the op refuses it.
     pub fn op(&self, part: usize) -> Op<'_> {
         Op::of_part(self, Some(part))
     }
@@ -419,7 +429,7 @@ impl Batch {
         }
     }
 
-    /// A part and its number; None is the only one.
+    /// A part and its index; None is the only part.
     pub(crate) fn part(&self, part: Option<usize>) -> Result<(u32, Part)> {
         let parts = self.all();
         let Some(number) = part.or((parts.len() == 1).then_some(0)) else {

@@ -1,4 +1,4 @@
-//! What each call does, and which error each misuse is.
+//! The effect of each call, and the error of each misuse.
 
 use std::time::{Duration, Instant};
 
@@ -313,7 +313,7 @@ fn wrong_values() {
     refused(ErrorKind::Exists, "'t'", create(TableOptions::new("t", 10, 1)));
     let mut trainer = trainer(&engine);
     refused(ErrorKind::Exists, "rank 0", engine.create_trainer(&TrainerOptions::new(0)));
-    // SAFETY: NULL is a stream.
+    // SAFETY: NULL is the default stream.
     refused(ErrorKind::Unsupported, "stream", unsafe { trainer.set_stream(std::ptr::null_mut()) });
 
     let mut rows = [0.0];
@@ -440,7 +440,7 @@ fn time_outs() {
     trainer.step_end(0).unwrap();
     refused(ErrorKind::Timeout, "rank", trainer.step_begin(1));
     refused(ErrorKind::Timeout, "rank", trainer.step_begin_within(1, Duration::ZERO));
-    // Rounded up: this waits a little, where 0 would only look.
+    // The time-out is rounded up: this waits a little, where 0 would only poll.
     let start = Instant::now();
     refused(ErrorKind::Timeout, "rank", trainer.step_begin_within(1, Duration::from_nanos(1)));
     assert!(start.elapsed() >= Duration::from_millis(1));
@@ -479,7 +479,7 @@ fn errors_tell_what_they_are() {
         (unknown.kind(), unknown.status(), unknown.status_name()),
         (ErrorKind::Unknown, -1000, "FRUGAL_UNKNOWN")
     );
-    // SAFETY: the handle is one.
+    // SAFETY: the handle is valid.
     check(unsafe { sys::frugal_health(engine.as_raw()) }).unwrap();
     assert_eq!(version(), env!("CARGO_PKG_VERSION"));
 }

@@ -62,7 +62,7 @@ fn a_new_engine_does_not_take_old_handles() {
         new_table.op(&[1]);
         table.count().unwrap_err()
     }));
-    drop(trainer); // of the engine that is gone
+    drop(trainer); // its engine is closed
     new_trainer.lookup(&new_batch, &mut [0.0; 4]).unwrap();
     new_trainer.step_end(0).unwrap();
 }
@@ -93,7 +93,7 @@ fn forgetting_is_harmless() {
     trainer.lookup(&batch, &mut rows).unwrap();
     let grads = vec![1.0; 8];
     trainer.push_grad(&batch, &grads).unwrap();
-    // What was given can be freed while the step goes on: the library has no address of it.
+    // The slices can be freed while the step continues: the library has no address of them.
     forget((batch, table.op(&keys).rows(&mut rows)));
     drop((keys, rows, grads));
     trainer.step_end(0).unwrap();
@@ -131,7 +131,7 @@ fn a_log_hook_is_freed_after_the_close() {
     drop(other);
     assert!(dropped.load(Ordering::SeqCst));
 
-    // Of an engine that was not opened.
+    // The hook of an engine that failed to open.
     let dropped = Arc::new(AtomicBool::new(false));
     let hook = NoteDrop(Arc::clone(&dropped));
     EngineOptions::new().world_size(0).log(move |_, _| hook.note()).open().unwrap_err();
@@ -149,14 +149,14 @@ fn closing_wakes_a_thread_that_waits() {
         trainer.step_end(0).unwrap();
         let waits = engine.stats().unwrap().gate_waits;
         let waiting = thread::spawn(move || trainer.step_begin(1));
-        // Counted when the call has come and is to wait.
+        // gate_waits counts the call when it begins to wait.
         while engine.stats().unwrap().gate_waits == waits && !waiting.is_finished() {
             thread::sleep(Duration::from_millis(1));
         }
         engine.close().unwrap();
         match waiting.join().unwrap().unwrap_err().kind() {
             ErrorKind::Closed => return,
-            // The engine was closed before the call had its handle: once more.
+            // The engine was closed before the call used its handle: try again.
             ErrorKind::BadHandle => assert!(Instant::now() < end, "no wait was met in {long:?}"),
             kind => panic!("{kind:?}"),
         }
@@ -224,7 +224,7 @@ fn objects_move_between_threads() {
     is_send_and_sync::<TrainerOptions>();
     is_send_and_sync::<Error>();
 
-    // A trainer's calls by one thread after the other.
+    // Two threads make a trainer's calls, one after the other.
     let (engine, table, trainer) = open();
     let (to, from) = mpsc::channel::<Trainer>();
     to.send(trainer).unwrap();
@@ -249,10 +249,10 @@ unsafe extern "C" {
     fn _exit(status: i32) -> !;
 }
 
-/// Runs `check` in a forked child and tells whether it returned true.
+/// Runs `check` in a forked child and returns its result.
 fn in_child(check: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child has this thread alone, and does nothing but the check; other threads' locks of the library are
-    // released in it by the library, and of libc's allocator by libc.
+    // SAFETY: the child has only this thread, and does nothing but the check. Locks that other threads held
+    // are released in it: those of the library by the library, those of libc's allocator by libc.
     unsafe {
         let child = fork();
         if child == 0 {
@@ -284,7 +284,7 @@ fn a_forked_child_does_nothing_to_its_parent() {
             && trainer.push_borrowed(&engine, table.op(&[1]), |_| ()).is_err_and(forked)
             && trainer.close().is_err_and(forked)
             && engine.close().is_err_and(forked);
-        // The closure is the parent's, and it is in this process, too: it is left alone.
+        // The closure belongs to the parent. This process has a copy, which is not dropped.
         calls && !dropped.load(Ordering::SeqCst)
     });
     assert!(good);

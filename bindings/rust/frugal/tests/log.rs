@@ -1,10 +1,11 @@
-//! The log hook, called by the engine: it is told of a cache for which there is no memory.
+//! The engine calls the log hook when it lacks memory for a cache.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use frugal::*;
 
-/// The limit is the process's, and so is the memory that another test gives back: held while a test has an engine.
+/// A test holds it while it has an engine: the memory limit, and memory that another test frees, are the
+/// process's.
 static ONE: Mutex<()> = Mutex::new(());
 
 #[repr(C)]
@@ -20,22 +21,22 @@ unsafe extern "C" {
 
 const ADDRESS_SPACE: i32 = 9; // RLIMIT_AS of Linux
 
-/// Bytes of addresses that this process has.
+/// The size in bytes of this process's address space.
 fn address_space() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
-/// Uses a table whose cache would be larger than the memory that is left, and answers what a lookup of it gives.
+/// Uses a table whose cache would be larger than the remaining memory. Returns a value that a lookup read.
 fn make_a_line(engine: &Engine) -> f32 {
     let options = TableOptions::new("large", 1 << 20, 2048).lazy(true).init(Init::Constant(2.0));
     let table = engine.create_table(&options).unwrap();
     let mut limit = Limit { soft: 0, hard: 0 };
-    // SAFETY: the limit is there to be filled, then a limit.
+    // SAFETY: the first call fills the limit, the second gets a valid one.
     unsafe {
         assert_eq!(getrlimit(ADDRESS_SPACE, &mut limit), 0);
-        // The cache wants 8 GiB.
+        // The cache requests 8 GiB.
         let tight = Limit { soft: address_space() + (4 << 30), hard: limit.hard };
         assert_eq!(setrlimit(ADDRESS_SPACE, &tight), 0);
     }
@@ -45,7 +46,7 @@ fn make_a_line(engine: &Engine) -> f32 {
     let mut row = vec![0.0; 2048];
     trainer.lookup(&batch, &mut row).unwrap();
     trainer.step_end(0).unwrap();
-    // SAFETY: it is a limit.
+    // SAFETY: the limit is valid.
     assert_eq!(unsafe { setrlimit(ADDRESS_SPACE, &limit) }, 0);
     row[0]
 }

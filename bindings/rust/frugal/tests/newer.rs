@@ -1,4 +1,4 @@
-//! With a later library than the one that the crate was built with: newer.c, which is loaded before the real one.
+//! The crate with a later library than the one that it was built with: newer.c, loaded before the real one.
 
 mod preload;
 
@@ -24,7 +24,7 @@ fn a_later_library_is_used_or_refused() {
     }
 }
 
-/// Structs that have grown: what the crate does not know of is left away.
+/// Structs have grown: the crate cuts off the fields that it does not know.
 fn used() {
     let engine = EngineOptions::new().world_size(1).open().unwrap();
     let plain = engine.create_table(&TableOptions::new("plain", 100, 4)).unwrap();
@@ -44,7 +44,7 @@ fn used() {
     assert_eq!(row, [-0.01; 4]);
 }
 
-/// Another version is told when an engine is opened.
+/// Opening an engine reports another version.
 fn refused(version: &str) {
     let error = Engine::open().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::StructSize);

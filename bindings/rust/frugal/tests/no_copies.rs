@@ -1,5 +1,5 @@
-//! That what reaches the ABI are the addresses of the caller's slices, one call for each call. The spy library, which
-//! all bindings share, stands before the real one and notes them.
+//! The ABI gets the addresses of the caller's slices, in one call for each call. The spy library, which all
+//! bindings share, is loaded before the real one and notes them.
 
 mod preload;
 
@@ -42,7 +42,7 @@ struct Spy {
 
 impl Spy {
     fn new() -> Self {
-        // SAFETY: NULL is RTLD_DEFAULT; the functions are those of spy.c, whose library is there for ever.
+        // SAFETY: NULL is RTLD_DEFAULT; the functions are those of spy.c, whose library stays loaded.
         unsafe {
             let last = dlsym(std::ptr::null_mut(), c"spy_last".as_ptr());
             let calls = dlsym(std::ptr::null_mut(), c"spy_calls".as_ptr());
@@ -55,13 +55,13 @@ impl Spy {
         }
     }
 
-    /// From here on calls are counted.
+    /// Starts to count calls.
     fn start(&mut self) {
-        // SAFETY: the function has no conditions.
+        // SAFETY: the function has no preconditions.
         self.seen = unsafe { (self.calls)() };
     }
 
-    /// The ops of the one call since `start`.
+    /// Returns the ops of the one call since `start`.
     fn ops(&mut self, function: &str) -> Vec<sys::frugal_op> {
         let before = self.seen;
         self.start();
@@ -91,7 +91,7 @@ fn spied() {
     let mut trainer = engine.create_trainer(&TrainerOptions::new(0)).unwrap();
     let mut spy = Spy::new();
 
-    // Parts of larger slices, so that nothing else has these addresses.
+    // Subslices of larger slices, so that no other object has these addresses.
     let all_keys: Vec<u64> = (0..50).collect();
     let keys = &all_keys[7..13];
     let offsets = &[9, 0, 2, 6][1..];

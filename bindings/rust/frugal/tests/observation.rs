@@ -1,4 +1,4 @@
-//! What an engine tells about itself: metrics and traces; and what services are as long as there are none.
+//! Observation of an engine: metrics and traces. Also: services.
 
 use std::collections::HashMap;
 use std::fs;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use frugal::*;
 
-/// A folder that goes with the test.
+/// A folder that the end of the test removes.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -45,7 +45,7 @@ fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
     result.unwrap_err().kind()
 }
 
-/// Is it JSON? There is no reader in the standard library: strings are skipped, brackets must close in order.
+/// Whether the text may be JSON. The standard library has no parser: this skips strings and matches brackets.
 fn nests(text: &str) -> bool {
     let mut open = Vec::new();
     let mut bytes = text.bytes();
@@ -151,8 +151,8 @@ fn metrics_longer_than_a_first_guess() {
     assert_eq!(text.matches("frugal_table_rows{").count(), 200);
 }
 
-// A served engine is its process's own; that of another is attached to it. A panic gives the rank up, and the other is
-// told; what is dropped otherwise leaves, and nobody waits for it.
+// One engine is served, another one is attached to it. A panic gives a trainer's rank up, and the other
+// rank's calls report that. A trainer that is dropped without a panic leaves, and no rank waits for it.
 #[test]
 fn a_rank_that_panics_is_waited_for() {
     let folder = Folder::new("panics");

@@ -1,5 +1,5 @@
-//! The engine's promise, by way of this crate: trainers in threads give bit for bit what one thread gives that drives
-//! them in turn.
+//! The engine's promise, tested through this crate: trainers in threads have bit for bit the result of one
+//! thread that drives them one after the other.
 
 use std::thread;
 
@@ -10,7 +10,7 @@ const STEPS: u64 = 40;
 const LOOKAHEAD: u64 = 3;
 const DIM: usize = 8;
 
-/// Numbers that depend on what is asked for alone.
+/// Numbers that depend only on the arguments.
 fn number(step: u64, rank: u32, place: u64) -> u64 {
     let mut z = (step << 32 | u64::from(rank) << 24 | place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -19,7 +19,7 @@ fn number(step: u64, rank: u32, place: u64) -> u64 {
 }
 
 fn keys(step: u64, rank: u32) -> Vec<u64> {
-    // Few, so that ranks and steps meet in them.
+    // Few keys, so that ranks and steps share them.
     (0..64).map(|place| number(step, rank, place) % 200).collect()
 }
 
@@ -91,7 +91,7 @@ fn open(options: EngineOptions) -> (Engine, Vec<Rank>) {
     (engine, ranks)
 }
 
-/// Bits of what all ranks saw, and of the tables with their state at the end.
+/// The bits of all rows that ranks looked up, and of the tables with their state at the end.
 fn bits(engine: &Engine, ranks: Vec<Rank>) -> Vec<u32> {
     let mut all: Vec<f32> = Vec::new();
     for rank in &ranks {

@@ -1,4 +1,4 @@
-//! Replays an op script (docs/bindings.md) on the public crate alone and prints its hashes.
+//! Replays an op script (docs/bindings.md) with the public crate only, and prints its hashes.
 //!     opscript SCRIPT
 
 use std::collections::HashMap;
@@ -13,10 +13,10 @@ use frugal::{
 };
 use serde_json::Value;
 
-/// What ends the script: it is wrong, or a call answered what it must not.
+/// An error that ends the script: a wrong line, or a call with another status than the script has.
 type Broken = String;
 
-/// A call's result inside that of understanding its line.
+/// A call's result, inside the result of parsing its line.
 type Called = Result<frugal::Result<()>, Broken>;
 
 // --- Numbers and fields ---
@@ -34,7 +34,7 @@ fn small(value: &Value) -> Result<u32, Broken> {
     u32::try_from(number(value)?).map_err(|e| format!("{value}: {e}"))
 }
 
-/// A float is the number of its bits.
+/// A float is written as the number of its bits.
 fn float(value: &Value) -> Result<f32, Broken> {
     Ok(f32::from_bits(small(value)?))
 }
@@ -52,7 +52,7 @@ fn must<T>(line: &Value, name: &str, of: impl Fn(&Value) -> Result<T, Broken>) -
     field(line, name, of)?.ok_or_else(|| format!("\"{name}\" is missing"))
 }
 
-/// Of the values whose numbers the header gives, in the header's order.
+/// Selects one of the values by its number in the header; they are in the header's order.
 fn one_of<T: Copy>(values: &[T]) -> impl Fn(&Value) -> Result<T, Broken> {
     move |value| {
         let at = number(value)? as usize;
@@ -97,7 +97,7 @@ fn optimizer(line: &Value) -> Result<Optimizer, Broken> {
     Ok(optimizer.nesterov(flags & 1 != 0).mean_ranks(flags & 2 != 0).bias_correction(flags & 4 == 0))
 }
 
-/// FNV-1a of 64 bits.
+/// The 64-bit FNV-1a hash.
 struct Hash(u64);
 
 impl Hash {
@@ -122,7 +122,7 @@ impl Hash {
 
 // --- Ops ---
 
-/// What a line says of an op.
+/// An op as a line gives it.
 struct Given {
     table: usize,
     batch: Option<(u64, usize)>,
@@ -134,7 +134,7 @@ struct Given {
     grads: Vec<f32>,
 }
 
-/// An op of a line, and memory for what the call writes.
+/// An op of a line, and the memory of the call's outputs.
 struct Memory {
     given: Given,
     rows: Vec<f32>,
@@ -472,7 +472,7 @@ impl Runner {
     }
 }
 
-/// Ops of a lookup, or with flags for what is found of a read.
+/// Ops of a lookup; with the `found` flags, ops of a read.
 fn lookups<'a>(
     memories: &'a mut [Memory],
     tables: &'a [Table],

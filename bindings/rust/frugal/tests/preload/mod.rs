@@ -1,4 +1,4 @@
-//! A test that runs itself again, in a process where the functions of a C file come before the library's.
+//! For a test that runs itself again, in a process where the functions of a C file replace the library's.
 
 use std::env;
 use std::ffi::OsStr;
@@ -23,11 +23,12 @@ pub(crate) fn compile(source: &str, name: &str, arguments: &[&str]) {
     assert!(command.status().unwrap().success(), "{command:?}");
 }
 
-/// Runs the test `test` of this program with `name` before the library and the environment variable; it has to pass.
+/// Runs the test `test` of this program with `name` preloaded and the environment variable set. The test must
+/// pass.
 pub(crate) fn run_again(test: &str, name: &str, variable: &str, value: impl AsRef<OsStr>) {
     let output = Command::new(env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture"])
-        // Not by its whole path, in which a blank would be the end of a name.
+        // LD_PRELOAD gets a name, not the whole path: a blank in the path would end the name.
         .current_dir(env!("CARGO_TARGET_TMPDIR"))
         .env("LD_PRELOAD", format!("./{name}"))
         .env(variable, value)
