@@ -33,7 +33,7 @@ LIMITS = {'names': 4963, 'prose': 3203, 'sentences': 265, 'backticks': 3, 'lines
 SHOWN = 20
 SENTENCE_WORDS = 30
 GLOSSARY, GLOSSARY_ROWS = 'docs/architecture.md', 30
-COLUMNS = collections.defaultdict(lambda: 100, {'.py': 120, '.rs': 110})
+COLUMNS = collections.defaultdict(lambda: 100, {'.py': 120, '.jl': 120, '.rs': 110})
 # Records, generated files and the lists of this script.
 UNREAD = re.compile(r'docs/(gpu-record\.md|words\.)|tests/(words_|record/record\.txt|install/frugal\.)|LICENSE')
 
