@@ -116,7 +116,7 @@ void Watch::loop() {
       if (!stays || event.events & EPOLLHUP)
         epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
       if (stays) {
-        some = &entry->second.gone;  // which nobody removes while it runs
+        some = &entry->second.gone;  // which is not removed while it runs
       } else {
         ForkedDescriptors::close(entry->second.fd);
         gone = std::move(entry->second.gone);
