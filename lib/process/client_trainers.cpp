@@ -78,7 +78,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     return FRUGAL_OK;
   };
   FRUGAL_TRY(set_up());
-  struct Known {  // its handle, until its staging memory is published
+  struct Known {  // removes its handle if its staging memory cannot be published
     RemoteTrainer* t;
     ~Known() {
       if (t) handle_remove(HandleKind::kTrainer, t->handle);
@@ -99,8 +99,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   return FRUGAL_OK;
 }
 
-// Releases what the controller holds for trainers that have lost their ranks, which it does for so
-// many only. They read none of it any more. True: it may hold less by now.
+// Releases what the controller holds for trainers that have lost their ranks; it does so for at
+// most kMostReplaced of a process. They read none of it any more. True: it may hold less by now.
 bool Client::forget_lost() {
   const KeepError why;
   bool any = false;

@@ -55,7 +55,7 @@ class Controller {
   // closed; the engine of this process is not.
   Status answered(Status s) const;
   // Whether `s` was due to the controller's end. Its connections end a moment before its process,
-  // or its engine, counts as ended.
+  // or its engine, counts as ended, so this waits for that moment.
   bool see_end(Status s);
   // Whether the controller's process has ended, or only its engine. Then rows are read out of the
   // memory that it has left. That memory stays as long as this object.

@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-// No controller publishes such an address.
+// No controller publishes an address from here on.
 constexpr uint64_t kNoShmAddressFrom = uint64_t{1} << 62;
 
 Status cannot_be() {

@@ -78,7 +78,7 @@ Status RemoteTrainer::take_late_reply() {
                used.begin() + static_cast<ptrdiff_t>(std::min(late.used, used.size())));
     return FRUGAL_OK;
   }
-  // The controller does not have the keys, except for those that it has had and released.
+  // The controller holds none of the keys any more; it may have released some.
   take_releases();
   for (uint64_t keys : late.shm_addresses) handed.erase(keys);
   return FRUGAL_OK;

@@ -49,7 +49,7 @@ struct RemoteTrainer : AnyTrainer {
   Status ask(Exchange& e) REQUIRES(call_mu) { return ask(e, nothing_more); }
   // Reports that this process lives, and nothing more.
   Status say_here() REQUIRES(call_mu);
-  // Returns the status of a call; what it says of the step is carried out.
+  // Carries out what the status of a call says of the step, and returns the status.
   Status concluded(Status s) REQUIRES(call_mu);
   // Sends a declaration, and does not wait for its reply.
   Status declare_late(Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch)

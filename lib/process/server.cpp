@@ -21,9 +21,8 @@ namespace {
 // Of a trainer. A message of a quarter of it is sent without waiting: a declaration of 100,000
 // keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
-// A ring is committed whole, and a process may have many engines open. Such rings are for calls
-// outside steps, of a process that observes or has too many with rings like a trainer's
-// (LargeRings).
+// A ring is committed whole, and a process may have many engines open. So calls outside steps have
+// small rings if the process observes, or has too many large ones (LargeRings).
 constexpr size_t kSmallRingBytes = size_t{128} << 10;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
@@ -103,7 +102,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
                             : FRUGAL_OK;
   }
 
-  // The first process decides what the engine is; the others must ask for the same.
+  // The first process decides the engine's configuration; the others must ask for the same.
   Status same_engine(const frugal_config& asked) {
     const frugal_config& c = engine_->config();
     auto differs = [](const char* what, unsigned long long a, unsigned long long b) {
@@ -256,8 +255,9 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     FRUGAL_TRY(check_table(config));
     TableRef table;
     Status s = engine_->create_table(config, &table, false);
-    // Each rank of a job creates its tables. It means those of the others if they are the same, and
-    // its own if it has not received the reply. A process that has received it knows.
+    // Each rank of a job creates its tables. A table that exists counts as created if it is the
+    // same: another rank has made it, or this process has and did not receive the reply. A process
+    // that has received it reports a second creation by itself.
     if (s != FRUGAL_ERR_EXISTS || !table) FRUGAL_TRY(s);
     return describe(table, reply);
   }

@@ -24,8 +24,8 @@ class SpinPolicy {
  public:
   SpinPolicy(uint32_t ranks, Channel* channel)
       : channel_(channel), each_(cpu_count() / std::max(1u, ranks)) {}
-  // Sets how long the wait after a message of this kind polls. `least`: so long where it does not
-  // pay.
+  // Sets how long the wait after a message of this kind polls. `least`: the time if long polling
+  // does not pay.
   void set(Call call, uint64_t least) const {
     const bool together = channel_->together();
     const bool pays = !together && each_ > 1 && last_[at(call)] < kWorthNs;

@@ -83,7 +83,7 @@ Status Watch::enter(int fd, std::function<void()> call, bool stays, uint64_t* id
 }
 
 void Watch::remove(uint64_t id) {
-  std::function<void()> gone;  // what it holds goes without the lock
+  std::function<void()> gone;  // destroyed without the lock
   UniqueLock lock(mutex_);
   if (!pthread_equal(pthread_self(), thread_.native_handle()))
     returned_.wait(lock, [&]() REQUIRES(mutex_) { return running_ != id; });
