@@ -246,7 +246,7 @@ Status Client::see_kind(RemoteTable& table) {
   return FRUGAL_OK;
 }
 
-// Takes in that other processes have given tables another kind of optimizer.
+// Updates the tables to which another process has given another kind of optimizer.
 Status Client::see_kinds() {
   uint64_t kinds = 0;
   FRUGAL_TRY(controller_.kinds(&kinds));

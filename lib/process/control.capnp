@@ -1,5 +1,6 @@
-# The control plane between a controller and its trainer processes: docs/processes.md, "The control
-# socket".
+# The control plane between a controller and its trainer processes
+# (docs/processes.md, "The control socket").
+#
 # Both sides are of one build. `attach` checks that, so its request and the status of its reply must
 # never change.
 @0xfc5283fb45a74ac4;

@@ -239,7 +239,7 @@ struct ControlClient::Impl final : HeapObject {
       }
       pollfd all[] = {{socket, POLLIN, 0}, {pidfd, POLLIN, 0}};
       if (poll(all, 2, -1) < 0 && errno != EINTR) break;
-      // The process is dead, even if another holds the socket. What it has sent is still read.
+      // The process is dead, even if another process holds the socket. What it sent is still read.
       if (all[1].revents) shutdown(socket, SHUT_RDWR);
     }
     shutdown(socket, SHUT_RDWR);
@@ -289,7 +289,7 @@ struct ControlClient::Impl final : HeapObject {
     }
   }
 
-  // No thread waits any more for this rank, which has joined, and none waits for this reply.
+  // Gives back a rank that joined after its call had ended. No thread waits for the reply.
   void give_back(uint32_t rank, uint64_t joined) noexcept {
     OutgoingOf<kMostRequestWords> out;
     fill_leave(out.begin<wire::Request>(), rank, true, joined);

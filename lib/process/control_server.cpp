@@ -30,7 +30,7 @@ namespace frugal {
 namespace {
 
 constexpr size_t kThreadsOfPeer = 8;  // concurrent calls of one connection
-// Polls for the end of an open that takes longer than the time to open.
+// The pause between checks of an open that takes longer than the time to open.
 constexpr int kLookMs = 1000;
 // Connections that have not attached. Of more, one is ended: the oldest of the process that has
 // most.
@@ -219,7 +219,7 @@ class ControlServer::Impl::Connection : public HeapObject {
                     : kLookMs;
     const int n = poll(all, 3, ms);
     if (n < 0) return errno == EINTR;
-    // The process is dead, even if another holds the socket. What it has sent is still read.
+    // The process is dead, even if another process holds the socket. What it sent is still read.
     if (all[1].revents) end();
     return all[0].revents || all[1].revents || !all[2].revents;
   }

@@ -7,7 +7,7 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kHelperSpinNs = 10000;  // before a helper sleeps: a step's calls follow closely
-constexpr uint64_t kLastNs = 50000;  // before the caller sleeps: the last chunks are under way
+constexpr uint64_t kLastNs = 50000;        // before the caller sleeps: the last chunks are running
 
 }  // namespace
 

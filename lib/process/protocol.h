@@ -33,8 +33,8 @@ enum class Call : uint32_t {
   kAccess,
   // args: step, flags, pushes, events. RemoteCounts, PushAddress[pushes], TraceEvent[events].
   kStepEnd,
-  kAbort,  // args: 1: its device has failed
-  kHere,   // its process lives, and waits for its device. Only of a rank that has one
+  kAbort,   // args: 1: its device has failed
+  kHere,    // its process lives, and waits for its device. Only of a rank that has one
   kInside,  // whether the trainer is inside a step, or what has undone it
   // It has mapped its staging memory. From now on sums may be there, and other processes read them.
   kMapped,
@@ -97,10 +97,10 @@ struct PartAddress {
   uint32_t index;        // of the part in its batch
   uint32_t flags;        // kPart*
 };
-constexpr uint32_t kPartPadding = 1;  // has a padding key
-constexpr uint32_t kPartWhole = 2;    // a declaration, resolved
+constexpr uint32_t kPartPadding = 1;   // has a padding key
+constexpr uint32_t kPartWhole = 2;     // a declaration, resolved
 constexpr uint32_t kPartUpToDate = 4;  // its rows are up to date
-constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
+constexpr uint32_t kPartCached = 8;    // the trainer caches rows of the table
 
 // What a step's refresh does to cached rows of a table, in memory of the trainer's device.
 struct CachedRowsAddress {
@@ -126,8 +126,8 @@ struct SumsAddress {
   uint64_t shm_address, bytes;
 };
 
-constexpr uint64_t kMostPath = 4096;      // bytes of the path of a file
-constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
+constexpr uint64_t kMostPath = 4096;   // bytes of the path of a file
+constexpr uint32_t kMostEvents = 64;   // of a trainer's calls in a step, for a trace
 // The up region's counters have a bit for each of the first parts of a step. The bit is set when
 // the part is looked up or pushed, before the controller is notified. A thread that must know which
 // rows exist reads these bits.

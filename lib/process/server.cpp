@@ -18,8 +18,8 @@
 namespace frugal {
 namespace {
 
-// Of a trainer. A message of a quarter of it is sent without waiting: a declaration of 100,000
-// keys.
+// Of a trainer. A message of a quarter of it, such as a declaration of 100,000 keys, is sent
+// without waiting.
 constexpr size_t kRingBytes = size_t{4} << 20;
 // A ring is committed whole, and a process may have many engines open. So calls outside steps have
 // small rings if the process observes, or has too many large ones (LargeRings).
@@ -207,7 +207,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     Lock lock(mu_);
     if (!processes_.emplace(peer.id, process).second)
       return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
-    // Without a pidfd the process has ended when its connection has.
+    // Without a pidfd the process counts as ended when its connection ends.
     if (watched.fd < 0) return FRUGAL_OK;
     const uint64_t id = peer.id;
     Status s = watch_->add(watched.fd, [this, id] { ended(id, true); }, &process->watched);
@@ -409,8 +409,8 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return process.pidfd >= 0 && poll(&p, 1, 0) == 1;
   }
 
-  // While it lives, the rank's trainer is leaving, and mu_, which is held before and after, is
-  // free.
+  // While it lives, the rank's trainer is leaving. mu_, which is held before and after, is
+  // released.
   class SCOPED_CAPABILITY LeavingScope {
    public:
     LeavingScope(Impl& impl, uint32_t rank) RELEASE(impl.mu_) NO_THREAD_SAFETY_ANALYSIS
@@ -431,7 +431,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     const uint32_t rank_;
   };
 
-  // Takes the trainer of a request loop out of the engine. mu_ is free meanwhile.
+  // Takes the trainer of a request loop out of the engine. Releases mu_ meanwhile.
   void lose(TrainerRequestLoop& request_loop) REQUIRES(mu_) {
     const TrainerRef trainer = request_loop.trainer();
     const LeavingScope leaving(*this, trainer->rank);
