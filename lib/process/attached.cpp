@@ -19,7 +19,8 @@ Attached::~Attached() {
 Status Ends::open(int socket) {
   const bool made = ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0) return false;
-    // The same everywhere: a reader that is slow has time, and one that is stopped keeps so much.
+    // The same size on every system: a slow reader has time, and a suspended one keeps at most so
+    // much.
     constexpr int kBytes = 212992;
     (void)setsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &kBytes, sizeof kBytes);
     for (int& fd : fds) fd = above_standard(fd);

@@ -11,7 +11,7 @@
 
 namespace frugal {
 
-// Who has large rings for calls outside steps.
+// Which processes have large rings for calls outside steps.
 class LargeRings {
  public:
   bool take(pid_t pid) {
@@ -31,29 +31,30 @@ class LargeRings {
   Vector<pid_t> taken_ GUARDED_BY(mu_);
 };
 
-// A process that has attached, and what it has here: with the server's lock.
+// An attached process and what the controller keeps for it. Guarded by the server's lock.
 struct Attached : HeapObject {
   Attached(std::shared_ptr<Engine> engine, LargeRings& rings, pid_t of, bool looks)
       : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
         large(!looks && rings.take(of)) {}
   const std::shared_ptr<Engine> engine_;
-  uint64_t told = 0;                 // as which the arena's publisher knows it
-  uint64_t watched = 0;              // in the watch; 0: not there
+  uint64_t told = 0;                 // its number in the arena's region publisher
+  uint64_t watched = 0;              // its number in the watch; 0: none
   LargeRings& rings_;
   const pid_t pid_;
-  const bool observes, large;        // large: so are its rings
+  const bool observes, large;        // large: its rings are large
   bool gone = false;                 // it has ended, or its connection has
   std::unique_ptr<ProcessRequestLoop> calls;  // for calls outside steps
   Vector<std::unique_ptr<TrainerRequestLoop>> trainers;
-  // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
+  // Trainers that were cut off while the process lives. It may be suspended while it reads what
+  // they hold.
   Vector<std::unique_ptr<TrainerRequestLoop>> replaced;
-  Map<uint32_t, uint64_t> given_up;  // by rank: nobody waits for joins before this request
+  Map<uint32_t, uint64_t> given_up;  // by rank: joins before this request are given up
   int pidfd = -1;
   ~Attached();
 };
 
-// Of a socket on which a process is told of memory, and its connection, until they have been given
-// away.
+// The two ends of the socket on which a process receives regions, and a duplicate of its
+// connection. This object closes those that it has not passed on.
 struct Ends : HeapObject {
   int sockets[2] = {-1, -1}, connection = -1;
   std::shared_ptr<void> keep;

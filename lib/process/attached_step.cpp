@@ -8,8 +8,8 @@ namespace frugal {
 
 namespace {
 
-// Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names
-// without keys.
+// Whether a term of the sums that an op's gradients make is a NaN. `declared`: the part that the op
+// names without keys.
 bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
   const size_t stride = stride_of(op.row_stride, dim);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
@@ -25,7 +25,7 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
     if (declared->resolved()) slots = declared->slots.as<uint32_t>();
     else keys = declared->keys.as<uint64_t>();
   }
-  if (!keys && !slots) return false;  // the controller is asked, and refuses it
+  if (!keys && !slots) return false;  // the request goes to the controller, which refuses it
   auto is_term = [&](size_t k) {
     return !padded || (slots ? slots[k] != kNoSlot : keys[k] != padding);
   };
@@ -49,7 +49,7 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
 
 }  // namespace
 
-// A step of a trainer of this process, whose engine is another's.
+// A step of a trainer of this process, whose engine is in another process.
 class Client::AttachedStep final : public StepView {
  public:
   AttachedStep(Client& c, RemoteTrainer& t)
@@ -64,8 +64,8 @@ class Client::AttachedStep final : public StepView {
                   t_.rank);
     return FRUGAL_OK;
   }
-  // The controller makes the rows that it is asked for, and a push that is refused makes none.
-  // (What a device finds undoes the step, with its rows.)
+  // The controller makes the rows that a request names, and a refused push must make none: so it is
+  // refused before the request. (What a device finds undoes the step, with its rows.)
   Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override {
     const size_t n = accesses.size();
     if (std::all_of(accesses.begin(), accesses.end(),
@@ -99,7 +99,7 @@ class Client::AttachedStep final : public StepView {
   }
   Status row_awaited() override {
     if (!until_) until_ = answer_until(client_.deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-    const bool cut = t_.channel().is_cut();  // who closes marks that before the cut
+    const bool cut = t_.channel().is_cut();  // closing marks the trainer before it cuts
     FRUGAL_TRY(client_.controller_.check());
     if (t_.closing.load())
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
@@ -133,7 +133,7 @@ class Client::AttachedStep final : public StepView {
   uint64_t until_ = 0;  // of waiting for rows that are being written
 };
 
-// Keys that nobody has declared as they are used.
+// Requests parts for keys that were not declared as they are used.
 Status Client::AttachedStep::ask_for(const frugal_op* ops) {
   t_.call_mu.assert_held();
   Vector<OpHead> heads;
@@ -156,7 +156,7 @@ Status Client::AttachedStep::ask_for(const frugal_op* ops) {
                      op.flags, op.keys != nullptr, static_cast<uint32_t>(number), kNoShmAddress});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
-  // After a failure there are as many as before, and the next request tells how many that is.
+  // After a failure there are as many parts as before. The next request carries that number.
   struct Taken {
     Vector<StepPart>& parts;
     size_t keep;

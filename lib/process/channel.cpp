@@ -28,7 +28,7 @@ struct Down {
 };
 static_assert(sizeof(Up) <= kPage && sizeof(Down) <= kPage);
 
-// Where things lie. Up: a page of ends, the ring. Down: a page, releases, the ring.
+// The layout of regions. Up: a page of ends, the ring. Down: a page, releases, the ring.
 struct Layout {
   explicit Layout(size_t ring)
       : up_bytes(in_huge_pages(kPage + ring)),
@@ -123,7 +123,7 @@ Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging
 
 Status Channel::attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<Channel>* out) {
   std::unique_ptr<Channel> c(new Channel(false));
-  // Until all is well the descriptors are the caller's.
+  // The caller owns the descriptors until all has succeeded.
   struct Lent {
     Channel* c;
     ~Lent() {
@@ -151,7 +151,7 @@ Status Channel::attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<C
 }
 
 void Channel::connect(size_t ring_bytes) {
-  release_mutex_.assert_held();  // nobody else has the channel yet
+  release_mutex_.assert_held();  // no other thread has the channel yet
   Up* up = reinterpret_cast<Up*>(up_.base);
   Down* down = reinterpret_cast<Down*>(down_.base);
   const Layout layout(ring_bytes);
@@ -235,7 +235,7 @@ const char* Channel::staging_at(uint64_t offset, uint64_t bytes) const {
 
 void Channel::release(uint64_t offset) {
   Lock lock(release_mutex_);
-  // No room: it has given out more places than it may.
+  // No room: the trainer process has more ranges in use than it may.
   const Status s = releaser_.wait(sizeof offset, 0);
   if (s == FRUGAL_ERR_TIMEOUT)
     link_.end("broke the protocol: it has more staging memory in use than it may");

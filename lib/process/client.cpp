@@ -34,8 +34,7 @@ Status Client::attach(const frugal_config& config) {
   config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
   joins_.open(reply.config.world_size);
-  // Where ranks share the processors out among themselves, more threads would only be in each
-  // other's way.
+  // Where ranks share the processors, more threads would only delay each other.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
   return controller_.watch();
@@ -55,8 +54,8 @@ Client::~Client() {
 
 void Client::shutdown() {
   if (!controller_.begin_close()) return;
-  // All of them are marked before the first is cut: what the end of one undoes is not for the calls
-  // of the others to tell.
+  // All trainers are marked before the first is cut: what the end of one undoes is not for calls of
+  // the others to report.
   {
     Lock lock(mu_);
     for (auto& weak : trainers_)
@@ -79,8 +78,8 @@ void Client::shutdown() {
     } catch (const std::bad_alloc&) {
     }
     if (!ended) {
-      // Another thread closes it, or nobody can. A call of its may be reading what is let go of
-      // below.
+      // Another thread closes it, or it cannot be closed. One of its calls may be reading what is
+      // released below.
       Lock call(t->call_mu);
       if (t->gpu) t->gpu->take_device_work();  // kernels read what is about to be unmapped
     }
@@ -166,7 +165,7 @@ Status Client::stop_trace(const char* path) {
 
 // --- Tables --------------------------------------------------------------------------------------
 
-// A table as the controller tells of it, mapped and not yet known here.
+// A table as the controller describes it, mapped and not yet known here.
 Status Client::map_table(TableReply& reply, const char* name, RemoteTableRef* out) {
   Descriptors d{reply.descriptors};
   if (reply.numbers.size() != 5)
@@ -208,7 +207,7 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   FRUGAL_TRY(map_table(reply, name, &t));
   Lock lock(mu_);
   if (controller_.closed()) return controller_.check();
-  // A table has one handle in an engine, though two threads take it at once.
+  // A table has one handle in an engine, even if two threads take it at the same time.
   std::erase_if(tables_, [](auto& w) { return w.expired(); });
   for (auto& weak : tables_)
     if (auto known = weak.lock(); known && known->id == reply.id) {
@@ -224,7 +223,7 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   return FRUGAL_OK;
 }
 
-// Those that this process has, and has not dropped.
+// The tables that this process has and has not dropped.
 Vector<RemoteTableRef> Client::tables() {
   Vector<RemoteTableRef> out;
   Lock lock(mu_);
@@ -233,7 +232,7 @@ Vector<RemoteTableRef> Client::tables() {
   return out;
 }
 
-// The state of a table is mapped anew, if it is another's by now.
+// Maps the state of a table again, if the table has another kind of optimizer by now.
 Status Client::see_kind(RemoteTable& table) {
   TableReply reply;
   const char* name = table.name.c_str();
@@ -247,7 +246,7 @@ Status Client::see_kind(RemoteTable& table) {
   return FRUGAL_OK;
 }
 
-// Another process has given tables another kind of optimizer.
+// Updates the tables to which another process has given another kind of optimizer.
 Status Client::see_kinds() {
   uint64_t kinds = 0;
   FRUGAL_TRY(controller_.kinds(&kinds));
@@ -322,7 +321,7 @@ Status Client::set_optimizer(AnyTable& table, uint64_t first_step,
   Exchange e{Call::kSetOptimizer, {own(table).id, first_step}, {}};
   e.add(&optimizer, sizeof optimizer);
   FRUGAL_TRY(ask(e));
-  // Who gives many tables another kind looks at each once, and at all when the next step begins.
+  // A program that changes many tables compares each once here, and all when the next step begins.
   uint64_t kinds = 0;
   FRUGAL_TRY(controller_.kinds(&kinds));
   return kinds_seen_.load() == kinds ? FRUGAL_OK : see_kind(own(table));
@@ -367,7 +366,7 @@ Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capac
   });
 }
 
-// Bytes of a row as it travels, for which the controller is asked.
+// Bytes of a row in a message of kGet or kPut.
 Status Client::row_bytes(RemoteTable& t, uint32_t flags, size_t* bytes) {
   const bool with_state = flags & FRUGAL_WITH_STATE;
   if (with_state) FRUGAL_TRY(see_kinds());
@@ -416,7 +415,7 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
         return fail(FRUGAL_ERR_BUSY,
                     "another process has just given the table another kind of optimizer, so that a "
                     "row's state is of another size: call again");
-      // The answer has the rows that are there, and the places of the others stay as they are.
+      // The reply has only rows that exist. `out` keeps what it has for the others.
       for (size_t i = 0; i < n;) {
         size_t end = i + 1;
         while (pitch == bytes && end < n && there[end] == there[i]) ++end;

@@ -1,7 +1,7 @@
 // An engine in another process: the calls of engine.h, made through a controller.
 //
-// What has keys, rows or gradients goes through channels (protocol.h); a trainer gathers rows and
-// sums gradients of declared keys by itself, from the controller's memory into its own.
+// Calls with keys, rows or gradients use channels (protocol.h). For declared keys a trainer itself
+// gathers rows from the controller's memory, and sums gradients into its own.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -32,7 +32,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status committed(uint64_t* step) override;
   Status stats(frugal_stats* out) override;
   Status metrics(String* out) override;
-  // Of the controller, which writes the file, too.
+  // The controller records the trace and writes the file.
   Status start_trace(size_t events) override;
   Status stop_trace(const char* path) override;
 
@@ -84,7 +84,7 @@ class Client final : public Session, private DataPath, private Controller::Owner
 
   void cut_channels() noexcept override;
   void take_late_replies(uint64_t until);
-  // What is asked outside of steps.
+  // A request outside steps.
   template <class Answer>
   Status ask(Exchange& e, Answer answer) {
     take_late_replies(e.until ? e.until : controller_.deadline().at);
@@ -105,11 +105,11 @@ class Client final : public Session, private DataPath, private Controller::Owner
   bool forget_lost();
   bool has_rank(uint32_t rank);
   Status begin_call(RemoteTrainer& t) REQUIRES(t.call_mu);
-  // A rank that is inside a step knows that steps which are further back are committed.
+  // How many steps before the rank's own may be uncommitted while it is inside a step.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
   class AttachedStep;
-  // Where the controller finds the keys of a declaration: at head->shm_address if `stages`, or in
-  // `e`, for either in `memory`.
+  // Makes a declaration's keys available to the controller: in staging memory at head->shm_address
+  // (only if `stages`), else as a piece of `e`. `memory` owns what is not the caller's.
   Status declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages,
                        OpHead* head, Buffer* memory, Exchange* e);
   Status read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
@@ -138,12 +138,12 @@ class Client final : public Session, private DataPath, private Controller::Owner
   const std::shared_ptr<Pins> pins_ = std::make_shared<Pins>();  // what its devices see
   Controller controller_{*this, *this, pins_};
   BufferPool pool_;
-  BufferPool pinned_;                 // that devices see
+  BufferPool pinned_;                 // buffers that devices see
   Helpers helpers_;
   Mutex rpc_mu_;
   RpcClient rpc_{controller_};        // for calls outside steps
   RankJoins joins_{controller_};
-  std::atomic<uint64_t> kinds_seen_{0};  // of the ledger's
+  std::atomic<uint64_t> kinds_seen_{0};  // LedgerRoot::kinds when tables were last compared
   mutable Mutex mu_;
   Vector<std::weak_ptr<RemoteTrainer>> trainers_ GUARDED_BY(mu_);
   Vector<std::weak_ptr<RemoteTable>> tables_ GUARDED_BY(mu_);

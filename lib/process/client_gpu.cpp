@@ -1,6 +1,6 @@
-// Trainers on GPUs in a process that attaches (docs/cuda.md, section 9): the device is this
-// process's own, and the controller sees a rank that reads rows and hands over sums, as on the cpu,
-// and tells it what to do to cached rows.
+// Trainers on GPUs in an attached process (docs/processes.md, "Attached trainers on GPUs"). The
+// device belongs to this process. The controller sees a rank that reads rows and submits sums, as
+// on the cpu, and sends it the refreshes of its caches.
 #include <algorithm>
 #include <cstring>
 
@@ -23,15 +23,15 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
   return FRUGAL_OK;
 }
 
-// Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in
-// them are used.
+// Before a step begins: pins tables whose rows all exist. Slabs of other tables are pinned when
+// rows in them are used.
 Status Client::pin_tables() {
   for (const RemoteTableRef& table : tables())
     if (!table->lazy) FRUGAL_TRY(table->pinned.pin_all());
   return FRUGAL_OK;
 }
 
-// Before kernels read an access's rows: they stay mapped until the device work has completed.
+// Before kernels read an access's rows. They stay mapped until the device work has completed.
 Status Client::show_device(const Access& a, DeviceWork& f) {
   const RemoteTableRef table = std::static_pointer_cast<RemoteTable>(a.table);
   FRUGAL_TRY(table->pinned.pin(a.part->row_slots(), a.part->distinct));
@@ -41,7 +41,8 @@ Status Client::show_device(const Access& a, DeviceWork& f) {
 
 // --- Caches --------------------------------------------------------------------------------------
 
-// Shared memory that the kernels of the device work read from now on: staging memory, or the arena.
+// Pins shared memory that kernels of the device work read from now on: staging memory, or the
+// arena.
 Status Client::pin_shared(const SumsAddress& s, DeviceWork& device_work, const char** out) {
   RegionRefs reads;
   FRUGAL_TRY(controller_.regions().find(s.shm_address, s.bytes, &reads, out));
@@ -52,7 +53,7 @@ Status Client::pin_shared(const SumsAddress& s, DeviceWork& device_work, const c
   return FRUGAL_OK;
 }
 
-// What the controller has told of a step's refresh, item after item.
+// Reads what the controller has sent of a step's refresh, item after item.
 class Client::Told {
  public:
   Told(Controller& controller, const Vector<char>& bytes)
@@ -65,7 +66,7 @@ class Client::Told {
     at_ += sizeof *item;
     return FRUGAL_OK;
   }
-  // What lies at `shm_address` of the arena.
+  // Copies what is at `shm_address` of the arena.
   template <class T>
   Status list(uint64_t shm_address, uint64_t n, Vector<T>* out) {
     const T* from = nullptr;
@@ -134,9 +135,9 @@ Status Client::take_due(Told& told, DeviceWork& device_work, DueUpdate* due) {
   return FRUGAL_OK;
 }
 
-// A step's refresh, done to the lines: updates of what the step reads, new lines, and behind the
-// event for which lookups wait the other updates. `without`: a table for whose lines there is no
-// memory. A failure leaves the lines as they may be.
+// Carries out a step's refresh: updates of cached rows that the step reads, then admitted rows,
+// then the event for which lookups wait, then the other updates. `without`: a table for whose
+// cached rows there is no memory. A failure leaves the cached rows in any state.
 Status Client::refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,
                                    uint64_t* without) {
   Told told(controller_, bytes);
@@ -181,9 +182,9 @@ Status Client::refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, 
 
 // --- A step's calls ------------------------------------------------------------------------------
 
-// wait(go_on) until the device has done something, as long as a call may wait and the trainer is
-// wanted. The controller is asked from time to time: it hears that this process lives, and tells if
-// the step was undone.
+// Calls wait(go_on), which waits until the device has done something, at most until the call's
+// time-out or the trainer's closing. From time to time a request shows the controller that this
+// process lives. Its reply reports whether the step was undone.
 template <class Wait>
 Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
@@ -200,10 +201,11 @@ Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
   });
 }
 
-// For so long the controller need not hear of a process.
+// How long the controller needs no sign of life of a process.
 uint64_t Client::heartbeat_ns() const { return ns_of_ms(config_.timeout_ms) / 4; }
 
-// In waits that go on until the device has done its work, since they may not leave it the memory.
+// For waits that last until the device has done its work, since the memory is the device's until
+// then.
 void Client::say_here(RemoteTrainer& t) noexcept {
   const uint64_t now = now_ns();
   if (now - t.device.said < heartbeat_ns()) return;
@@ -215,14 +217,14 @@ void Client::say_here(RemoteTrainer& t) noexcept {
   }
 }
 
-// Until rows have been read that a call has given to the caller's stream to read.
+// Waits until the caller's stream has read the rows that a call has given it to read.
 Status Client::await_stream(RemoteTrainer& t) {
   return await_device(t, "a call waited for the device to read rows",
                       [&](auto go_on) { return t.gpu->wait_stream(go_on); });
 }
 
-// What a step has given to the device has completed when its end is sent: the controller reads the
-// sums at once, and others may write the rows that were read. May be repeated.
+// Waits for what a step has given to the device, before the step's end is sent: the controller
+// reads the sums at once, and other threads may write the rows that were read. May be repeated.
 Status Client::end_device_work(RemoteTrainer& t, DeviceWork::Found* found) {
   const DeviceWorkRef f = t.gpu->share_device_work();  // it stays if the step is undone meanwhile
   if (!f) return FRUGAL_OK;
@@ -234,8 +236,8 @@ Status Client::end_device_work(RemoteTrainer& t, DeviceWork::Found* found) {
   return FRUGAL_OK;
 }
 
-// Evaluation: what is on the device comes to the host before, and rows go there behind. Complete
-// when it returns.
+// Evaluation: operands on the device are copied to the host before, and rows are copied back after.
+// Complete when it returns.
 Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline) {
   FRUGAL_TRY(t.gpu->ready());
   Vector<GpuOp> taken;
@@ -273,13 +275,13 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
   return t.gpu->wait_stream();
 }
 
-// The device does not work any more: the step is undone on all ranks, of which the controller is
-// told once. With call_mu held.
+// The device does not work any more: the step is undone on all ranks. The controller is notified
+// once. With call_mu held.
 Status Client::device_failed(RemoteTrainer& t) {
   if (!t.device.failed) {
     pins_->failed(&t.gpu->runtime());
     Exchange e{Call::kAbort, {1}, {}};
-    t.device.failed = t.ask(e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
+    t.device.failed = t.ask(e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call reports it
     if (t.device.failed && !controller_.is_lost()) t.begun.store(kNoStep);
     t.leave_step();
   }

@@ -12,13 +12,13 @@
 namespace frugal {
 namespace {
 
-// Declared keys of so many bytes are written once, where the controller finds them later; fewer go
-// with the request.
+// Declared keys of at least so many bytes are written once, to staging memory, where the controller
+// finds them later. Fewer go with the request.
 constexpr size_t kStagedBytes = size_t{2} << 10;
 
 }  // namespace
 
-// Who calls outside of steps comes after its declarations, if the controller answers in time.
+// A call outside of steps follows the process's declarations, if the controller replies in time.
 void Client::take_late_replies(uint64_t until) {
   Vector<RemoteTrainerRef> trainers;
   {
@@ -29,15 +29,15 @@ void Client::take_late_replies(uint64_t until) {
   for (const RemoteTrainerRef& t : trainers) t->take_late_reply_within(until);
 }
 
-// First thing in every call: what the trainer is to be told of comes before all else.
+// Begins every call: what the trainer must learn comes before all else.
 Status Client::begin_call(RemoteTrainer& t) {
   FRUGAL_TRY(controller_.check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) return device_failed(t);
   Status s = FRUGAL_OK;
   if (UniqueLock one(t.late.mu, std::try_to_lock); one) s = t.channel().look();
-  if (s != FRUGAL_OK) {  // another has its place, or the controller has ended, or this trainer is
-                         // closed meanwhile
+  if (s != FRUGAL_OK) {
+    // Another trainer has its rank, the controller has ended, or this trainer was closed meanwhile.
     t.leave_step();
     return t.concluded(t.rpc.not_answered(s));
   }
@@ -75,7 +75,7 @@ Status check_keys(const AnyTable& table, const frugal_op& op) {
 
 }  // namespace
 
-// Of a dense table they are slots: half the bytes, and this side looks at the ids meanwhile.
+// Keys of a dense table become slots: half the bytes, and this process checks the ids meanwhile.
 Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op,
                              bool stages, OpHead* head, Buffer* memory, Exchange* e) {
   const bool hashed = table.info.key_space == FRUGAL_HASHED;
@@ -93,8 +93,8 @@ Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const f
   return FRUGAL_OK;
 }
 
-// Long for its order: all that can fail comes before the controller hears of it, and one guard
-// takes it back.
+// Long, to keep an order: all that can fail comes before the controller receives the declaration,
+// and one guard takes it back.
 Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, size_t n,
                         bool want_handle, uint64_t* batch_out) {
   RemoteTrainer& t = own(any);
@@ -133,20 +133,20 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
         in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
     batch->tables.push_back(std::move(table));
   }
-  struct Undo {  // where it is not declared after all
+  struct Undo {  // runs if the batch is not declared after all
     RemoteTrainer* t;
     const Vector<OpHead>& heads;
     RemoteBatch& batch;
     ~Undo() {
       if (!t) return;
       const KeepError why;
-      t->take_releases();  // of keys that the controller has had for a while
+      t->take_releases();  // of keys that the controller has had and released
       for (const OpHead& head : heads) t->handed.erase(head.shm_address);
       t->batches.erase(batch.id);
       if (batch.handle) handle_remove(HandleKind::kBatch, batch.handle);
     }
   } undo{&t, heads, *batch};
-  // So that nothing fails when the controller has them.
+  // Makes the entries now, so that nothing fails once the controller has the keys.
   for (const OpHead& head : heads)
     if (head.shm_address != kNoShmAddress) t.handed[head.shm_address] = Buffer();
   if (want_handle) {
@@ -154,8 +154,8 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   }
   t.batches[batch->id] = batch;
-  // Inside of a step nothing is left to be wrong with it but the controller's memory, or that it is
-  // one too many.
+  // Inside a step nothing can fail any more, except that the controller lacks memory or has too
+  // many declarations.
   const bool staged = n > 0 && std::all_of(heads.begin(), heads.end(),
                                            [](auto& h) { return h.shm_address != kNoShmAddress; });
   const bool late = staged && t.in_step && step > t.step && step - t.step <= config_.lookahead;
@@ -190,7 +190,7 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
-// Asks for a step: its parts are there then. `told`: what its refresh does to lines.
+// Requests a step; its parts are there afterwards. `told`: what its refresh does to cached rows.
 Status Client::ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) {
   t.forget_used();
   t.parts.clear();
@@ -247,7 +247,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       t.caches.refresh = e.args[2];
       break;
     }
-    // The controller sees from the number that the lines are lost.
+    // The controller sees from the number that the cached rows are lost.
     t.parts.clear();
     t.gpu->take_device_work();
     if (!without) return s;
@@ -293,9 +293,9 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   e.add(&t.counts, sizeof t.counts);
   e.add(t.end.shm_addresses.data(), t.end.shm_addresses.size() * sizeof(PushAddress));
   e.add(t.traced.events.data(), t.traced.events.size() * sizeof(TraceEvent));
-  // So that nothing can fail when they are the controller's, which tells when it has read them. An
-  // attempt that failed may have had some for a while: what it told of that is taken by now, and
-  // they are still here.
+  // Makes the entries now, so that nothing can fail once the controller has the sums. It releases
+  // them when it has read them. An attempt that failed may have lent it some: their releases were
+  // taken by now, and the sums are still here.
   for (const RankGradients& h : t.end.sums)
     if (h.sums) t.handed[t.shm_address(h.sums)] = Buffer();
   Status s = t.ask(e);
@@ -326,8 +326,8 @@ Status Client::abort_call(AnyTrainer& any) {
 
 // --- Evaluation ----------------------------------------------------------------------------------
 
-// From what a dead controller has left. A trainer is to see what it has done, which is not there if
-// it was not committed.
+// Evaluation from what a dead controller has left. A trainer must see what it has done, and that
+// does not exist if it was not committed.
 Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) {
   if (t) {
     uint64_t committed;

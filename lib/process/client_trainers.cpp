@@ -8,8 +8,8 @@
 
 namespace frugal {
 
-// Long for its order: each guard below takes back what the lines above it have done, until all is
-// done.
+// Long, to keep an order: each guard below takes back what the lines above it have done, until all
+// is done.
 Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
   FRUGAL_TRY(controller_.check());
   const RankJoins::Scope one(joins_, config.rank);
@@ -19,11 +19,11 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), controller_);
   t->session = shared_from_this();
   t->rank = config.rank;
-  // The device is this process's own: the controller sees a rank that reads host memory, hands over
-  // sums, and is told what to do to the lines of its caches.
+  // The device belongs to this process. The controller sees a rank that reads host memory and
+  // submits sums, and sends it the refreshes of its caches.
   if (config.device && std::strcmp(config.device, "cpu") != 0)
     FRUGAL_TRY(open_gpu(config, &t->gpu));
-  struct Joining {  // where it does not join after all
+  struct Joining {  // runs if it does not join after all
     Pins& pins;
     const Gpu* gpu;
     ~Joining() {
@@ -35,7 +35,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     joins_.failed(config.rank, s, has_rank(config.rank));
     return s;
   }
-  // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
+  // The rank is this process's now. If anything below fails, the rank is lost: it has not done its
+  // part.
   struct Joined {
     RankJoins* joins;
     const uint32_t rank;
@@ -77,7 +78,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     return FRUGAL_OK;
   };
   FRUGAL_TRY(set_up());
-  struct Known {  // to handles, until all others are told of its staging memory
+  struct Known {  // removes its handle if its staging memory cannot be published
     RemoteTrainer* t;
     ~Known() {
       if (t) handle_remove(HandleKind::kTrainer, t->handle);
@@ -88,7 +89,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     Exchange e{Call::kMapped, {}, {}};
     FRUGAL_TRY(t->ask(e));
   }
-  // With its own staging memory: who has too few addresses for that joins nothing.
+  // Maps regions, its own staging memory among them. A process with too few addresses joins
+  // nothing.
   FRUGAL_TRY(controller_.regions().look());
   known.t = nullptr;
   joined.joins = nullptr;
@@ -97,8 +99,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   return FRUGAL_OK;
 }
 
-// What the controller holds for trainers that have lost their ranks, of which it holds so many:
-// they read none of it any more. True: it may have less by now.
+// Releases what the controller holds for trainers that have lost their ranks; it does so for at
+// most kMostReplaced of a process. They read none of it any more. True: it may hold less by now.
 bool Client::forget_lost() {
   const KeepError why;
   bool any = false;
@@ -135,7 +137,7 @@ bool Client::has_rank(uint32_t rank) {
 Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   const RemoteTrainerRef t = std::static_pointer_cast<RemoteTrainer>(trainer);
   if (t->closer.exchange(true)) return closes_already();
-  struct Closer {  // what has failed can be made again
+  struct Closer {  // a close that has failed can be repeated
     RemoteTrainer& t;
     Status s = FRUGAL_ERR_OUT_OF_MEMORY;
     ~Closer() {
@@ -143,15 +145,15 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
       else t.closer.store(false);
     }
   } closer{*t};
-  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let
-  // go there.
+  // A call of the trainer that waits ends. The controller is notified afterwards: it then releases
+  // what such a call reads here.
   t->closing.store(true);
   t->channel().cut();
   Lock call(t->call_mu);
-  // Before anything can fail: nobody comes here again where the engine is being closed.
+  // Before anything can fail: no thread comes here again if the engine is being closed.
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
   t->batches.clear();
-  // Kernels may be writing its staging memory, which may be another's when it has left.
+  // Kernels may be writing its staging memory, which may be another trainer's after it has left.
   if (t->gpu) t->gpu->take_device_work();
   Status s = controller_.is_lost() || t->forgotten
                  ? FRUGAL_OK
@@ -160,8 +162,8 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   t->handed.clear();
   t->caches.lines.clear();
   if (t->gpu && !std::exchange(t->device.left, true)) pins_->remove(&t->gpu->runtime());
-  // The controller may not know it any more, if another process has taken its place, or if it has
-  // been told already.
+  // The controller may not know the trainer any more: another process has its rank, or an earlier
+  // call has removed it.
   closer.s = s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED
                  ? FRUGAL_OK
                  : s;
@@ -169,7 +171,7 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
 }
 
 Status Client::set_stream(AnyTrainer& t, void* stream) {
-  // No call of the step protocol: an abort is told by the next one.
+  // No call of the step protocol: the next one reports an abort.
   Lock call(t.call_mu);
   FRUGAL_TRY(controller_.check());
   if (!t.gpu) return no_streams(t.rank);

@@ -1,12 +1,15 @@
-# The control plane between a controller and its trainer processes: docs/processes.md, section 3.
-# Both sides are of one build; `attach` tells whether they are: the request and the status of its answer must never change.
+# The control plane between a controller and its trainer processes
+# (docs/processes.md, "The control socket").
+#
+# Both sides are of one build. `attach` checks that, so its request and the status of its reply must
+# never change.
 @0xfc5283fb45a74ac4;
 
 using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("frugal::wire");
 
 struct Request {
-  id @0 :UInt64;  # its answer's; of no other request of the connection
+  id @0 :UInt64;  # its reply has the same; no other request of the connection has it
   union {
     attach @1 :UInt32;  # the version: the first request, and no other
     ping @2 :Void;
@@ -30,13 +33,13 @@ struct Leave {
 
 struct Answer {
   id @0 :UInt64;
-  # How the call ended: frugal_error. Beside a status other than 0 nothing else is set.
+  # How the call ended: frugal_error. If the status is not 0, only these four and the id are set.
   status @1 :Int32;
   systemCode @2 :Int32;
   deviceCode @3 :Int32;
   message @4 :Text;
-  # What is given beside plain fields; the caller and the engine know what is where.
-  descriptors @5 :UInt32;  # how many have come with the message
+  # What the plain fields do not hold. The caller and the engine know the meaning of each item.
+  descriptors @5 :UInt32;  # how many come with the message
   numbers @6 :List(UInt64);
   union {
     done @7 :Void;  # of stats: the numbers are frugal_stats
@@ -53,7 +56,7 @@ struct Table {
   info @1 :TableInfo;
 }
 
-# The structs of frugal.h, without their pointers; a text that is empty stands for NULL.
+# The structs of frugal.h, without their pointers. An empty text means NULL.
 
 struct Config {  # frugal_config
   worldSize @0 :UInt32;

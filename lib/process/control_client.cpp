@@ -1,6 +1,6 @@
-// A trainer process's side: one thread reads the socket. A call stands on its caller's stack, who
-// sends its request and sleeps until the thread has put the answer there, so calls want no memory
-// but for what an answer gives.
+// A trainer process's side: one thread reads the socket. A call is on its caller's stack. The
+// caller sends its request and sleeps until the thread has put the reply there. So calls take no
+// memory, except for what a reply gives.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -36,8 +36,8 @@ int64_t left_of(uint64_t until) {
   return until > now ? static_cast<int64_t>((until - now + 999999) / 1000000) : 0;
 }
 
-// A call under way: its caller's, and known to the reading thread until it is finished or
-// forgotten.
+// A call under way. It belongs to its caller, and the reading thread knows it until it is finished
+// or forgotten.
 struct Call {
   Call* next = nullptr;
   uint64_t id = 0;
@@ -45,7 +45,7 @@ struct Call {
   frugal_error error{};
   char text[512] = "";
 
-  // What the answer to a call that has ended well says; only if that is well, too, the caller gets
+  // Takes what the reply to a successful call carries. Only if this succeeds too, the caller gets
   // any of it.
   virtual Status take(wire::Answer::Reader answer, Incoming& in) = 0;
 
@@ -57,7 +57,7 @@ struct Call {
     done.store(1, std::memory_order_release);
     futex_wake(reinterpret_cast<const uint32_t*>(&done));
   }
-  void finish(Status status) {  // this thread's
+  void finish(Status status) {  // with this thread's error
     end_call(status);
     frugal_error how{};
     if (status != FRUGAL_OK) last_error(&how);
@@ -83,7 +83,7 @@ uint64_t first_number(wire::Answer::Reader answer) {
   return numbers.size() ? numbers[0] : kAnyJoin;
 }
 
-// What an answer gives.
+// Takes the numbers and descriptors of a reply.
 template <class Reply>
 Status take_given(wire::Answer::Reader answer, Incoming& in, Reply* reply) {
   if (in.descriptors() != answer.getDescriptors())
@@ -124,7 +124,7 @@ struct ControlClient::Impl final : HeapObject {
   int pidfd = -1;
   Thread thread;
   std::atomic<bool> lost{false};
-  std::atomic<uint32_t> joined{0};  // somebody waits for the thread
+  std::atomic<uint32_t> joined{0};  // close_link() joins the thread
   Mutex sending;  // one message after the other
   Mutex mutex;
   Call* calls GUARDED_BY(mutex) = nullptr;  // that wait
@@ -156,7 +156,7 @@ struct ControlClient::Impl final : HeapObject {
     return at;
   }
 
-  // kNothing: not by then.
+  // kNothing: not sent by then.
   Progress send(Outgoing& out, uint64_t until) {
     UniqueLock lock(sending);
     Progress p;
@@ -165,7 +165,7 @@ struct ControlClient::Impl final : HeapObject {
         pollfd room{socket, POLLOUT, 0};
         (void)poll(&room, 1, static_cast<int>(std::min<int64_t>(left_of(until), 60000)));
       };
-      // Others may go on, unless their messages would come into the middle of this one.
+      // Other threads may send, unless their messages would come into the middle of this one.
       if (out.on_its_way()) {
         wait();
       } else {
@@ -174,13 +174,14 @@ struct ControlClient::Impl final : HeapObject {
         lock.lock();
       }
     }
-    // After half of a message nothing can follow. All who wait are told.
+    // After half a message nothing can follow. The connection ends, and all waiting calls with it.
     if (p == Progress::kEnd || (p == Progress::kNothing && out.on_its_way()))
       shutdown(socket, SHUT_RDWR);
     return p;
   }
 
-  // Makes the call and waits for its end, until then if a part of the time is over.
+  // Makes the call and waits for its end; `until` is given if a part of the time has passed
+  // already.
   template <class Fill, class Take>
   Status call(const char* what, int64_t timeout_ms, Fill fill, Take take, uint64_t until = 0) {
     if (generation != process_generation())
@@ -207,7 +208,7 @@ struct ControlClient::Impl final : HeapObject {
     const Progress sent = send(out, until);
     const int code = errno;
     if (sent != Progress::kRefused) (void)made.wait(sent == Progress::kEnd ? UINT64_MAX : until);
-    Lock lock(mutex);  // who finishes it is done with it, too
+    Lock lock(mutex);  // the thread that finished it no longer uses it
     if (Call** at = find(made.id); *at) {
       *at = made.next;
       if (sent == Progress::kRefused)
@@ -228,7 +229,7 @@ struct ControlClient::Impl final : HeapObject {
     return call(what, timeout_ms, fill, nothing, until);
   }
 
-  // The thread.
+  // The body of the thread that reads.
   void run() noexcept {
     IncomingOf<kMostAnswerWords> in(true);
     for (Progress p; (p = in.pull(socket)) != Progress::kEnd;) {
@@ -238,7 +239,7 @@ struct ControlClient::Impl final : HeapObject {
       }
       pollfd all[] = {{socket, POLLIN, 0}, {pidfd, POLLIN, 0}};
       if (poll(all, 2, -1) < 0 && errno != EINTR) break;
-      // The process is dead, whoever else may hold the socket: what it has sent is still read.
+      // The process is dead, even if another process holds the socket. What it sent is still read.
       if (all[1].revents) shutdown(socket, SHUT_RDWR);
     }
     shutdown(socket, SHUT_RDWR);
@@ -258,7 +259,7 @@ struct ControlClient::Impl final : HeapObject {
     while (!joined.load()) futex_wait(reinterpret_cast<const uint32_t*>(&joined), 0, UINT64_MAX);
   }
 
-  // False: it is no answer.
+  // False: the message is no reply.
   bool deliver(Incoming& in) noexcept {
     try {
       const auto answer = in.read<wire::Answer>();
@@ -288,7 +289,7 @@ struct ControlClient::Impl final : HeapObject {
     }
   }
 
-  // Nobody waits any more for this rank, which has joined. Nor will anybody for the answer.
+  // Gives back a rank that joined after its call had ended. No thread waits for the reply.
   void give_back(uint32_t rank, uint64_t joined) noexcept {
     OutgoingOf<kMostRequestWords> out;
     fill_leave(out.begin<wire::Request>(), rank, true, joined);
@@ -320,7 +321,7 @@ struct ControlClient::Impl final : HeapObject {
     thread = quiet_thread([this] { run(); });
     const auto fill = [&](wire::Request::Builder r) { r.setAttach(version); };
     const Status s = call("attach", timeout_ms, fill, until);
-    // A controller that is just going, or is full, may be followed by one that is not.
+    // A controller that is stopping, or is full, may be followed by one that is not.
     *again = s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED;
     return s;
   }
@@ -381,7 +382,7 @@ void ControlClient::on_end(std::function<void()> ended) {
 }
 
 void ControlClient::disconnect() {
-  // In a forked child there is no thread to wait for: what it left is let be.
+  // In a forked child there is no thread to wait for. What it inherited is left as it is.
   if (impl_->generation == process_generation()) impl_->close_link();
 }
 
@@ -438,7 +439,7 @@ Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_
         return take_given(answer, in, reply);
       });
   if (s == FRUGAL_OK || !joined) return s;
-  const KeepError why;  // it has joined, and what it takes has not come
+  const KeepError why;  // it has joined, but what a trainer needs has not come
   (void)leave(config.rank, true, timeout_ms, number);
   return s;
 }

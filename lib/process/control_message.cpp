@@ -16,12 +16,13 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kHead =
-    sizeof(capnp::word);  // the number of segments less one, and of the first one's words
+// What precedes a message: the number of segments less one, and the number of the first one's
+// words.
+constexpr size_t kHead = sizeof(capnp::word);
 
 bool touch_kj() noexcept {
   try {
-    (void)kj::getExceptionCallback();  // the first one of the process wants memory of its own
+    (void)kj::getExceptionCallback();  // the first one of the process takes memory
     return true;
   } catch (const std::bad_alloc&) {
     return false;
@@ -87,7 +88,7 @@ Progress Incoming::pull(int socket) {
     msghdr header{};
     header.msg_iov = &piece;
     header.msg_iovlen = 1;
-    // Without room the kernel lets go of what is sent, and says so.
+    // Without room the kernel drops descriptors that were sent, and reports that.
     alignas(cmsghdr) char room[CMSG_SPACE(kMostDescriptors * sizeof(int))];
     if (takes_descriptors_) {
       header.msg_control = room;
@@ -121,8 +122,8 @@ Progress Incoming::pull(int socket) {
 
 void Incoming::open() {
   FRUGAL_ASSERT(bytes_ == wanted_ && wanted_ > kHead);
-  // Of bytes that are no message libkj tells by exceptions. Without memory for what it keeps of
-  // the thread a good message is read all the same.
+  // libkj reports bytes that are no message by exceptions. Without memory for its state of this
+  // thread, a good message is read all the same.
   if (!can_throw_) can_throw_ = touch_thread_locals(touch_kj);
   capnp::ReaderOptions options;
   options.traversalLimitInWords = 4 * most_;

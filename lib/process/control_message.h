@@ -1,10 +1,9 @@
-// Messages of the control plane over a stream socket that does not block: Cap'n Proto's encoding,
-// in the framing that it has for streams, with one segment. Descriptors come with a message's first
-// byte.
+// Messages of the control plane over a nonblocking stream socket: Cap'n Proto's encoding, in its
+// framing for streams, with one segment. Descriptors come with a message's first byte.
 //
-// A message is made and read in memory of its own, and none is taken for it: making, sending and
-// receiving cannot fail for want of memory. Reading throws where the bytes are no message
-// (kj::Exception, or std::bad_alloc where there is no memory to say so).
+// A message is made and read in memory of its own, and takes none: making, sending and receiving
+// cannot fail for lack of memory. Reading throws if the bytes are no message (kj::Exception, or
+// std::bad_alloc if there is no memory for that exception).
 #pragma once
 #include <capnp/message.h>
 
@@ -14,15 +13,15 @@
 
 namespace frugal {
 
-// Of messages. The largest are a table's configuration and an answer with kMostNumbers numbers.
+// The largest messages are a table's configuration and a reply with kMostNumbers numbers.
 constexpr size_t kMostRequestWords = 512, kMostAnswerWords = 4096;  // 4 and 32 KiB
 constexpr size_t kMostText = 1024;  // bytes of a name or device in a request
 
 enum class Progress {
   kWhole,
-  kNothing,  // nothing goes, or comes, at the moment
-  kRefused,  // nothing has gone, and the system will not take it: errno
-  kEnd,      // nothing will: the connection has ended, or is to be ended
+  kNothing,  // the socket takes, or has, nothing at the moment
+  kRefused,  // nothing was sent, and the system refuses to send it: errno
+  kEnd,      // nothing more passes: the connection has ended, or is to be ended
 };
 
 class Outgoing {
@@ -34,7 +33,7 @@ class Outgoing {
     clear();
     return builder_->getRoot<Root>();
   }
-  // Goes on to send what begin() has begun.
+  // Continues to send the message that begin() has begun.
   Progress push(int socket, const int* descriptors = nullptr, size_t count = 0);
   bool on_its_way() const { return sent_ > 0; }
 
@@ -44,26 +43,26 @@ class Outgoing {
   std::optional<capnp::FlatMessageBuilder> builder_;
   size_t bytes_ = 0;  // 0: not sealed
   size_t sent_ = 0;
-  capnp::word* const words_;  // one more than
+  capnp::word* const words_;  // most_ + 1 of them
   const size_t most_;
 };
 
 class Incoming {
  public:
-  // Who sends descriptors to one that does not take them has his connection ended.
+  // If it takes no descriptors, a peer that sends some has its connection ended.
   Incoming(capnp::word* room, size_t words, bool takes_descriptors)
       : takes_descriptors_(takes_descriptors), words_(room), most_(words) {}
   ~Incoming() { drop(); }
 
-  // Goes on with the message that is under way; after a whole one, begins the next.
+  // Continues with the message under way; after a whole one, begins the next.
   Progress pull(int socket);
-  // Of a whole message; lasts until the next pull().
+  // Reads a whole message. The reader is valid until the next pull().
   template <class Root>
   typename Root::Reader read() {
     open();
     return reader_->getRoot<Root>();
   }
-  // Descriptors that have come with it, and belong to it until they are taken.
+  // Descriptors that came with the message. It owns them until they are taken.
   size_t descriptors() const { return count_; }
   Vector<int> take_descriptors();  // all
 
@@ -71,18 +70,18 @@ class Incoming {
   void open();
   void drop();
   const bool takes_descriptors_;
-  bool can_throw_ = false;  // what libkj keeps of the thread is there
-  size_t bytes_ = 0;   // there
-  size_t wanted_ = 8;  // of all, as far as is known
+  bool can_throw_ = false;  // libkj's state of this thread exists
+  size_t bytes_ = 0;   // received so far
+  size_t wanted_ = 8;  // of the message, as far as is known
   size_t count_ = 0;
   int descriptors_[kMostDescriptors];
   kj::ArrayPtr<const capnp::word> segment_;
   std::optional<capnp::SegmentArrayMessageReader> reader_;
-  capnp::word* const words_;  // one more than
+  capnp::word* const words_;  // most_ + 1 of them
   const size_t most_;
 };
 
-// With room for messages of so many words.
+// With memory for messages of kWords words.
 template <size_t kWords>
 struct OutgoingOf : Outgoing {
   OutgoingOf() : Outgoing(room, kWords) {}

@@ -1,7 +1,7 @@
-// The controller's side: one thread takes connections, and each connection has some threads of its
-// own. One of them waits for the next request; who has one makes the handler's call and sends the
-// answer, while another waits. So nothing is queued here: what a peer asks for beyond its threads
-// lies in its socket, and so do answers that it does not take.
+// The controller's side: one thread accepts connections, and each connection has threads of its
+// own. One of them waits for the next request. A thread with a request makes the handler's call and
+// sends the reply, while another waits. So nothing is queued here. Requests beyond a peer's threads
+// stay in its socket, and so do replies that it does not read.
 #include <fcntl.h>
 #include <kj/exception.h>
 #include <poll.h>
@@ -29,10 +29,12 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kThreadsOfPeer = 8;  // calls of one connection that are made at once
-constexpr int kLookMs = 1000;  // for the end of an open that takes longer than the time to open
-constexpr size_t kNotAttached =
-    64;  // connections; of more one is ended: the oldest of the process that has most
+constexpr size_t kThreadsOfPeer = 8;  // concurrent calls of one connection
+// The pause between checks of an open that takes longer than the time to open.
+constexpr int kLookMs = 1000;
+// Connections that have not attached. Of more, one is ended: the oldest of the process that has
+// most.
+constexpr size_t kNotAttached = 64;
 
 Status stopping() {
   return fail(FRUGAL_ERR_CLOSED, "the controller is stopping: attach to another");
@@ -44,7 +46,7 @@ void put_numbers(const Numbers& from, wire::Answer::Builder answer) {
   for (capnp::uint i = 0; i < to.size(); ++i) to.set(i, from[i]);
 }
 
-// What an answer gives, until it is sent: the handler's descriptors, and those that were opened for
+// What a reply gives, until it is sent: the handler's descriptors, and those that were opened for
 // it.
 struct Given {
   std::shared_ptr<void> keep;
@@ -103,7 +105,7 @@ struct ControlServer::Impl final : HeapObject {
   std::atomic<uint64_t> next_id{1};
   Mutex mutex;
   Vector<std::unique_ptr<Connection>> connections GUARDED_BY(mutex);  // the oldest first
-  Condition fewer;  // one has ended, or is to
+  Condition fewer;  // a connection has ended, or is to end
 
   ~Impl() {
     for (int fd : {spare, bell, end})
@@ -141,8 +143,7 @@ class ControlServer::Impl::Connection : public HeapObject {
     ++started_;
     return true;
   }
-  // Its threads come to an end soon. What has been sent by then is still read, and answered as far
-  // as that goes.
+  // Its threads end soon. What was sent by then is still read, and replied to as far as possible.
   void end() noexcept { shutdown(socket_, SHUT_RDWR); }
   void read_no_more() noexcept { shutdown(socket_, SHUT_RD); }
   pid_t pid() const { return peer_.pid; }
@@ -175,8 +176,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     leave();
   }
 
-  // Waits for the next request, one thread at a time. False: there comes none. What has come is
-  // taken before the time is looked at, by the wait: this process may be the one that was late.
+  // Waits for the next request, one thread at a time. False: none comes. A request that has come is
+  // taken before wait() checks the time: this process may be the one that was late.
   bool next(Incoming& in) noexcept {
     Lock lock(reading_);
     Progress p = Progress::kNothing;
@@ -186,7 +187,7 @@ class ControlServer::Impl::Connection : public HeapObject {
       over_.store(true);
       return false;
     }
-    // Somebody has to see what comes meanwhile. Without a thread for that it waits in the socket.
+    // Another thread has to see what comes meanwhile. If there is none, that waits in the socket.
     if (++busy_ == started_ && attached()) (void)hire();
     return true;
   }
@@ -196,19 +197,19 @@ class ControlServer::Impl::Connection : public HeapObject {
     ~Opening() { --n_; }
     std::atomic<size_t>& n_;
   };
-  // When it has to have attached, or opened the engine.
+  // By when it must have attached, or opened the engine.
   uint64_t due() const {
     if (!attached()) return attach_by();
     return opened_.load() ? UINT64_MAX : taken_ + server_.limits.open_ns;
   }
-  // It has had its time to do so, and is not about it.
+  // That time has passed, and no open is under way.
   bool late() const {
-    const bool opens = opening_.load() > 0;  // before the look at what that may change
+    const bool opens = opening_.load() > 0;  // read before what an open may change
     const uint64_t by = due();
     return by != UINT64_MAX && now_ns() >= by && !opens;
   }
 
-  // Until there may be progress. False: there is nothing to wait for.
+  // Waits until there may be progress. False: there is nothing to wait for.
   bool wait(short events) noexcept {
     pollfd all[] = {{socket_, events, 0}, {peer_.pidfd, POLLIN, 0}, {server_.end, POLLIN, 0}};
     if (late()) return false;
@@ -218,7 +219,7 @@ class ControlServer::Impl::Connection : public HeapObject {
                     : kLookMs;
     const int n = poll(all, 3, ms);
     if (n < 0) return errno == EINTR;
-    // The process is dead, whoever else may hold the socket: what it has sent is still read.
+    // The process is dead, even if another process holds the socket. What it sent is still read.
     if (all[1].revents) end();
     return all[0].revents || all[1].revents || !all[2].revents;
   }
@@ -228,7 +229,7 @@ class ControlServer::Impl::Connection : public HeapObject {
     try {
       const auto request = in.read<wire::Request>();
       if (request.isAttach() == attached()) return false;
-      // Only what it was late with may come late.
+      // Only the request that it was late with may come late.
       if (!request.isAttach() && !request.isOpen() && late()) return false;
       Given given;
       const Status s = make(request, out, given);
@@ -267,7 +268,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     }
   }
 
-  // A case for each call. Nothing fails once the handler has done what was asked, but for `given`.
+  // A case for each call. Nothing fails once the handler has done what was asked, except for
+  // `given`.
   Status call(ControlHandler& handler, wire::Request::Reader request, wire::Answer::Builder answer,
               Given& given) {
     switch (request.which()) {
@@ -303,7 +305,7 @@ class ControlServer::Impl::Connection : public HeapObject {
         FRUGAL_TRY(handler.join(peer_, request.getId(), config, &reply));
         const uint64_t joined = reply.numbers.empty() ? kAnyJoin : reply.numbers[0];
         answer.setJoined(config.rank);
-        // Where that fails nobody will hear that it has joined.
+        // If this fails, no process learns that it has joined.
         const Status s = given.take(reply, answer);
         if (s == FRUGAL_OK) return s;
         const KeepError why;
@@ -359,18 +361,18 @@ class ControlServer::Impl::Connection : public HeapObject {
     while ((p = out.push(socket_, given.descriptors.data(), given.descriptors.size())) ==
            Progress::kNothing)
       if (!wait(POLLOUT)) break;
-    if (p != Progress::kWhole) end();  // so that whoever waits for it is told
+    if (p != Progress::kWhole) end();  // so that the call that waits for the reply ends
     return true;                       // what the peer has sent is still read
   }
 
-  // The last thread tells the handler.
+  // The last thread notifies the handler.
   void leave() noexcept {
     {
       Lock lock(mutex_);
       FRUGAL_ASSERT(left_ < started_);
       if (++left_ != started_) return;
     }
-    FRUGAL_ASSERT(busy_.load() == 0);  // the last call has come back
+    FRUGAL_ASSERT(busy_.load() == 0);  // the last call has returned
     end();
     if (attached()) retry_for_memory([&] { server_.handler->gone(peer_); });
     {
@@ -406,7 +408,7 @@ void ControlServer::Impl::run() noexcept {
     reap();
     UniqueLock lock(mutex);
     if (all[0].revents) {
-      // Calls that have not begun are answered so; there are no more than have come by now.
+      // Calls that have not begun are refused; there are no more of them than have come by now.
       serves = false;
       for (auto& c : connections) c->read_no_more();
     }
@@ -416,7 +418,7 @@ void ControlServer::Impl::run() noexcept {
   }
 }
 
-// False: there is nothing to take a connection with.
+// False: there is no descriptor to accept a connection with.
 bool ControlServer::Impl::accept_some() {
   for (int i = 0; i < 16; ++i) {
     int socket = accept_one();
@@ -450,7 +452,7 @@ void ControlServer::Impl::add(int socket) noexcept {
   }
   if (!made) return ForkedDescriptors::close(socket);
   for (;;) {
-    std::unique_ptr<Connection> oldest;  // is waited for without the lock
+    std::unique_ptr<Connection> oldest;  // its threads are joined without the lock
     Lock lock(mutex);
     if (stopping.load()) return;
     const auto waits = [](const auto& c) { return !c->attached(); };
@@ -476,7 +478,7 @@ void ControlServer::Impl::add(int socket) noexcept {
         at = c;
       }
     }
-    if (at == connections.end()) return;  // all places are taken
+    if (at == connections.end()) return;  // all connections have attached
     oldest = std::move(*at);
     connections.erase(at);
     oldest->given_up = true;
@@ -504,8 +506,8 @@ Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
         "this process speaks version %u of the control protocol, the controller version %u; "
         "both must be of the same build",
         version, kControlVersion);
-  // Without this bound one process takes all places. (Of one in another PID namespace the system
-  // tells no number.)
+  // Without this bound one process could take all connections. (The system gives no number for a
+  // process in another PID namespace.)
   UniqueLock lock(mutex);
   size_t there = 0;
   const auto decided = [&]() REQUIRES(mutex) {
@@ -513,7 +515,7 @@ Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
     there = attached_of(connection.pid(), &leaving);
     return stopping.load() || connection.given_up || there < limits.of_process || !leaving;
   };
-  // What the process has closed a moment ago does not count.
+  // Connections that the process has just closed do not count: their end is awaited.
   if (connection.pid() != 0) (void)fewer.wait_until(lock, connection.attach_by(), decided);
   if (stopping.load() || connection.given_up) return frugal::stopping();
   if (there >= limits.of_process)
@@ -575,7 +577,7 @@ void ControlServer::stop() {
 }
 
 ControlServer::~ControlServer() {
-  // In a forked child there is no thread to wait for: what it left is let be.
+  // In a forked child there is no thread to wait for. What it inherited is left as it is.
   if (!impl_ || impl_->generation != process_generation()) return;
   stop();
   delete impl_;

@@ -42,14 +42,14 @@ int new_socket() {
       [] { return socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
 }
 
-// The status where the system refuses what a controller cannot do without.
+// The status if the system refuses what a controller needs.
 Status refused(int code) {
   const bool lacks =
       code == ENOMEM || code == ENOBUFS || code == EMFILE || code == ENFILE || code == ENOLCK;
   return lacks ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED;
 }
 
-// The status of a file that cannot be made at a path.
+// The status if a file cannot be made at a path.
 Status path_status(int code) {
   switch (code) {
     case ENOENT:
@@ -86,7 +86,8 @@ Status pidfd_of(int socket, pid_t pid, int* out) {
   *out = -1;
   auto lacks = [](int code) { return code == EMFILE || code == ENFILE || code == ENOMEM; };
   socklen_t size = sizeof *out;
-  // The socket's own knows the process even if it has ended and its number is another's by now.
+  // The socket's own pidfd is the right one even if the process has ended and another has its
+  // number.
   int code = getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, out, &size) == 0 ? 0 : errno;
 #ifdef SYS_pidfd_open
   if (code != 0 && !lacks(code)) {
@@ -152,7 +153,8 @@ Status ControlAddress::lock() {
           "the controller's lock %s cannot be taken: choose an address on another file system",
           lock_path_.c_str());
     }
-    // Who stops removes the file before the lock is let go: this one may be of no name any more.
+    // A controller that stops removes the file before it releases the lock, so the locked file may
+    // have no name any more.
     struct stat mine, there;
     if (fstat(lock_, &mine) == 0 && lstat(lock_path_.c_str(), &there) == 0 &&
         mine.st_ino == there.st_ino && mine.st_dev == there.st_dev)
@@ -171,7 +173,7 @@ Status ControlAddress::bind() {
       return fail(FRUGAL_ERR_EXISTS,
                   "%s is there and is no socket; remove it or choose another address",
                   address_.c_str());
-    // Nobody holds the lock: the controller that made it is dead.
+    // No process holds the lock: the controller that made the socket is dead.
     if (unlink(address_.c_str()) != 0)
       return fail_errno(path_status(errno), errno,
                         "the stale socket %s cannot be removed: remove it, or choose another "
@@ -215,7 +217,7 @@ Status ControlAddress::bind() {
   return FRUGAL_OK;
 }
 
-// Somebody may have removed the files, and then they are another controller's by now.
+// If the files were removed meanwhile, those at the paths may be another controller's.
 void ControlAddress::leave() {
   auto remove = [&](const String& path, uint64_t device, uint64_t inode) {
     const char* name = path.c_str() + (path.rfind('/') + 1);  // npos + 1 is 0
@@ -249,7 +251,7 @@ Attempt connect_once(const char* address) {
   if (connect(made, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
     out.code = errno;
     ForkedDescriptors::close(made);
-    // No file yet, nobody listens (any more), or the queue of those who connect is full.
+    // There is no file yet, no process listens (any more), or the queue of connections is full.
     struct stat there;
     if (out.code == ECONNREFUSED && stat(address, &there) == 0 && !S_ISSOCK(there.st_mode)) {
       out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT,

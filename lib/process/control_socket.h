@@ -1,4 +1,4 @@
-// The socket of the control plane: its address, its lock, who is at the other end.
+// The socket of the control plane: its address, its lock, the process at its other end.
 #pragma once
 #include <sys/types.h>
 
@@ -13,14 +13,15 @@ struct Credentials {
   uid_t uid = 0;
 };
 Status peer_of(int socket, Credentials* out);
-// A pidfd of the process at the other end; -1 where the kernel has none. `pid` is peer_of()'s.
+// A pidfd of the process at the other end; -1 if the kernel has none. `pid` is peer_of()'s.
 Status pidfd_of(int socket, pid_t pid, int* out);
-// The descriptor, which is closed where it has to be another: a program that has closed its
-// standard descriptors goes on to write to their numbers. -1 and errno: there is no other.
+// Returns `fd`. If that is the number of a standard stream, closes it and returns a duplicate with
+// a greater number: a program that has closed its standard streams goes on to write to their
+// numbers. -1 with errno: no duplicate can be made.
 int above_standard(int fd);
 
-// The controller's place: the lock that a living controller holds, and the socket that listens. The
-// socket is never open to other users, whatever the process's umask is.
+// The controller's address: the lock that a living controller holds, and the socket that listens.
+// The socket is never open to other users, whatever the process's umask is.
 class ControlAddress : public HeapObject {
  public:
   ~ControlAddress() { leave(); }
@@ -34,7 +35,7 @@ class ControlAddress : public HeapObject {
   Status bind();
 
   String address_, lock_path_;
-  int folder_ = -1;  // a relative path may mean another place when the files are removed
+  int folder_ = -1;  // a relative path may mean another folder when the files are removed
   int lock_ = -1;
   int listener_ = -1;
   bool bound_ = false;
@@ -43,9 +44,9 @@ class ControlAddress : public HeapObject {
 
 // One attempt to connect.
 struct Attempt {
-  int socket = -1;     // not blocking
-  bool again = false;  // there is none, and a later attempt may do better
-  Status status = FRUGAL_OK;  // otherwise, with its message
+  int socket = -1;     // nonblocking
+  bool again = false;  // there is none, and a later attempt may succeed
+  Status status = FRUGAL_OK;  // if not `again`, with its message
   int code = 0;               // errno
 };
 Attempt connect_once(const char* address);

@@ -25,7 +25,7 @@ namespace {
 #define TRAINER_CONFIG_FIELDS(X)                                                                   \
   X(rank, Rank) X(flags, Flags) X(cache_bytes, CacheBytes) X(cache_ratio, CacheRatio)
 
-// Whoever adds a field adds it above and to control.capnp, too.
+// A new field must be added above and to control.capnp, too.
 static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_optimizer) == 88);
 static_assert(sizeof(frugal_table_config) == 144 && sizeof(frugal_table_info) == 64);
 static_assert(sizeof(frugal_trainer_config) == 40);

@@ -11,17 +11,17 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kLostNs =
-    50'000'000;  // until the end of the connection is known that has ended with the channel
+// How long to wait for the end of a connection whose channel has ended.
+constexpr uint64_t kLostNs = 50'000'000;
 constexpr uint64_t kEndNs = 2'000'000'000;  // between a controller's last connection and its end
-constexpr int kLookMs = 5;                  // of which there is no event where its process lives
+constexpr int kLookMs = 5;  // pause between checks: there is no event if its process lives
 
 }  // namespace
 
 Status Controller::connect(const frugal_config& config, int64_t timeout_ms) {
   if (Status s = ControlClient::connect(config.service, timeout_ms, &control_)) {
     if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_CLOSED) return s;
-    frugal_error error;  // nobody serves the address
+    frugal_error error;  // no controller serves the address
     end_call(s);
     last_error(&error);
     error.status = FRUGAL_ERR_PEER_LOST;
@@ -42,7 +42,7 @@ Status Controller::open(const frugal_config& config, OpenReply* reply) {
     FRUGAL_TRY(connect(config, left_ms));
     const Status s = answered(control_->open(asked, left_ms, reply));
     if (s == FRUGAL_OK) return s;
-    // The controller waits for so long. A process that stood still meanwhile attaches again.
+    // The controller waits for so long. A process that was suspended meanwhile attaches again.
     const bool late = s == FRUGAL_ERR_PEER_LOST && now_ns() - began >= ControlLimits().open_ns;
     if (!late || again == 0 || until.passed()) return s;
     left_ms = static_cast<int64_t>(left_until(until) / 1'000'000);
@@ -72,8 +72,8 @@ Status Controller::watch() {
       return s;
     }
   }
-  // What the controller gives back goes here, too, although no call looks. Where it cannot be taken
-  // in it is tried again, for as long as that takes.
+  // Memory that the controller gives back is released here, too, even if no call polls. If the news
+  // cannot be taken in, the watch tries again, for as long as that takes.
   const int fd = ForkedDescriptors::open(
       [&] { return fcntl(regions_.socket(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
   if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's memory");
@@ -89,20 +89,21 @@ Status Controller::watch() {
   return connected();
 }
 
-// Its end may have been seen to by now.
+// The end of the connection may have been handled by now.
 Status Controller::connected() const {
   if (!control_->lost()) return FRUGAL_OK;
   return fail(FRUGAL_ERR_PEER_LOST,
               "the connection to the controller has ended: close the engine and open it again");
 }
 
-// It is gone: nobody waits for it any longer.
+// The controller is gone: cuts the channels, so that no thread waits for it any longer.
 void Controller::peer_ended() noexcept {
   lost_.store(true);
   owner_.cut_channels();
 }
 
-// A controller whose end is seen is told as that. Of any other nothing tells any more when it ends.
+// If the end of the controller is seen, calls report that. Otherwise nothing will report its end
+// any more, so only the channels are cut.
 void Controller::connection_ended() noexcept {
   if (!see_end(FRUGAL_ERR_PEER_LOST)) owner_.cut_channels();
 }
@@ -127,7 +128,7 @@ Status Controller::answered(Status s) const {
 
 bool Controller::see_end(Status s) {
   if (s != FRUGAL_ERR_PEER_LOST) return false;
-  pollfd p{control_->controller_pidfd(), POLLIN, 0};  // one that is negative is waited for in vain
+  pollfd p{control_->controller_pidfd(), POLLIN, 0};  // a negative descriptor is never ready
   const uint64_t began = now_ns();
   do {
     if (closed_.load()) return false;
@@ -141,8 +142,8 @@ bool Controller::see_end(Status s) {
 
 void Controller::disconnect() {
   watch_.reset();
-  if (control_)
-    control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
+  // It stays: calls of other threads may be on their way to it.
+  if (control_) control_->disconnect();
 }
 
 void Controller::close(Mutex& calls, Mutex& trainers) {

@@ -1,7 +1,7 @@
-// The controller that a process has attached to: the connection, the memory that it has told of,
+// The controller that a process has attached to: the connection, the memory that it has published,
 // and its end.
 //
-// Threads: any. Its end is seen by a thread of the watch or of the connection, or by a call that
+// Threads: any. Its end is noticed by a thread of the watch or of the connection, or by a call that
 // fails.
 #pragma once
 #include <atomic>
@@ -22,7 +22,8 @@ namespace frugal {
 
 class Controller {
  public:
-  // Who has channels to it. They are cut when it has ended, for nobody waits then any longer.
+  // The owner of channels to the controller. They are cut at its end, so no thread waits any
+  // longer.
   class Owner {
    public:
     virtual void cut_channels() noexcept = 0;
@@ -30,33 +31,34 @@ class Controller {
    protected:
     ~Owner() = default;
   };
-  // `session`: of which it is. What kernels read of its memory is among `pins`.
+  // `session`: the session that this belongs to. `pins` has what kernels read of its memory.
   Controller(const Session& session, Owner& owner, std::shared_ptr<Pins> pins)
       : session_(session), owner_(owner), regions_(std::move(pins)) {}
 
-  // Opens the engine there, and takes what it answers: its memory, and where things are in it.
+  // open() opens the engine in the controller. take() takes its reply: memory, and addresses in it.
   Status open(const frugal_config& config, OpenReply* reply);
   Status take(const OpenReply& reply, Descriptors& descriptors);
-  // From now on its end is seen.
+  // From now on its end is noticed.
   Status watch();
   ControlClient& control() { return *control_; }
-  // As long as a call may wait for it, or for one that has begun now.
+  // How long a call may wait for the controller; the deadline of a call that begins now.
   int64_t timeout_ms() const { return session_.config().timeout_ms; }
   Deadline deadline() const { return session_.deadline(FRUGAL_TIMEOUT_DEFAULT); }
 
-  // Whether this process goes on with it, and what a call tells if not.
+  // Whether this process still uses the controller; if not, the status that a call returns.
   Status check() const;
   Status connected() const;
   bool closed() const { return closed_.load(); }
   bool is_lost() const { return lost_.load(); }
   Status lost() const;
-  // One that stops in good order says that it is closed, which this engine is not.
+  // The status of a reply, for the caller. A controller that stops in good order replies that it is
+  // closed; the engine of this process is not.
   Status answered(Status s) const;
-  // A controller that ends loses its connections a moment before its process, or its engine, counts
-  // as ended. Whether that was it.
+  // Whether `s` was due to the controller's end. Its connections end a moment before its process,
+  // or its engine, counts as ended, so this waits for that moment.
   bool see_end(Status s);
-  // Whether it has ended, its process or only the engine there, so that rows are read out of what
-  // it has left: which stays until this does.
+  // Whether the controller's process has ended, or only its engine. Then rows are read out of the
+  // memory that it has left. That memory stays as long as this object.
   class Remaining {
    public:
     explicit Remaining(Controller& c)
@@ -76,7 +78,8 @@ class Controller {
     *out = controller_memory_.root->kinds.load(std::memory_order_acquire);
     return FRUGAL_OK;
   }
-  // A call that reads, during which it may end: then that reads what it has left.
+  // Runs a call that reads. If the controller ends meanwhile, runs it again, to read what it has
+  // left.
   template <class Call>
   Status outlive(Call call) {
     const Status s = call();
@@ -84,7 +87,8 @@ class Controller {
   }
 
   Regions& regions() { return regions_; }
-  // What lies at a place that it has told. It stays as long as `reads` has its region.
+  // What is at a shared address that the controller sent. It stays mapped as long as `reads` has
+  // its region.
   template <class T>
   Status in_arena(uint64_t shm_address, RegionRefs* reads, const T** out, uint64_t count = 1) {
     const char* at;
@@ -95,8 +99,9 @@ class Controller {
   }
   const VersionWord* versions() const { return versions_; }  // with staleness
 
-  // Closing: true for the first call. Then nothing of it is heard any more, and its memory is let
-  // go of when nobody reads it: what it has left, or with these locks of calls.
+  // Closing: begin_close() returns true to the first call. Then this process receives nothing more
+  // of the controller. close() releases its memory when no read-out and no call with these locks
+  // reads it.
   bool begin_close() { return !closed_.exchange(true); }
   void disconnect();
   void close(Mutex& calls, Mutex& trainers);
@@ -110,9 +115,9 @@ class Controller {
   Owner& owner_;
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
-  std::shared_mutex controller_memory_mu_;  // what follows, against its end
-  RegionRefs kept_;                        // where controller_memory_.root and versions_ are
-  ControllerMemory controller_memory_;     // regions_
+  std::shared_mutex controller_memory_mu_;  // guards what follows against the controller's end
+  RegionRefs kept_;                        // regions of controller_memory_.root and versions_
+  ControllerMemory controller_memory_;     // in regions_
   const VersionWord* versions_ = nullptr;
   Regions regions_;                        // its arena, and staging memory
   std::atomic<bool> closed_{false}, lost_{false};

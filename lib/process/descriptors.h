@@ -8,13 +8,13 @@
 
 namespace frugal {
 
-// Closes those that nobody has taken.
+// Closes those that were not taken.
 struct Descriptors {
   explicit Descriptors(Vector<int>& of) : all(of) {}
   Descriptors(const Descriptors&) = delete;
   ~Descriptors();
   int take(size_t i);
-  // What the i-th is of, and those behind it; they are taken.
+  // Maps what the i-th descriptor, and those after it, refer to. They are taken.
   Status map(size_t i, Mapping* out);
   Status channel(size_t i, bool with_staging, std::unique_ptr<Channel>* out);
   Vector<int>& all;

@@ -6,8 +6,8 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kHelperSpinNs = 10000;     // before a helper sleeps: calls of a step follow each other
-constexpr uint64_t kLastNs = 50000;     // before the caller sleeps: the last chunks are under way
+constexpr uint64_t kHelperSpinNs = 10000;  // before a helper sleeps: a step's calls follow closely
+constexpr uint64_t kLastNs = 50000;        // before the caller sleeps: the last chunks are running
 
 }  // namespace
 
@@ -88,8 +88,8 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   const bool shared = chunks > 1 && mine.try_lock() && !threads_.empty();
   if (shared) {
     one_.assert_held();
-    // The system may think of an idle processor as a busy one, as in a virtual machine, and have a
-    // helper wait for the caller's.
+    // The system may take an idle processor for a busy one, as in a virtual machine, and let a
+    // helper wait for the caller's processor.
     if (const int on = os_processor(); on != kept_off_) {
       for (Thread& t : threads_) processors_.but(on).place(&t);
       kept_off_ = on;
@@ -105,7 +105,8 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   loop.work();
   if (shared) {
     UniqueLock lock(mu_);
-    loop_ = nullptr;  // nobody else comes in; who is in works on chunks that it has taken
+    // No further helper comes in; those inside work on chunks that they have taken.
+    loop_ = nullptr;
     lock.unlock();
     for (uint64_t until = now_ns() + kLastNs; inside_.load() != 0 && now_ns() < until;) cpu_relax();
     lock.lock();

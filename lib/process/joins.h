@@ -1,5 +1,5 @@
-// Calls of an attached process to join as a rank: one at a time for each rank, and what the
-// controller may have done of one that has failed.
+// Joins of an attached process: one at a time for each rank. Also: what the controller may have
+// done for a join that failed.
 //
 // Threads: any.
 #pragma once
@@ -12,8 +12,8 @@ namespace frugal {
 
 class RankJoins {
   struct Rank {
-    std::atomic<bool> join_unknown{false};  // a call to join has failed, and may have done it
-    std::atomic<bool> now{false};     // a thread is about to join as it
+    std::atomic<bool> join_unknown{false};  // a join failed, and the controller may have done it
+    std::atomic<bool> now{false};     // a thread is joining with this rank
   };
 
  public:
@@ -23,8 +23,8 @@ class RankJoins {
     ranks_ = Vector<Rank>(ranks);
   }
 
-  // A thread is about to join as a rank. What another has just joined as would seem to be left from
-  // a call that has failed.
+  // Held by a thread while it joins with a rank. Without it, a rank that another thread has just
+  // joined would look like the result of a join that failed.
   class Scope {
    public:
     Scope(RankJoins& joins, uint32_t rank)
@@ -40,27 +40,28 @@ class RankJoins {
     Rank& rank_;
     const bool alone_;
   };
-  // Asks for the rank. If it may be this process's by an earlier call it is lost before.
-  // make_room() lets go of what the controller holds of trainers that are lost, and tells whether
-  // there was any.
+  // Requests the rank. If it may be this process's by an earlier join, it is lost first.
+  // make_room() releases what the controller holds of lost trainers, and returns whether there was
+  // any.
   template <class MakeRoom>
   Status join(const frugal_trainer_config& config, JoinReply* reply, MakeRoom make_room) {
     Status s = ask(config, reply);
     if (s == FRUGAL_ERR_EXISTS && of(config.rank).join_unknown.load()) {
       const Status lost = lose(config.rank, kAnyJoin);
-      s = lost == FRUGAL_OK ? ask(config, reply) : lost;  // nor is it known to be another's
+      // Not EXISTS: the rank may be this process's.
+      s = lost == FRUGAL_OK ? ask(config, reply) : lost;
     }
     if (s == FRUGAL_ERR_BUSY && make_room()) s = ask(config, reply);
     if (s == FRUGAL_OK) of(config.rank).join_unknown.store(false);
     return s;
   }
-  // The call to join has failed. `taken`: another trainer of this process has the rank. If not, the
-  // controller may have done its part: then the connection gives the rank back when the answer
-  // comes, and the next call here, if that is earlier.
+  // The join has failed. `taken`: another trainer of this process has the rank. Otherwise the
+  // controller may have done its part. Then the rank is given back by the connection when the late
+  // reply comes, or by the next join here if that is earlier.
   void failed(uint32_t rank, Status why, bool taken) {
     if (!taken && may_be_done(why)) of(rank).join_unknown.store(true);
   }
-  // Where that fails the rank stays taken until this process ends, or calls again.
+  // If it fails, the rank stays taken until this process ends or joins again.
   Status lose(uint32_t rank, uint64_t joined) noexcept;
 
  private:
@@ -68,7 +69,7 @@ class RankJoins {
     FRUGAL_ASSERT(rank < ranks_.size());
     return ranks_[rank];
   }
-  // A call to the controller that has failed so may have been done there: it can be made again.
+  // Whether the controller may have done a call that failed with `s`. Such a call can be repeated.
   static bool may_be_done(Status s) {
     return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY;
   }

@@ -7,7 +7,7 @@
 namespace frugal {
 namespace {
 
-// Events of a trace that who only looks may have kept here: 32 MiB.
+// Events of a trace that a process which only observes may have kept here: 32 MiB.
 constexpr uint64_t kMostObserved = uint64_t{1} << 19;
 
 }  // namespace
@@ -85,7 +85,7 @@ Status ProcessRequestLoop::rows_call(Call call, const Header& request) {
       return engine_->count(*table, &args_[0]);
     case Call::kKeys: {
       args_[0] = request.args[1];
-      // Room for the rows that exist: a request names any number. One more key than none, since a
+      // Room for the rows that exist, since a request names any number. At least one key, since a
       // row may come now.
       const size_t capacity = std::min(request.args[2], std::max<uint64_t>(1, table->rows.count()));
       FRUGAL_TRY(room(capacity * sizeof(uint64_t), &out));
@@ -104,7 +104,7 @@ Status ProcessRequestLoop::rows_call(Call call, const Header& request) {
       FRUGAL_TRY(engine_->get(*table, given, n, flags, reinterpret_cast<float*>(out), row_bytes,
                               reinterpret_cast<uint8_t*>(found)));
       add(found, n);
-      // Only rows that are there: what lies in the others' places is none of the caller's business.
+      // Only rows that exist: the reply must not carry what is in the memory for the others.
       for (uint64_t i = 0; i < n;) {
         uint64_t end = i;
         while (end < n && found[end] == found[i]) ++end;

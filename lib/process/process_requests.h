@@ -1,4 +1,4 @@
-// The lane of a process: its calls outside steps.
+// The request loop of a process: its calls outside steps.
 #pragma once
 #include <memory>
 
@@ -8,7 +8,7 @@ namespace frugal {
 
 class ProcessRequestLoop final : public RequestLoop {
  public:
-  // `observes`: changes nothing.
+  // `observes`: the process changes nothing.
   ProcessRequestLoop(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel,
                      bool observes, RequestLoopOwner* owner = nullptr, uint64_t peer = 0)
       : RequestLoop(std::move(engine), std::move(channel), owner, peer), observes_(observes) {}
@@ -19,8 +19,8 @@ class ProcessRequestLoop final : public RequestLoop {
   Status rows_call(Call call, const Header& request);
 
   const bool observes_;
-  uint64_t trace_ = 0;  // that its process has begun; 0: none
-  String text_;         // of an answer
+  uint64_t trace_ = 0;  // the trace that its process has begun; 0: none
+  String text_;         // of a reply
 };
 
 }  // namespace frugal

@@ -22,7 +22,7 @@ Status damaged(const char* what) {
 // An update of the ledger, as the engine had it.
 struct TableReadout::Unwritten {
   StepUpdate update;
-  Vector<uint32_t> rows;  // of its list, that are not written
+  Vector<uint32_t> rows;  // of its list, as indices, that are not written
   uint64_t shm_address = 0;
 };
 
@@ -32,12 +32,12 @@ Status ControllerMemory::committed(uint64_t* step) const {
   return FRUGAL_OK;
 }
 
-// What lies at shared addresses of the arena. It stays mapped meanwhile.
+// What is at shared addresses of the arena. It stays mapped as long as this object.
 class TableReadout::Reach {
  public:
   explicit Reach(const ControllerMemory& controller_memory)
       : regions_(*controller_memory.regions) {}
-  // `count` of T; null: they are not there, and missing() tells why.
+  // `count` items of T. Null: they are not there, and missing() returns why.
   template <class T>
   const T* at(uint64_t shm_address, uint64_t count = 1) {
     const char* found = nullptr;
@@ -85,7 +85,7 @@ Status TableReadout::open(const ControllerMemory& controller_memory, const Sourc
   t->hashed_ = source.hashed;
   t->lazy_ = source.lazy && !source.hashed;
   t->init_ = record->init;
-  // Kernels go by these numbers.
+  // Kernels depend on these numbers.
   if (t->init_.dim != t->layout_.dim ||
       t->init_.state_columns != arith::state_columns(source.optimizer) ||
       t->init_.column_floats != arith::column_floats(source.optimizer, t->layout_.dim))
@@ -113,7 +113,7 @@ Status TableReadout::open(const ControllerMemory& controller_memory, const Sourc
   return FRUGAL_OK;
 }
 
-// Is there a row in the slot, as of the last committed step?
+// Whether the slot has a row, as of the last committed step.
 bool TableReadout::exists(uint32_t slot) const {
   const uint8_t flag = flags_[slot], mark = SlotMap::flag_mark(flag);
   return SlotMap::flag_exists(flag) &&
@@ -137,7 +137,8 @@ device::RowsRef TableReadout::copies() const {
   return layout_.at(changed_values_.data(), changed_state_.data());
 }
 
-// Who pushed what in a committed update. `seen`: the sums lie in memory that is mapped here.
+// Takes the rank gradients of a committed update. `seen`: all sums are in memory that is mapped
+// here.
 Status TableReadout::take_terms(Reach& reach, uint64_t shm_address, const LedgerUpdate& from,
                                 Unwritten* u, bool* seen) const {
   const LedgerTerms* terms = reach.at<LedgerTerms>(shm_address + sizeof(LedgerUpdate), from.ranks);
@@ -177,7 +178,7 @@ Status TableReadout::take_terms(Reach& reach, uint64_t shm_address, const Ledger
   return FRUGAL_OK;
 }
 
-// Which rows of it are not written.
+// Takes which rows of the update are not written.
 Status TableReadout::take_rows(Reach& reach, const LedgerUpdate& from, Unwritten* u) const {
   const size_t n = u->update.n;
   if (from.chunks == 0) {
@@ -190,7 +191,7 @@ Status TableReadout::take_rows(Reach& reach, const LedgerUpdate& from, Unwritten
     const uint64_t chunks = from.chunks;
     const uint64_t* bounds =
         chunks < SIZE_MAX ? reach.at<uint64_t>(from.bounds, chunks + 1) : nullptr;
-    // (So many bounds are there, so that cannot overflow.)
+    // (There are so many bounds, so this cannot overflow.)
     const uint64_t* progress =
         bounds ? reach.at<uint64_t>(from.progress, LedgerUpdate::kApart * chunks) : nullptr;
     if (!bounds || !progress) return reach.missing("a table's updates");
@@ -204,7 +205,7 @@ Status TableReadout::take_rows(Reach& reach, const LedgerUpdate& from, Unwritten
   return FRUGAL_OK;
 }
 
-// What is committed and not wholly written.
+// Takes the updates that are committed and not wholly written.
 Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updates* updates) {
   for (uint64_t shm_address = record.first.load(), steps = 0; shm_address != kNoShmAddress;
        ++steps) {
@@ -230,7 +231,7 @@ Status TableReadout::take_updates(Reach& reach, const LedgerTable& record, Updat
   return FRUGAL_OK;
 }
 
-// Rows in the middle of their write.
+// Takes the rows in the middle of their write.
 Status TableReadout::take_before_images(Reach& reach, const LedgerTable& record,
                                         const Updates& updates, Vector<Torn>* torn) {
   if (record.before_image_count > BeforeImage::kMost || record.before_image_rows == 0 ||

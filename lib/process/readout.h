@@ -1,8 +1,8 @@
 // Reading tables out after the controller's death: as of the last committed step, from what this
-// process has mapped (engine/ledger.h tells what that is and why it is enough).
+// process has mapped. engine/ledger.h describes what that is and why it is enough.
 //
-// Nobody writes any more. Places and counts are checked all the same: a controller that died of its
-// own fault may have left anything.
+// No thread writes any more. Addresses and counts are checked all the same: a controller that died
+// by its own fault may have left anything.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -20,24 +20,25 @@ struct ControllerMemory {
   const LedgerRoot* root = nullptr;
 
   Status committed(uint64_t* step) const;
-  // Nobody writes any more, although the controller's process may live: it has closed the engine.
+  // No thread writes any more, although the controller's process may live: it has closed the
+  // engine.
   bool ended() const {
     return root && root->ended.load(std::memory_order_acquire) != 0;
   }
 };
 
-// A table's. All that waits to be written is worked out when it is opened; the rows stay where they
-// are.
+// The read-out of one table. All rows that wait to be written are worked out when it is opened;
+// other rows stay where they are.
 class TableReadout : public HeapObject {
  public:
   struct Source {
     uint64_t record = kNoShmAddress, handle = 0;  // in the ledger
     const char* name = "";
     RowLayout layout;
-    int32_t optimizer = FRUGAL_SGD;  // which the layout is of
+    int32_t optimizer = FRUGAL_SGD;  // the kind that `layout` is for
     Mapping arrays[Rows::kArrays];
     uint64_t capacity = 0;
-    uint64_t kinds_seen = 0;  // of the ledger's, when this was told
+    uint64_t kinds_seen = 0;  // LedgerRoot::kinds when this process took this in
     bool hashed = false, lazy = false;
   };
   static Status open(const ControllerMemory& controller_memory, const Source& source,
@@ -52,7 +53,7 @@ class TableReadout : public HeapObject {
   struct Row {
     const device::Element *values, *state;
   };
-  // A row that there is. If nobody has touched it, it is made in `scratch`, of layout().bytes().
+  // A row that exists. If no call has used it, it is made in `scratch`, of layout().bytes().
   Row row(uint32_t slot, char* scratch) const;
   bool untouched(uint32_t slot) const { return lazy_ && flags_[slot] == 0; }
   const RowLayout& layout() const { return layout_; }
@@ -88,7 +89,7 @@ class TableReadout : public HeapObject {
   arith::InitSpec init_{};
   MemoryBudget budget_;
   KeyIndex index_;
-  // Rows that are not what lies in the table: ascending slots, and copies.
+  // Rows that differ from those in the table: ascending slots, and copies.
   Vector<uint32_t> changed_;
   Buffer changed_values_, changed_state_;
 };

@@ -17,13 +17,13 @@ Status Reaper::start() {
 
 void Reaper::reserve(size_t ranks) {
   Lock lock(mu_);
-  unresponsive_.reserve(ranks);  // one of a rank, until it is taken out
+  unresponsive_.reserve(ranks);  // at most one for each rank, until it is removed
 }
 
 void Reaper::lose_async(const TrainerRef& trainer) {
   Lock lock(mu_);
   if (std::find(unresponsive_.begin(), unresponsive_.end(), trainer) == unresponsive_.end()) {
-    FRUGAL_ASSERT(unresponsive_.size() < unresponsive_.capacity());  // nothing wants memory
+    FRUGAL_ASSERT(unresponsive_.size() < unresponsive_.capacity());  // this takes no memory
     unresponsive_.push_back(trainer);
   }
   wake_.notify_one();

@@ -1,5 +1,6 @@
-// Trainers that the controller takes for lost, because they do not answer or break the protocol: a
-// thread takes each out, for whoever finds it holds locks, or is what is to end.
+// Trainers that the controller treats as lost, because they do not reply or break the protocol. A
+// thread of its own removes each: the thread that finds one holds locks, or is the one that must
+// end.
 #pragma once
 #include <memory>
 
@@ -13,8 +14,8 @@ class Reaper {
  public:
   class Owner {
    public:
-    // From its thread: takes the trainer out, and tells who waits for its rank when it is taken for
-    // lost no more.
+    // Both are called on the reaper's thread. reap() removes the trainer. reaped() notifies threads
+    // that wait for its rank, once the reaper no longer has the trainer.
     virtual void reap(const TrainerRef& trainer) = 0;
     virtual void reaped() = 0;
 
@@ -23,19 +24,19 @@ class Reaper {
   };
   explicit Reaper(Owner& owner) : owner_(owner) {}
   Status start();
-  // Before the first: so many ranks.
+  // Makes room for so many ranks. Called before the first lose_async().
   void reserve(size_t ranks);
   void lose_async(const TrainerRef& trainer);
-  // Whether it is about a trainer of this rank.
+  // Whether it has a trainer of this rank to remove.
   bool has(uint32_t rank);
-  // Those that are left are lost by nobody.
+  // Trainers that are left are not removed.
   void stop();
 
  private:
   void loop();
 
   Owner& owner_;
-  Mutex mu_;  // under the engine's mutex, so nothing is done with it held
+  Mutex mu_;  // taken under the engine's mutex, so no call is made while it is held
   Condition wake_;
   Vector<TrainerRef> unresponsive_ GUARDED_BY(mu_);
   bool stopping_ GUARDED_BY(mu_) = false;

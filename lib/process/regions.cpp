@@ -8,7 +8,8 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kNoShmAddressFrom = uint64_t{1} << 62;  // no controller tells as much
+// No controller publishes an address from here on.
+constexpr uint64_t kNoShmAddressFrom = uint64_t{1} << 62;
 
 Status cannot_be() {
   return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory that cannot be");
@@ -16,7 +17,7 @@ Status cannot_be() {
 
 }  // namespace
 
-// What has gone is the caller's to let go, which may take its time, without the lock.
+// The caller releases `gone` without the lock, since that may take time.
 Status Regions::take_in(RegionRefs* gone) {
   if (closed_) return fail(FRUGAL_ERR_CLOSED, "the engine has been closed");
   for (RegionNews news;; os_drop(socket_)) {
@@ -87,7 +88,7 @@ RegionRef Regions::of(uint64_t shm_address, uint64_t bytes) const {
 
 Status Regions::find(uint64_t shm_address, uint64_t bytes, RegionRefs* reads,
                      const char** out) try {
-  // Mostly it is where the last one was.
+  // Mostly it is in the region of the last one.
   for (auto r = reads->rbegin(); r != reads->rend(); ++r)
     if ((*r)->has(shm_address, bytes)) {
       *out = (*r)->at(shm_address);

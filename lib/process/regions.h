@@ -1,8 +1,9 @@
-// What the controller has told this process of its memory (base/region_publisher.h), mapped here.
+// The memory that the controller has published to this process (base/region_publisher.h), mapped
+// here.
 //
-// A region stays mapped as long as anybody has it, gone or not: a call that reads, a part of a
-// step, a kernel that is under way. Where the controller gives memory back, nothing here reads
-// zeros, or nothing, instead of what was there.
+// A region stays mapped as long as something has it, gone or not: a call that reads, a part of a
+// step, a kernel under way. If the controller gives memory back, no reader here finds zeros, or
+// nothing, in its place.
 #pragma once
 #include <memory>
 
@@ -32,7 +33,7 @@ class Region : public HeapObject {
   }
   const char* at(uint64_t shm_address) const { return memory_.base + (shm_address - shm_address_); }
   uint64_t shm_address() const { return shm_address_; }
-  // From now on kernels may read there, which have the region.
+  // From now on kernels may read there, if they hold the region.
   Status pin(uint64_t shm_address, uint64_t bytes) {
     return pinned_.pin_bytes(shm_address - shm_address_, bytes);
   }
@@ -44,7 +45,7 @@ class Region : public HeapObject {
 };
 using RegionRef = std::shared_ptr<Region>;
 
-// Those that somebody reads.
+// Regions that a call or a step reads.
 using RegionRefs = Vector<RegionRef>;
 
 // Threads: any.
@@ -52,16 +53,17 @@ class Regions {
  public:
   explicit Regions(std::shared_ptr<Pins> pins = nullptr) : pins_(std::move(pins)) {}
   ~Regions() { close(); }
-  // The other end of the socket is the publisher's; it is this one's from now on.
+  // The other end of the socket is the publisher's. This object owns `socket` from now on.
   void open(int socket) { socket_ = socket; }
   int socket() const { return socket_; }
-  // Takes in what has been told. It goes on from where it was when it could not. CLOSED: as find().
+  // Receives what was published. After a failure the next call continues from there. CLOSED: as
+  // find().
   Status look();
-  // Where a shared address is, and the region for who reads there. INTERNAL: it cannot be.
-  // PEER_LOST: it may be, but this process is told nothing any more. CLOSED: close() has come
-  // before.
+  // Where a shared address is mapped; its region is added to `reads`. INTERNAL: the address is
+  // impossible. PEER_LOST: it may be valid, but this process receives nothing any more. CLOSED:
+  // close() was called before.
   Status find(uint64_t shm_address, uint64_t bytes, RegionRefs* reads, const char** out);
-  // Calls of other threads find nothing any more.
+  // From now on calls of other threads find nothing.
   void close() noexcept;
 
  private:

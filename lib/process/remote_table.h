@@ -16,15 +16,15 @@ namespace frugal {
 struct RemoteTable : AnyTable {
   explicit RemoteTable(const std::shared_ptr<Pins>& pins) : pinned(pins) {}
   ~RemoteTable();
-  // What the controller has left of it. The first who asks works it out. `kinds_seen`: of the
-  // ledger's, by this process.
+  // What the controller has left of the table. The first call works it out. `kinds_seen`:
+  // LedgerRoot::kinds as this process last compared it.
   Status open_readout(const ControllerMemory& of, uint64_t kinds_seen, BufferPool& pool,
                       TableReadout** out);
 
   uint64_t id = 0;             // its handle in the controller
-  // What depends on the kind of optimizer (of `info`, `layout` and `arrays` what tells of state;
-  // `ledger`, `kinds`) changes outside of steps, with kind_mu. Trainers see it when they begin a
-  // step, others with the lock.
+  // What depends on the kind of optimizer changes outside of steps, with kind_mu: `ledger`,
+  // `kinds`, and what `info`, `layout` and `arrays` hold for state. Trainers take a change in when
+  // they begin a step, other threads with the lock.
   frugal_table_info info{};
   RowLayout layout;
   device::RowsView rows{};     // values
@@ -35,7 +35,7 @@ struct RemoteTable : AnyTable {
   uint64_t kinds = 0;          // how often it got another kind of optimizer
   bool lazy = false;
   Mutex kind_mu;
-  // Takes what depends on the kind from one that was told later.
+  // Takes what depends on the kind from a later description of the table.
   void take_kind(RemoteTable& later);
   device::RowsView with_state();
   size_t exported_bytes(bool state) {
@@ -51,12 +51,12 @@ struct RemoteTable : AnyTable {
   };
   Vector<Former> former_ GUARDED_BY(kind_mu);
   Mutex readout_mu_;
-  // When the controller is dead and somebody has asked.
+  // Set when the controller is dead and a call has read the table.
   std::unique_ptr<TableReadout> readout_ GUARDED_BY(readout_mu_);
 };
 using RemoteTableRef = std::shared_ptr<RemoteTable>;
 
-// Its id is its number, for the controller.
+// Its `id` is the number by which the controller knows it.
 struct RemoteBatch final : AnyBatch {
   Vector<RemoteTableRef> tables;
   size_t size() const override { return tables.size(); }

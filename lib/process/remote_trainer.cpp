@@ -11,17 +11,17 @@ constexpr uint64_t kLateSleepNs = 50'000;
 
 }  // namespace
 
-// --- Asking --------------------------------------------------------------------------------------
+// --- Requests ------------------------------------------------------------------------------------
 
-// What was used comes first: the call may need its rows. Telling twice, after a failure, does no
-// harm.
+// Used parts come first: the call may need their rows. To report them twice, after a failure, does
+// no harm.
 void RemoteTrainer::add_used(Exchange* e) const {
   e->args[4] = used.size();
   if (!used.empty())
     e->pieces.insert(e->pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
 }
 
-// What an answer says of the step.
+// Carries out what the status of a call says of the step.
 Status RemoteTrainer::concluded(Status s) {
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     const uint32_t now = notices.counted->load();
@@ -39,7 +39,7 @@ Status RemoteTrainer::say_here() {
   return rpc.ask(e, nothing_more);
 }
 
-// Takes the answer to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come,
+// Takes the reply to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come,
 // and may be waited for again.
 Status RemoteTrainer::answer_late(uint64_t until) {
   Header h;
@@ -78,7 +78,7 @@ Status RemoteTrainer::take_late_reply() {
                used.begin() + static_cast<ptrdiff_t>(std::min(late.used, used.size())));
     return FRUGAL_OK;
   }
-  // The keys are not the controller's, but for those that it has had for a while.
+  // The controller holds none of the keys any more; it may have released some.
   take_releases();
   for (uint64_t keys : late.shm_addresses) handed.erase(keys);
   return FRUGAL_OK;
@@ -104,7 +104,7 @@ void RemoteTrainer::take_releases() {
   }
 }
 
-// The trainer computes meanwhile, and its next request comes after the answer.
+// The trainer computes meanwhile, and its next request follows the reply.
 Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
                                    const RemoteBatchRef& batch) {
   FRUGAL_TRY(take_late_reply());
@@ -207,8 +207,8 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
   return FRUGAL_OK;
 }
 
-// Rows of hashed tables exist once they have been used; the controller is told with the next
-// request. It looks at the marks where another rank wants to know before that.
+// Rows of hashed tables exist once they have been used. The next request reports that to the
+// controller. If another rank must know before, the controller reads the marks.
 Status RemoteTrainer::use(const Vector<Access>& accesses) {
   used.reserve(used.size() + accesses.size());
   bool unmarked = false;

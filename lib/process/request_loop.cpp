@@ -9,13 +9,13 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request before sleeping
+constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to poll for a request before sleeping
 
-// Of memory for requests and answers so much is kept when a lane has had nothing to do for so long.
+// So much memory for requests and replies is kept when a request loop has been idle for so long.
 constexpr size_t kIdleBytes = size_t{32} << 20;
 constexpr uint64_t kIdleNs = 20'000'000;
 
-// Pieces of an answer that tells of a failure.
+// Pieces of a reply that reports a failure.
 constexpr size_t kFailurePieces = 2;
 
 }  // namespace
@@ -27,7 +27,7 @@ RequestLoop::RequestLoop(std::shared_ptr<Engine> engine, std::shared_ptr<Channel
 RequestLoop::~RequestLoop() = default;
 
 Status RequestLoop::start() {
-  pieces_.reserve(kFailurePieces);  // to tell that there is no memory takes none
+  pieces_.reserve(kFailurePieces);  // to report that there is no memory takes none
   try {
     thread_ = quiet_thread([this] { loop(); });
   } catch (...) {
@@ -45,7 +45,7 @@ void RequestLoop::begins(const Header&, SpinPolicy&) {}
 void RequestLoop::answered(const Header&, Status, uint64_t, uint64_t) {}
 
 void RequestLoop::loop() {
-  // Who was only stopped learns of it when it goes on.
+  // A peer that was only suspended notices this when it goes on.
   struct Closing {
     Channel& channel;
     ~Closing() { channel.close(); }
@@ -53,14 +53,14 @@ void RequestLoop::loop() {
   serve();
   kept_.clear();
   engine_->own_pool().keep(kIdleBytes);
-  // Nobody else would: its rank would stay taken until its process ends.
+  // Without this its rank would stay taken until its process ends.
   if (owner_ && !cut_.load()) owner_->broken(peer_, of_trainer());
 }
 
 Status RequestLoop::receive(Header* request) {
   BufferPool& own = engine_->own_pool();
   if (own.bytes_kept() > kIdleBytes) {
-    // What is left of a request that has failed comes in its own time: that is not idleness.
+    // The rest of a request that has failed may come slowly: that is not idleness.
     FRUGAL_TRY(channel_->skip(channel_->payload_left(), UINT64_MAX));
     const Status s = channel_->receive(request, now_ns() + kIdleNs);
     if (s != FRUGAL_ERR_TIMEOUT) return s;
@@ -78,7 +78,7 @@ void RequestLoop::serve() {
   spin_policy.set(last, kLookNs);
   while (receive(&request) == FRUGAL_OK) {
     spin_policy.waited(last);
-    FRUGAL_ASSERT(pieces_.empty() && kept_.empty());  // of the answer before
+    FRUGAL_ASSERT(pieces_.empty() && kept_.empty());  // of the reply before
     begins(request, spin_policy);
     std::fill(std::begin(args_), std::end(args_), 0);
     const uint64_t began = now_ns();
@@ -120,11 +120,11 @@ Status RequestLoop::answer(const Header& request, Status status) {
     add(&failure, sizeof failure);
     add(error.message, std::strlen(error.message));
   }
-  // Who has broken the protocol is told why, if there is room for that.
+  // A peer that has broken the protocol gets the reason, if there is room for it.
   return channel_->send(answer, pieces_.data(), pieces_.size(), broken_ ? 0 : UINT64_MAX);
 }
 
-// The library cannot have sent it: the channel ends.
+// The library cannot have sent such a request: the channel ends.
 Status RequestLoop::broken(const char* what) {
   broken_ = true;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
@@ -136,11 +136,11 @@ Status RequestLoop::take(void* out, uint64_t bytes) {
 }
 
 Status RequestLoop::take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out) {
-  // The pool looks at what is available before it takes more of that.
+  // The pool checks what is available before it takes more of it.
   if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
   const uint64_t bytes = count * element;
-  // The buffer grows as its bytes come: who only says that they will takes no memory from the
+  // The buffer grows as its bytes come: a peer that only announces them takes no memory from
   // others.
   for (uint64_t have = 0; have < bytes;) {
     Buffer more;
@@ -154,7 +154,7 @@ Status RequestLoop::take_buffer(BufferPool& pool, uint64_t count, size_t element
   return FRUGAL_OK;
 }
 
-// Pieces of the answer are of what is kept.
+// The reply's pieces are in buffers of `kept_`.
 Status RequestLoop::read(const Header& request, Trainer* trainer) {
   const uint64_t count = request.args[0];
   Vector<ReadHead> heads;

@@ -1,6 +1,6 @@
-// The controller's side of a channel: a thread that makes the calls which its requests ask for.
-// What calls those may be is the peer's kind: a trainer (trainer_requests.h), or a process outside
-// of steps (process_requests.h).
+// The controller's side of a channel: a thread that makes the calls which its requests ask for. The
+// kind of peer decides which calls those may be: a trainer's (trainer_requests.h), or those of a
+// process outside steps (process_requests.h).
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,9 +15,9 @@ namespace frugal {
 
 class SpinPolicy;
 
-// Whom a lane tells that it has ended by itself, from its thread: its peer has broken the protocol.
-// `trainer`: or null, of the lane of a process. The lane ends, for whoever waits for that, when
-// this has come back.
+// A request loop notifies its owner, from its thread, when it ends by itself because its peer has
+// broken the protocol. `trainer` is null for the request loop of a process. A thread that waits for
+// the end of the loop also waits until broken() has returned.
 class RequestLoopOwner {
  public:
   virtual void broken(uint64_t peer, const TrainerRef& trainer) noexcept = 0;
@@ -35,23 +35,23 @@ class RequestLoop : public HeapObject {
     channel_->cut();
   }
   Channel& channel() { return *channel_; }
-  // What it is known by, of all lanes; and its trainer, of all that had the rank.
+  // A number that identifies this loop among all, and its trainer among all that had the rank.
   uint64_t joined() const { return number_; }
 
  protected:
   // `owner`: or null.
   RequestLoop(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel,
               RequestLoopOwner* owner, uint64_t peer);
-  // Cuts the channel and waits for the thread, which runs what follows. Before anything of a
-  // derived class ends, and not by that thread.
+  // Cuts the channel and waits for the thread, which runs the functions below. To be called before
+  // any part of a derived class ends, and not by that thread.
   void end() noexcept;
   virtual Status handle(const Header& request) = 0;
-  // Before a request is handled, and behind it.
+  // Called before and after a request is handled.
   virtual void begins(const Header& request, SpinPolicy& spin_policy);
   virtual void answered(const Header& request, Status status, uint64_t began, uint64_t now);
   virtual TrainerRef of_trainer() const { return nullptr; }
 
-  // Of the request: what it has beside its header.
+  // These take what follows the request's header.
   Status broken(const char* what);
   Status take(void* out, uint64_t bytes);
   Status take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out);
@@ -66,20 +66,20 @@ class RequestLoop : public HeapObject {
     }
     return FRUGAL_OK;
   }
-  // Of the answer, likewise.
+  // Adds a piece to the reply.
   void add(const void* data, size_t bytes) { pieces_.push_back({data, bytes}); }
-  // Evaluation, for a trainer or (null) nobody.
+  // Evaluation, with a trainer or (null) without.
   Status read(const Header& request, Trainer* trainer);
 
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Channel> channel_;
-  // Of the answer under way; `kept_` is what it has pieces of.
+  // Of the reply under way; `kept_` holds the memory of its pieces.
   uint64_t args_[5] = {};
   Vector<Buffer> kept_;
 
  private:
-  // What a request takes memory for before it has come: items of a list at a time, bytes of a
-  // buffer.
+  // How much memory a request takes before its bytes have come: items of a list at a time, bytes of
+  // a buffer.
   static constexpr size_t kListPiece = 1024, kFirstBytes = size_t{4} << 20;
 
   void loop();

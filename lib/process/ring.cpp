@@ -36,8 +36,8 @@ void RingLink::end(const char* why) noexcept {
   const char* none = nullptr;
   ended_.compare_exchange_strong(none, why);
   schedule_point();
-  // The peer's words cannot be changed from here, so a thread that is about to sleep is not stopped
-  // by them. It is counted and will be asleep in a moment.
+  // The counts that threads sleep on are in the peer's memory and cannot be changed here, so a
+  // thread that is about to sleep still does. It is counted, and is asleep in a moment.
   while (sleepers_.load() != 0) {
     for (size_t i = 0; i < peers_used_; ++i) futex_wake(low_half(peers_[i]->count));
     if (sleepers_.load() != 0) sleep_ns(50'000);
@@ -56,7 +56,7 @@ Status RingLink::refuse(const char* why) {
 
 Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted,
                       uint64_t until) {
-  // One that goes backwards, too, is for the caller to look at.
+  // A count that goes backwards ends the wait, too: the caller checks it.
   auto over = [=](uint64_t count) { return count - known >= wanted - known; };
   const uint64_t begun = now_ns();
   for (uint64_t now = begun,
@@ -70,10 +70,10 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
         return check();
     }
   Status status = FRUGAL_OK;
-  mine->wanted.store(wanted, std::memory_order_relaxed);  // with the next but one
-  sleepers_.fetch_add(1);  // before the look at ended_; end() does it the other way round
+  mine->wanted.store(wanted, std::memory_order_relaxed);  // published with `asleep`
+  sleepers_.fetch_add(1);  // before the check of ended_; end() does it the other way round
   schedule_point();
-  mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
+  mine->asleep.store(1);   // before the check of the count; publish() does it the other way round
   for (WaitTime time = WaitTime::until(until);;) {
     schedule_point();
     const uint64_t count = peer->count.load();
@@ -108,7 +108,7 @@ RingWriter::RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char*
 Status RingWriter::look() {
   FRUGAL_TRY(link_->check());
   const uint64_t count = peer_->count.load(std::memory_order_acquire);
-  // Never read what was not published, and never give room back.
+  // The reader never reads what was not published, and its count never goes back.
   if (count - known_ > published_ - known_) {
     if (count - known_ - kRingOver <= kMaxRing) return link_->refuse(kOver);
     return link_->refuse("broke the protocol: it has read what was not written");
@@ -131,7 +131,7 @@ Status RingWriter::wait(size_t bytes, uint64_t until) {
 Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
   const char* source = static_cast<const char*>(from);
   while (bytes > 0) {
-    // Enough to be worth a wake-up.
+    // As much as is worth a wake-up.
     if (room() == 0) FRUGAL_TRY(wait(std::min(bytes, capacity_ / 4), until));
     const size_t n = std::min({bytes, room(), kPiece, capacity_ / 8});
     const size_t at = static_cast<size_t>(written_) & (capacity_ - 1);
@@ -163,7 +163,7 @@ RingReader::RingReader(RingLink* link, RingEnd* mine, const RingEnd* peer, const
 Status RingReader::look() {
   FRUGAL_TRY(link_->check());
   const uint64_t count = peer_->count.load(std::memory_order_acquire);
-  // Never more than there is room for, and never less than before.
+  // The writer never writes more than there is room for, and its count never goes back.
   if (count - known_ > capacity_ - available()) {
     if (count - known_ - kRingOver <= kMaxRing) return link_->refuse(kOver);
     return link_->refuse("broke the protocol: it has written more than there is room for");
@@ -199,8 +199,8 @@ void RingReader::publish() {
 Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {
   char* target = static_cast<char*>(to);
   while (bytes > 0) {
-    // What is worth a wake-up. The writer goes on while there is less: three quarters of the ring
-    // are free for it.
+    // As much as is worth a wake-up. The writer goes on while there is less: three quarters of the
+    // ring are free for it.
     if (available() == 0)
       FRUGAL_TRY(wait(static_cast<size_t>(std::min<uint64_t>(bytes, capacity_ / 4)), until));
     const size_t n = static_cast<size_t>(std::min<uint64_t>(

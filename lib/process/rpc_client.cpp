@@ -5,7 +5,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
+constexpr uint64_t kGraceNs = 5'000'000'000;  // how late a reply may be
 
 }  // namespace
 
@@ -24,15 +24,15 @@ Status RpcClient::request(const Exchange& e) {
   return not_answered(channel_->send(h, e.pieces.data(), e.pieces.size(), overdue(e)));
 }
 
-// The controller keeps to the call's time-out, which may be a short slice of a long wait. One that
-// does not answer for the engine's time-out is as good as gone: what it would say later fits to
-// nothing.
+// The controller keeps to the call's time-out, which may be a short slice of a long wait. A
+// controller that has not replied within the engine's time-out is treated as gone: a later reply
+// would belong to no request.
 uint64_t RpcClient::overdue(const Exchange& e) const {
   return answer_until(std::max(e.until, controller_.deadline().at));
 }
 
-// The engine's closing, or the end of the controller, is why a channel is cut if either has begun:
-// who cuts for such a reason marks it first.
+// If the engine is closing or the controller has ended, that is why the channel was cut: a thread
+// that cuts for such a reason marks it first.
 Status RpcClient::not_answered(Status s) {
   if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_PEER_LOST) return s;
   if (s == FRUGAL_ERR_TIMEOUT) channel_->cut();
@@ -50,7 +50,7 @@ Status RpcClient::begin_answer(const Header& h, uint64_t* until, Exchange& e, bo
     return fail(FRUGAL_ERR_PEER_LOST,
                 "the controller broke the protocol: an answer to no question");
   }
-  // It has begun to answer: the rest comes as soon.
+  // The reply has begun: its rest comes as soon.
   *until = std::max(*until, answer_until(controller_.deadline().at));
   const Status status = static_cast<Status>(h.status);
   if (status != FRUGAL_OK) {

@@ -1,4 +1,4 @@
-// What an attached process asks its controller over a channel: requests, and their answers.
+// Requests of an attached process to its controller over a channel, and their replies.
 //
 // Threads: one at a time.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace frugal {
 
-// When an answer to a call with this deadline is overdue.
+// When the reply to a call with this deadline is overdue.
 uint64_t answer_until(uint64_t at);
 
 inline uint64_t left_until(Deadline d) {
@@ -20,18 +20,18 @@ inline uint64_t left_until(Deadline d) {
   return d.at == UINT64_MAX ? UINT64_MAX : d.at > now ? d.at - now : 0;
 }
 
-// A request, and what its answer has.
+// A request, and the arguments of its reply.
 struct Exchange {
   Call call;
   uint64_t args[5] = {};
   Vector<Piece> pieces;
-  uint64_t until = 0;        // when the call's own time is up; 0: as the engine's time-out says
+  uint64_t until = 0;        // the call's own deadline; 0: the engine's time-out applies
   void add(const void* data, size_t bytes) {
     if (bytes) pieces.push_back({data, bytes});
   }
 };
 
-// For an answer without a payload.
+// For a reply without a payload.
 inline Status nothing_more(Channel&, uint64_t, uint64_t) { return FRUGAL_OK; }
 
 class RpcClient {
@@ -47,7 +47,8 @@ class RpcClient {
     return *channel_;
   }
 
-  // answer(channel, bytes, until) takes the payload, of so many bytes, until so late.
+  // Sends a request and waits for its reply. The callable reads the payload (channel, bytes,
+  // until).
   template <class Answer>
   Status ask(Exchange& e, Answer answer) {
     FRUGAL_TRY(request(e));
@@ -57,9 +58,9 @@ class RpcClient {
     bool answered;
     return take_answer(h, until, e, answer, &answered);
   }
-  // The same in two: more may be done between them, but for other requests.
+  // The same in two calls. Between them the caller may do anything but send another request.
   Status request(const Exchange& e);
-  // What follows the header. `answered`: what it returns is what the controller has answered.
+  // Takes what follows the header. `answered`: whether the status returned is the controller's.
   template <class Answer>
   Status take_answer(const Header& h, uint64_t until, Exchange& e, Answer answer, bool* answered) {
     *answered = false;
@@ -68,7 +69,7 @@ class RpcClient {
     return not_answered(answer(*channel_, bytes, until));
   }
   uint64_t overdue(const Exchange& e) const;
-  // What a call tells whose channel has failed so.
+  // The status that a call returns whose channel has failed with `s`.
   Status not_answered(Status s);
 
  private:

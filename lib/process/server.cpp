@@ -18,29 +18,29 @@
 namespace frugal {
 namespace {
 
-// Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000
-// keys.
+// Of a trainer. A message of a quarter of it, such as a declaration of 100,000 keys, is sent
+// without waiting.
 constexpr size_t kRingBytes = size_t{4} << 20;
-// All of a ring is committed, and a process may have many engines open. Calls outside steps have
-// such rings where it observes, or has too many with rings like a trainer's (LargeRings).
+// A ring is committed whole, and a process may have many engines open. So calls outside steps have
+// small rings if the process observes, or has too many large ones (LargeRings).
 constexpr size_t kSmallRingBytes = size_t{128} << 10;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 constexpr size_t kAllStagingBytes = size_t{16} << 40;
-// Trainers that a process has lost, and not closed: each holds its channel.
+// Trainers that a process has lost and not closed: each keeps its channel.
 constexpr size_t kMostReplaced = 16;
 
 }  // namespace
 
 struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   Mutex mu_;
-  std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
+  std::shared_ptr<Engine> engine_;   // null: no process has opened it yet
   uint64_t engine_handle_ = 0;
   bool own_engine_ = false;
   frugal_log_fn log_ = nullptr;      // of its own engine
   LargeRings large_rings_;
   Map<uint64_t, std::shared_ptr<Attached>> processes_ GUARDED_BY(mu_);  // by peer
-  Vector<uint32_t> leaving_ GUARDED_BY(mu_);  // by rank: lanes that are being lost
+  Vector<uint32_t> leaving_ GUARDED_BY(mu_);  // by rank: request loops that are being lost
   struct Joining {
     uint32_t rank;
     const Attached* process;
@@ -53,7 +53,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
   Reaper reaper_{*this};
-  std::atomic<bool> ending_{false};  // nobody waits for memory any more
+  std::atomic<bool> ending_{false};  // no thread waits for memory any more
 
   void listen() {
     reaper_.reserve(engine_->config().world_size);
@@ -66,8 +66,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     Lock waiters(mu_);
     left_.notify_all();
   }
-  // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its
-  // ranks.
+  // A process that breaks the protocol loses the rank; outside of steps, all of its ranks.
   void broken(uint64_t peer, const TrainerRef& trainer) noexcept override {
     retry_for_memory([&] {
       Lock lock(mu_);
@@ -94,7 +93,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
                 : fail(FRUGAL_ERR_NOT_IN_STEP, "no engine was opened by this connection");
   }
 
-  // The same, of one that takes part.
+  // The same, of a process that does not only observe.
   Status taking_part(const Peer& peer, std::shared_ptr<Attached>* out) {
     FRUGAL_TRY(attached(peer, out));
     return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED,
@@ -103,7 +102,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
                             : FRUGAL_OK;
   }
 
-  // The first to come says what it is to be, the others must mean the same.
+  // The first process decides the engine's configuration; the others must ask for the same.
   Status same_engine(const frugal_config& asked) {
     const frugal_config& c = engine_->config();
     auto differs = [](const char* what, unsigned long long a, unsigned long long b) {
@@ -145,15 +144,15 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return FRUGAL_OK;
   }
 
-  // What it takes for other processes to read the tables out when this one has been killed.
+  // Sets up what other processes need to read the tables out when this one has been killed.
   Status make_readable(Engine& engine) REQUIRES(mu_) {
     FRUGAL_TRY(engine.keep_ledger());
     leaving_.assign(engine.config().world_size, 0);
     return FRUGAL_OK;
   }
 
-  // `staging`: of a trainer; or null. The reply keeps what the descriptors are of. The process may
-  // end, and its lanes with it, before they are sent.
+  // `staging`: of a trainer; or null. The reply keeps the channel alive: the process may end, and
+  // its request loops with it, before the descriptors are sent.
   template <class Reply>
   static Status channel(size_t ring, std::shared_ptr<StagingMemory> staging, Reply* reply,
                         std::shared_ptr<Channel>* out) {
@@ -208,7 +207,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     Lock lock(mu_);
     if (!processes_.emplace(peer.id, process).second)
       return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
-    // Where the kernel cannot tell when a process ends, its connection does.
+    // Without a pidfd the process counts as ended when its connection ends.
     if (watched.fd < 0) return FRUGAL_OK;
     const uint64_t id = peer.id;
     Status s = watch_->add(watched.fd, [this, id] { ended(id, true); }, &process->watched);
@@ -217,7 +216,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return s;
   }
 
-  // The descriptors of a table as it is: its state may be another's before they are sent.
+  // The descriptors of a table as it is: it may have other state before they are sent.
   struct Described {
     TableRef table;
     Vector<int> copies;
@@ -256,8 +255,9 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     FRUGAL_TRY(check_table(config));
     TableRef table;
     Status s = engine_->create_table(config, &table, false);
-    // Each rank of a job creates its tables: those of the others are meant, if they are the same,
-    // and its own where it has not had the answer. A process that has had it knows.
+    // Each rank of a job creates its tables. A table that exists counts as created if it is the
+    // same: another rank has made it, or this process has and did not receive the reply. A process
+    // that has received it reports a second creation by itself.
     if (s != FRUGAL_ERR_EXISTS || !table) FRUGAL_TRY(s);
     return describe(table, reply);
   }
@@ -285,7 +285,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
     JoinScope joins(*this, config.rank, *process, request);
-    // Whom it replaces may be joining as yet.
+    // The trainer that it replaces may still be joining.
     if (config.flags & FRUGAL_TRAINER_REPLACE && await_rank(joins, true)) take_over(config.rank);
     if (!await_rank(joins, false)) return not_awaited();
     {
@@ -295,7 +295,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
                     "this process has %zu trainers that have lost their ranks: close them first",
                     process->replaced.size());
     }
-    // The lane ends last: an abort counts in its memory while the trainer is there.
+    // The request loop ends last: an abort counts in its memory while the trainer exists.
     std::unique_ptr<TrainerRequestLoop> request_loop;
     struct Joined {
       Impl& impl;
@@ -329,14 +329,14 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more: join again");
   }
 
-  // The rank is free afterwards, however long memory is short: nobody else would make it so.
+  // The rank is free afterwards, however long memory is short: no other thread would free it.
   void take_out(const TrainerRef& trainer) {
     handle_remove(HandleKind::kTrainer, trainer->handle);
     retry_for_memory([&] { return engine_->lose_trainer(trainer); },
                      [&](int tries) { return tries >= kForASecond && ending_.load(); });
   }
 
-  // The lane that has this rank, in its process's list, or null.
+  // The request loop that has this rank, in its process's list, or null.
   std::unique_ptr<TrainerRequestLoop>* request_loop_of(Attached& process, uint32_t rank,
                                                        const Trainer* trainer = nullptr)
       REQUIRES(mu_) {
@@ -347,9 +347,9 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return nullptr;
   }
 
-  // Whoever has the rank now does not answer: it is cut off as if it had died.
+  // The trainer that has the rank does not reply: it is cut off as if it had died.
   void take_over(uint32_t rank, const Trainer* trainer = nullptr) {
-    std::shared_ptr<Attached> of;  // lanes end without the lock
+    std::shared_ptr<Attached> of;  // request loops end without the lock
     Lock lock(mu_);
     for (auto& [id, process] : processes_) {
       std::unique_ptr<TrainerRequestLoop>* request_loop = request_loop_of(*process, rank, trainer);
@@ -362,9 +362,9 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     }
   }
 
-  // The rank's process may have died a moment ago: then its place is free soon. Or, with `earlier`,
-  // until nobody else is about to join as this rank who has begun before. False: nobody waits for
-  // `mine` any more.
+  // Waits while the rank's trainer is leaving or its process has ended: then the rank is free soon.
+  // With `earlier`, also waits for joins with this rank that began before `mine`. False: no caller
+  // waits for `mine` any more.
   bool await_rank(const Joining& mine, bool earlier) {
     const uint32_t rank = mine.rank;
     bool ended = false;
@@ -387,7 +387,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return !ended;
   }
 
-  // A process that dies while it joins has the rank for a moment, and no lane as yet.
+  // A process that dies while it joins has the rank for a moment, and no request loop yet.
   struct JoinScope : Joining {
     JoinScope(Impl& impl, uint32_t rank, const Attached& of, uint64_t request)
         : Joining{rank, &of, request}, impl_(impl) {
@@ -409,8 +409,8 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     return process.pidfd >= 0 && poll(&p, 1, 0) == 1;
   }
 
-  // While it lives the rank's trainer is on its way out, and mu_, which is held before and after,
-  // is let go.
+  // While it lives, the rank's trainer is leaving. mu_, which is held before and after, is
+  // released.
   class SCOPED_CAPABILITY LeavingScope {
    public:
     LeavingScope(Impl& impl, uint32_t rank) RELEASE(impl.mu_) NO_THREAD_SAFETY_ANALYSIS
@@ -431,22 +431,23 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     const uint32_t rank_;
   };
 
-  // Takes the trainer of a lane out of the engine. mu_ is let go of meanwhile.
+  // Takes the trainer of a request loop out of the engine. Releases mu_ meanwhile.
   void lose(TrainerRequestLoop& request_loop) REQUIRES(mu_) {
     const TrainerRef trainer = request_loop.trainer();
     const LeavingScope leaving(*this, trainer->rank);
     request_loop.cut();
     request_loop.tell_lost();
     take_out(trainer);
-    // What it has handed over for steps that are committed is read from its memory: not after this.
-    // It may go on, if it was only stopped, and write there.
+    // Its rank gradients of committed steps are read from its memory, but not after this. If it was
+    // only suspended it may go on, and write there.
     (void)retry_for_memory([&] { return engine_->flush({UINT64_MAX}); });
   }
 
   Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    std::unique_ptr<TrainerRequestLoop> request_loop, replaced;  // lanes end without the lock
+    // Request loops end without the lock.
+    std::unique_ptr<TrainerRequestLoop> request_loop, replaced;
     UniqueLock lock(mu_);
     if (std::unique_ptr<TrainerRequestLoop>* its = request_loop_of(*process, rank); its && !lost) {
       const TrainerRef trainer = (*its)->trainer();
@@ -455,14 +456,14 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
       lock.lock();
     }
     const bool any = joined == kAnyJoin && rank < leaving_.size();
-    // A join that is to begin: another thread has the request, and has done nothing about it yet.
+    // A join that is yet to begin: another thread has the request, and has not acted on it.
     if (any) process->given_up[rank] = std::max(process->given_up[rank], request);
-    bool given_up = false;  // or that is under way
+    bool given_up = false;  // or one that is under way
     for (Joining* j : joining_)
       if (any && j->rank == rank && j->process == process.get() && j->request < request)
         given_up = j->given_up = true;
     if (given_up) left_.notify_all();
-    // The lane may be one that somebody is about to lose.
+    // Another thread may be about to lose the request loop.
     left_.wait(lock, [&]() REQUIRES(mu_) {
       return rank >= leaving_.size() || leaving_[rank] == 0;
     });
@@ -514,13 +515,13 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   }
   void gone(Peer& peer) override { ended(peer.id, false); }
 
-  // A process has ended, which the watch tells, or its connection has.
+  // A process has ended, as the watch reports, or its connection has.
   void ended(uint64_t id, bool by_watch) {
     const uint64_t watched = lose_process(id);
     if (watched && !by_watch) watch_->remove(watched);
   }
 
-  // What has it in the watch; 0: nothing, or somebody else is about it.
+  // Returns the number of the process in the watch; 0: none, or another thread handles its end.
   uint64_t lose_process(uint64_t id) {
     std::shared_ptr<Attached> process;  // it ends without the lock
     UniqueLock lock(mu_);
@@ -567,7 +568,7 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine,
   } undo{impl.get()};
   FRUGAL_TRY(impl->reaper_.start());
   if (impl->engine_) {
-    impl->mu_.assert_held();  // nobody else has it yet
+    impl->mu_.assert_held();  // no other thread has it yet
     FRUGAL_TRY(impl->make_readable(*impl->engine_));
     impl->listen();
   }
@@ -581,7 +582,7 @@ void Server::stop() {
   if (!impl_) return;
   impl_->ending_.store(true);
   {
-    Lock lock(impl_->mu_);  // somebody may be opening it
+    Lock lock(impl_->mu_);  // a process may be opening it
     if (impl_->engine_) impl_->engine_->stop_retrying();
   }
   if (impl_->control_) impl_->control_->stop();

@@ -1,8 +1,8 @@
 // The controller: an engine whose trainers are other processes.
 //
-// What they ask for over the socket (control.h) and through channels (protocol.h) becomes the calls
-// that threads of this process would make. Each channel has a lane: a thread that waits for
-// requests, makes the calls, and answers. Everything in a request may have been written by an
+// Requests over the socket (control.h) and through channels (protocol.h) become the calls that
+// threads of this process would make. Each channel has a request loop: a thread that waits for
+// requests, makes the calls, and replies. Everything in a request may have been written by an
 // enemy.
 #pragma once
 #include <memory>
@@ -15,12 +15,12 @@ class Engine;
 
 class Server {
  public:
-  // Makes `engine`, which must have shared memory, reachable at `address`; null: the first process
-  // that comes says what engine it is to be, and `log` is that one's.
+  // Makes `engine`, which must have shared memory, reachable at `address`. If `engine` is null, the
+  // first process to attach decides its configuration, and it uses `log`.
   static Status start(const char* address, std::shared_ptr<Engine> engine,
                       std::unique_ptr<Server>* out, frugal_log_fn log = nullptr);
-  // Processes that are attached lose the controller. Rows are written; the engine goes on if it is
-  // not its own.
+  // Attached processes lose the controller. Pending updates are written. An engine that was passed
+  // to start() goes on.
   void stop();
   ~Server();
 

@@ -17,7 +17,7 @@ Buffer Staging::lend(uint64_t offset, uint64_t bytes) {
 
 void Staging::give_back(char* data, size_t bytes) noexcept {
   FRUGAL_ASSERT(lent_.load() >= bytes && channel_->staging_at(0, 0) <= data);
-  lent_.fetch_sub(bytes);  // the trainer may have it lent again as soon as it is told
+  lent_.fetch_sub(bytes);  // the trainer may lend it again as soon as it is notified
   channel_->release(static_cast<uint64_t>(data - channel_->staging_at(0, 0)));
   drop_reference();
 }

@@ -9,13 +9,13 @@
 
 namespace frugal {
 
-// Staging memory of a trainer process that waits to be read. Lives until the lane and all buffers
-// are gone.
+// Staging memory of a trainer process whose buffers the engine has yet to read. Lives until the
+// request loop and all these buffers are gone.
 class Staging final : public Buffer::Owner, public HeapObject {
  public:
   explicit Staging(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
-  // Null data: it is not within the staging memory, or more is lent than there is: no place is to
-  // be lent twice.
+  // The buffer's data is null if the range is not within the staging memory, or if more would be
+  // lent than there is: no range may be lent twice.
   Buffer lend(uint64_t offset, uint64_t bytes);
   void give_back(char* data, size_t bytes) noexcept override;
   void drop_reference() noexcept {

@@ -9,10 +9,11 @@
 namespace frugal {
 namespace {
 
-// Whether a request with that answer is one that a program makes which does its part: it is heard
-// of. A wait whose time is up may be one of many short ones, for another rank or for the engine. No
-// other failure is heard of, however often it comes: others wait for a rank for which nothing
-// succeeds. (It is told once that a step was undone; Engine::aborted takes that for a sign.)
+// Whether a request with this status shows life: a program that does its part makes such requests.
+// A wait whose time is up may be one of many short ones, for another rank or for the engine. No
+// other failure shows life, however often it comes: others wait for a rank for which nothing
+// succeeds. (A call that reports an undone step does so once; Engine::aborted takes that for a sign
+// of life.)
 bool heard_of(Status s) { return s == FRUGAL_OK || s == FRUGAL_ERR_TIMEOUT; }
 
 }  // namespace
@@ -57,8 +58,8 @@ void TrainerRequestLoop::answered(const Header& request, Status status, uint64_t
   if (call == Call::kStepEnd) here_.step_end_ns += now - began;
 }
 
-// It names what is no part of the step. So may an honest one, where the step was undone and its
-// trainer has not been told yet: it is now.
+// The request names what is no part of the step. So may an honest trainer, if the step was undone
+// and it has not been notified: it is now.
 Status TrainerRequestLoop::no_part(const char* what) {
   if (!trainer_->closing.load() && trainer_->abort_notice.load() == 0) return broken(what);
   return engine_->inside_step(*trainer_);
@@ -105,7 +106,7 @@ Status TrainerRequestLoop::handle(const Header& request) {
   }
 }
 
-// Parts that the trainer has looked up or pushed by itself: their rows come into being.
+// Takes parts that the trainer has looked up or pushed by itself: their rows exist from now on.
 Status TrainerRequestLoop::take_used(uint64_t count) {
   if (count == 0) return FRUGAL_OK;
   if (count > parts_.size()) return no_part("there are not so many parts");
@@ -118,14 +119,14 @@ Status TrainerRequestLoop::take_used(uint64_t count) {
     if (parts_[at].whole) used.push_back(parts_[at]);
   }
   const Status s = engine_->use_parts(*trainer_, used);
-  // The call itself tells what has become of the step; where that is undone nothing is taken.
+  // The call itself reports what has become of the step. If it is undone, nothing is taken.
   if (s != FRUGAL_OK) return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
   Lock lock(trainer_->process.mu);
   for (uint32_t at : numbers) parts_[at].used |= parts_[at].whole;
   return FRUGAL_OK;
 }
 
-// Before its process tells, which it does with its next request.
+// Takes used parts before the process reports them, which it does with its next request.
 void TrainerRequestLoop::tell() {
   static_assert(kMarkedParts == 64 * Channel::kCounters);
   Vector<RemotePart> used;
@@ -143,7 +144,7 @@ Status TrainerRequestLoop::take_ops(uint64_t count, uint64_t of, bool declared, 
   FRUGAL_TRY(take_list(count, &heads));
   for (const OpHead& head : heads) out->numbers.at.push_back(head.number);
   out->numbers.of = of;
-  static float nowhere;  // that there is an output is looked at, no more
+  static float nowhere;  // only that there is an output is checked
   out->ops.resize(count);
   out->keys.resize(count);
   for (uint64_t i = 0; i < count; ++i) {
@@ -186,7 +187,7 @@ Status TrainerRequestLoop::prefetch(const Header& request) {
   if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
   Ops ops;
   FRUGAL_TRY(take_ops(request.args[1], request.args[1], true, &ops));
-  // Nothing fails when it is declared: the trainer would have its memory back, and others read it.
+  // Nothing may fail once it is declared: the trainer would reuse its memory while others read it.
   decltype(batches_) made;
   uint64_t& handle = made[number];
   // Always with a handle: that is how the trainer finds the parts in its step.
@@ -198,18 +199,18 @@ Status TrainerRequestLoop::prefetch(const Header& request) {
 
 Status TrainerRequestLoop::step_begin(const Header& request) {
   {
-    // Not while others look at those of the step before.
+    // Not while other threads read those of the step before.
     Lock lock(trainer_->process.mu);
     parts_.clear();
   }
   const uint64_t step = request.args[0];
   FRUGAL_TRY(engine_->carried_out(*trainer_, request.args[2], request.args[3]));
-  // Who begins the step again that it is inside of has not had the answer: for lack of memory, here
-  // or there.
+  // A trainer that begins again the step that it is inside has not taken the reply: for lack of
+  // memory, here or there.
   if (!engine_->is_inside(*trainer_, step))
     FRUGAL_TRY(engine_->step_begin(*trainer_, step, {after_ns(request.args[1])}));
   submitted_ = kNoStep;
-  // Those of steps that are committed are closed.
+  // Batches of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
   Vector<RemotePart> parts;
   FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts));
@@ -226,13 +227,13 @@ Status TrainerRequestLoop::step_begin(const Header& request) {
   return answer_refresh();
 }
 
-// What the trainer is to do to lines that are its own.
+// Adds to the reply what the trainer is to do to its own cached rows.
 Status TrainerRequestLoop::answer_refresh() {
   RemoteRefresh made;
   engine_->take_refresh(*trainer_, &made);
   if (made.number == 0) return FRUGAL_OK;
-  // The trainer has left the steps before, and its device reads nothing any more that they were
-  // given.
+  // The trainer has left the steps before, and its device reads nothing any more that those steps
+  // were given.
   refresh_ = std::move(made);
   cached_rows_.clear();
   auto put = [&](const auto& item) {
@@ -259,7 +260,7 @@ Status TrainerRequestLoop::answer_refresh() {
 Status TrainerRequestLoop::access(const Header& request) {
   if (request.args[1] > parts_.size()) return no_part("there are not so many parts");
   {
-    // Those whose answer the trainer could not take, for lack of memory.
+    // Drops parts whose reply the trainer could not take, for lack of memory.
     Lock lock(trainer_->process.mu);
     parts_.erase(parts_.begin() + static_cast<ptrdiff_t>(request.args[1]), parts_.end());
   }
@@ -280,8 +281,8 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
   for (size_t i = from; i < parts_.size(); ++i) {
     const RemotePart& r = parts_[i];
     Part& p = *r.part;
-    // One that was not resolved ahead: nobody else will look at it. What is wrong with it is told
-    // where it is used.
+    // It was not resolved ahead, and no other thread will do that. What is wrong with it is
+    // reported where it is used.
     if (!p.resolved() && p.take_lent(engine_->pool(), r.table->rows) == FRUGAL_ERR_OUT_OF_MEMORY)
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for declared keys; call again");
     PartAddress shm_address{};
@@ -295,7 +296,7 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
                         (r.up_to_date ? kPartUpToDate : 0) | (r.cached ? kPartCached : 0);
     shm_address.slots = shm_address.pairs = shm_address.rows = shm_address.start =
         shm_address.keys = shm_address.sources = shm_address.line_values = kNoShmAddress;
-    // Where they are slots they are let go of when they are resolved, whenever that is.
+    // Keys that are slots are released when they are resolved, whenever that is.
     if (p.resolved() || !r.table->rows.keys_are_slots())
       shm_address.keys = engine_->shm_address(p.keys.data());
     if (p.resolved()) {
@@ -317,16 +318,16 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
   return FRUGAL_OK;
 }
 
-// Rows of a part that was declared and not used may be reserved only: nobody writes to those.
+// Rows of a part that was declared and not used may only be reserved: no push may write to them.
 bool TrainerRequestLoop::may_push(const RemotePart& p, const TableRef& table) {
   return p.table == table && p.used && p.part->resolved();
 }
 
-// A list of rows that the trainer has made of several pushes: each of them is in a part of its
-// step.
+// Takes a list of rows that the trainer has joined from several pushes. Each of them must be in a
+// part of its step.
 Status TrainerRequestLoop::joined_part(const PushAddress& push, const TableRef& table,
                                        PartRef* out) {
-  uint64_t most = 0;  // before memory is taken: what it says is no proof
+  uint64_t most = 0;  // checked before memory is taken: the request's number is no proof
   for (const RemotePart& p : parts_)
     if (may_push(p, table)) most += p.part->distinct;
   if (push.distinct > most) return no_part("more rows than the step has used");
@@ -363,7 +364,7 @@ Status TrainerRequestLoop::step_end(const Header& request) {
     counts.*of -= std::min(counts.*of, here_.*of);
   here_ = {};
   engine_->count_remote(*trainer_, counts);
-  // What the trainer has done by itself is part of the picture.
+  // A trace includes what the trainer has done by itself.
   if (request.args[3] > kMostEvents) return broken("too many events");
   TraceEvent events[kMostEvents];
   FRUGAL_TRY(take(events, request.args[3] * sizeof(TraceEvent)));
@@ -378,7 +379,7 @@ Status TrainerRequestLoop::step_end(const Header& request) {
     e.waited = 0;
     engine_->trace_remote(e);
   }
-  // Who tries again has sent its sums already, and they are not its own any more.
+  // A trainer that tries again has sent its sums before; the engine has them.
   if (submitted_ != step) {
     Vector<RemotePush> sums;
     sums.reserve(pushes);

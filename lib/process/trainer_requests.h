@@ -1,4 +1,4 @@
-// The lane of a trainer in another process: its step protocol.
+// The request loop of a trainer in another process: its step protocol.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -17,12 +17,12 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
         trainer_(std::move(trainer)) {}
   ~TrainerRequestLoop();
   Status start() override;
-  // Its trainer has lost its place: it is to ask before it reads anything more.
+  // The trainer has lost its rank: it must ask before it reads anything more.
   void tell_lost() noexcept {
     reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1);
   }
   const TrainerRef& trainer() const { return trainer_; }
-  uint64_t request = 0;  // that has asked for it
+  uint64_t request = 0;  // number of the join that asked for it
   // Where its trainer's aborts are counted.
   uint64_t notices_address() const { return engine_->shm_address(notices_.data()); }
 
@@ -39,7 +39,8 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
     Vector<Buffer> keys;
     OpNumbers numbers;
   };
-  // `of`: ops of the call. `declared`: of dense tables come slots, in place of keys.
+  // `of`: number of ops in the trainer's call. `declared`: ops of dense tables have slots in place
+  // of keys.
   Status take_ops(uint64_t count, uint64_t of, bool declared, Ops* out);
   Status prefetch(const Header& request);
   Status step_begin(const Header& request);
@@ -52,16 +53,16 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
 
   const TrainerRef trainer_;
   Staging* staging_ = nullptr;
-  bool shown_ = false;  // it is sealed
+  bool shown_ = false;  // the staging memory was sealed
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
-  Vector<RemotePart>
-      parts_;  // of the step, then those that were asked for; changed with process.mu
-  RemoteCounts here_;           // time inside the engine's calls since the last end of a step
-  RemoteRefresh refresh_;  // of the last step: what it reads stays until the next one's is there
-  uint64_t submitted_ =
-      kNoStep;  // the step whose sums the engine has, while its end may be repeated
-  // Of the answer under way.
+  // Of the step, then those that were asked for. Changed with process.mu.
+  Vector<RemotePart> parts_;
+  RemoteCounts here_;           // time inside the engine's calls since the last step_end
+  RemoteRefresh refresh_;  // the last step's; what it reads stays until the next one is there
+  // The step whose sums the engine has, while its end may be repeated.
+  uint64_t submitted_ = kNoStep;
+  // Of the reply under way.
   Vector<PartAddress> places_;
   Vector<char> cached_rows_;
 };

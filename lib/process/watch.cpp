@@ -83,7 +83,7 @@ Status Watch::enter(int fd, std::function<void()> call, bool stays, uint64_t* id
 }
 
 void Watch::remove(uint64_t id) {
-  std::function<void()> gone;  // what it holds goes without the lock
+  std::function<void()> gone;  // destroyed without the lock
   UniqueLock lock(mutex_);
   if (!pthread_equal(pthread_self(), thread_.native_handle()))
     returned_.wait(lock, [&]() REQUIRES(mutex_) { return running_ != id; });
@@ -116,7 +116,7 @@ void Watch::loop() {
       if (!stays || event.events & EPOLLHUP)
         epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
       if (stays) {
-        some = &entry->second.gone;  // which nobody removes while it runs
+        some = &entry->second.gone;  // which is not removed while it runs
       } else {
         ForkedDescriptors::close(entry->second.fd);
         gone = std::move(entry->second.gone);

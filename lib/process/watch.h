@@ -1,4 +1,5 @@
-// Tells when processes end, and when sockets have something to read. One thread sleeps until then.
+// Reports when processes end, and when sockets have something to read. One thread sleeps until
+// then.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -15,21 +16,21 @@ namespace frugal {
 class Watch : public HeapObject {
  public:
   static Status open(std::unique_ptr<Watch>* out);
-  // Waits for a callback that runs; not called from one.
+  // Waits for a running callback. Must not be called from one.
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // Calls `gone` once, on the thread of the watch, when the process has ended (as a zombie, too);
-  // if it has already, then soon. The descriptor is the watch's on success. `gone` is called again
-  // when it throws, for a second.
+  // Calls `gone` once, on the thread of the watch, when the process has ended (as a zombie, too),
+  // or soon if it has ended already. If `gone` throws, it is called again, for a second. On success
+  // the watch owns the descriptor.
   Status add(int process_fd, std::function<void()> gone, uint64_t* id);
-  // Calls `some`, which throws nothing, whenever there is something to read, and once more when the
-  // other end is closed. It is called again soon as long as it leaves something. The descriptor
-  // (ForkedDescriptors) is the watch's on success.
+  // Calls `some`, which must not throw, whenever there is something to read, and once more when the
+  // other end is closed. It is called again soon if it leaves something. On success the watch owns
+  // the descriptor (ForkedDescriptors).
   Status follow(int socket, std::function<void()> some, uint64_t* id);
-  // Afterwards the callback does not run and will not: waits while it does, unless it is the
-  // caller, which only one of add() may be.
+  // Afterwards the callback does not run any more. Waits while it runs, unless the caller is that
+  // callback; only a callback of add() may be the caller.
   void remove(uint64_t id);
 
  private:
