@@ -91,7 +91,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     // The system may think of an idle processor as a busy one, as in a virtual machine, and have a
     // helper wait for the caller's.
     if (const int on = os_processor(); on != kept_off_) {
-      for (Thread& t : threads_) processors_.but(on).place(&t);
+      for (Thread& t : threads_) processors_.but(on).bind(&t);
       kept_off_ = on;
     }
     {

@@ -62,7 +62,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   uint64_t submitted_ =
       kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
-  Vector<PartAddress> places_;
+  Vector<PartAddress> part_addresses_;
   Vector<char> cached_rows_;
 };
 

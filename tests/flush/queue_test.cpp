@@ -52,7 +52,7 @@ struct Names {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Queues, QueueTest, testing::Bool(), Names());
-// What only the two-level queue has: stale places, blocks of memory.
+// What only the two-level queue has: stale items, blocks of memory.
 struct TwoLevelTest : QueueTest {};
 INSTANTIATE_TEST_SUITE_P(Queues, TwoLevelTest, testing::Values(false), Names());
 
@@ -97,7 +97,7 @@ TEST_P(QueueTest, AnAdjustedEntryIsThereOnce) {
        {uint8_t{40}, uint8_t{5}, uint8_t{5}, kInfinity, uint8_t{20}, uint8_t{35}})
     queue->adjust(1, prio);
   EXPECT_EQ(pop(0, kRing, 8), (Ids{2, 1}));
-  // Its former places do not bring it back, nor do they count for it when it is queued again.
+  // Its former items do not bring it back, nor do they count for it when it is queued again.
   queue->push(1, 50);
   EXPECT_EQ(pop(0, 49, 8), Ids());
   EXPECT_EQ(pop(0, 50, 8), Ids{1});
@@ -310,7 +310,7 @@ TEST_P(QueueTest, ManyThreads) {
   for (auto& n : taken) ASSERT_EQ(n.load(), 1);
 }
 
-// Entries that change their priority for ever leave stale places behind, and memory stays that of
+// Entries that change their priority for ever leave stale items behind, and memory stays that of
 // the entries.
 TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   const Ids all = range(0, 3000);
@@ -323,7 +323,7 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
     queue->adjust(
         id, prio[id] = random.one_in(3) ? kInfinity : static_cast<uint8_t>(random.below(kRing)));
   }
-  // 200,000 places are 393 blocks. Half of those that stay may be stale, and each of 65 bags has
+  // 200,000 items are 393 blocks. Half of those that stay may be stale, and each of 65 buckets has
   // one begun.
   EXPECT_LE(count.so_far(), 150);
   const Ids got = pop(0, kRing, all.size() + 1);
@@ -333,7 +333,7 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }
 
-// An entry that was taken and prepared again for a priority of old stands at its old place; its
+// An entry that was taken and prepared again for a priority of old stands at its old item; its
 // owner skips that.
 TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(1, 5);
@@ -395,7 +395,7 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   EXPECT_EQ(sorted(pop(0, kRing, 4000)), all);
 }
 
-// Where there is no memory to rewrite the bags, they stay as they are until there is.
+// Where there is no memory to rewrite the buckets, they stay as they are until there is.
 TEST_P(TwoLevelTest, StalePlacesWithoutMemory) {
   const Ids all = range(0, 20000);
   push(all.data(), all.size(), 1);

@@ -35,7 +35,7 @@ class Health {
   bool failed() const { return state_.load() == 2; }
   // Of failed(): waits until nothing runs any more, and nothing will. What ran is before what
   // follows, or nobody could ever touch its memory again, as no event tells.
-  const char* settle();
+  const char* await_idle();
   // Around an operation that accesses memory. False: it must not run.
   bool enter();
   void leave();
