@@ -39,7 +39,7 @@ FRUGAL_DEVICE Bag bag_of(const BagsPtr& b, uint64_t bag) {
 // The bag of each key, and the number of each bag's terms.
 struct BagsOfKeysArgs {
   BagsPtr bags;
-  Ptr<Source> key_sources;    // one a key: padding is no term; null: all keys are terms
+  Ptr<Source> key_sources;  // one a key: padding is no term; null: all keys are terms
   Ptr<uint32_t> bag;
   Ptr<float> terms;      // or null
 };
@@ -63,7 +63,7 @@ FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
 // Writes bag b to out + b * out_stride bytes.
 struct PoolArgs {
   RowsPtr host, lines, staged;
-  Ptr<Source> key_sources;     // one a key, as place_keys makes them; padding is no term
+  Ptr<Source> key_sources;  // one a key, as place_keys makes them; padding is no term
   BagsPtr bags;
   Ptr<float> weights;     // one a key; or null
   uint32_t mean;          // 1: divides by the number of terms
@@ -137,7 +137,7 @@ FRUGAL_DEVICE float finish_sum16(Float4 acc) {
 
 struct WeightGradArgs {
   RowsPtr host, lines, staged;
-  Ptr<Source> key_sources;    // one a key, as in PoolArgs
+  Ptr<Source> key_sources;  // one a key, as in PoolArgs
   Ptr<float> grads;      // of bags
   uint64_t grads_stride;  // bytes, a multiple of 4
   Ptr<uint32_t> bag;     // of keys
