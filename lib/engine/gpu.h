@@ -307,7 +307,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
                device::Ptr<uint32_t> which, device::Ptr<uint32_t> to, size_t count,
                device::RowsPtr* out);
   Status key_sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                const device::RowsPtr& lines, Placed* out);
+                     const device::RowsPtr& lines, Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status bags_of(DeviceWork& f, const GpuOp& op, size_t keys, device::BagsPtr* out);

@@ -178,7 +178,7 @@ Status Gpu::behind(const OnDevice& sent) {
 // Where pooled lookups read the row of each key. All host rows are staged, so each crosses the PCIe
 // bus once, however many bags it is in.
 Status Gpu::key_sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                   const device::RowsPtr& lines, Placed* out) {
+                        const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host;
