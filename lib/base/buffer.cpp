@@ -212,7 +212,7 @@ void BufferPool::trim(int spans) noexcept {
     Lock lock(mu_);
     for (; spans > 0; --spans) circulation_.begin_span();
     most = circulation_.most();
-    tried = in_vain_;
+    tried = idle_after_emptying_;
   }
   keep(most);
   if (!arena_ || !arena_->gives_back()) return;
@@ -229,7 +229,7 @@ void BufferPool::trim(int spans) noexcept {
     idle = tried - tried / 8;  // those buffers may be free by now
   }
   Lock lock(mu_);
-  in_vain_ = idle;
+  idle_after_emptying_ = idle;
 }
 
 void BufferPool::put(char* data, size_t capacity) noexcept {

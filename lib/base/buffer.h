@@ -203,7 +203,8 @@ class BufferPool {
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
   Circulation circulation_ GUARDED_BY(mu_){size_t{64} << 20};  // its clock: bytes handed out
-  size_t in_vain_ GUARDED_BY(mu_) = 0;  // arena bytes that stayed idle with nothing kept
+  // Arena bytes that stayed idle with nothing kept.
+  size_t idle_after_emptying_ GUARDED_BY(mu_) = 0;
   std::atomic<uint32_t> steps_{0};
 };
 

@@ -44,7 +44,7 @@ struct Processors {
   // The set without `processor`; unchanged if it has no other.
   Processors but(int processor) const;
   // From now on `thread` (null: the calling one) runs on these. False: it stays where it was.
-  bool place(Thread* thread = nullptr) const;
+  bool bind(Thread* thread = nullptr) const;
 };
 uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping

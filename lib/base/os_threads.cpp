@@ -105,7 +105,7 @@ Processors Processors::but(int processor) const {
   return p;
 }
 
-bool Processors::place(Thread* thread) const {
+bool Processors::bind(Thread* thread) const {
   if (CPU_COUNT(&set) == 0) return false;
   return pthread_setaffinity_np(thread ? thread->native_handle() : pthread_self(), sizeof set,
                                 &set) == 0;

@@ -65,7 +65,7 @@ Status RegionPublisher::come(const Mapping& memory, uint64_t* shm_address,
                              bool can_do_without) try {
   Lock lock(mu_);
   *shm_address = kNoShmAddress;
-  if (can_do_without && regions_.size() >= kMostBeside) return FRUGAL_OK;
+  if (can_do_without && regions_.size() >= kMostRegions) return FRUGAL_OK;
   const ToRead to_read(memory.fd);
   if (to_read.fd < 0) return none_left();
   const uint64_t first = next_;

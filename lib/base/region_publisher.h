@@ -24,12 +24,12 @@ constexpr uint64_t kNoShmAddress = UINT64_MAX;
 class RegionPublisher {
  public:
   // A new reader receives all regions at once: so many, and segments, fit into its socket.
-  static constexpr size_t kMostBeside = 128;
+  static constexpr size_t kMostRegions = 128;
   RegionPublisher() = default;
   ~RegionPublisher();
   RegionPublisher(const RegionPublisher&) = delete;
   // Publishes a region, as this process has it mapped. All readers have been sent it on return. Its
-  // descriptor stays the caller's, and is open until go(). With `can_do_without`, and kMostBeside
+  // descriptor stays the caller's, and is open until go(). With `can_do_without`, and kMostRegions
   // regions, nothing is published: the result is kNoShmAddress.
   Status come(const Mapping& memory, uint64_t* shm_address, bool can_do_without = false);
   void go(uint64_t shm_address) noexcept;

@@ -25,7 +25,7 @@ struct Source {
   static constexpr uint32_t kOwn = 0x80000000u, kStaged = 0x40000000u, kIndex = kStaged - 1;
   // The most cache slots, or staged rows: the word of none is padding or missing.
   static constexpr uint32_t kMost = kIndex - 1;
-  static FRUGAL_HD constexpr Source place(uint32_t slot) { return {slot}; }
+  static FRUGAL_HD constexpr Source host(uint32_t slot) { return {slot}; }
   static FRUGAL_HD constexpr Source line(uint32_t index) { return {kOwn | index}; }
   static FRUGAL_HD constexpr Source staged(uint32_t index) { return {kOwn | kStaged | index}; }
 

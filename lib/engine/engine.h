@@ -267,7 +267,7 @@ class Engine final : public Session, private DataPath {
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) REQUIRES(control);
   Status refresh_caches(Trainer& t, uint64_t step);
   Status refresh_or_forget(Trainer& t, uint64_t step);
-  void forget_places(const Trainer& t, uint64_t step) noexcept;
+  void forget_sources(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   void drop_cache(Trainer& t, const Table& table) noexcept;
 

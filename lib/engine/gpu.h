@@ -84,7 +84,7 @@ struct Placed {
   const Part* part;
   void* stream;
   bool pooled;
-  device::Ptr<device::Source> places;  // pooled
+  device::Ptr<device::Source> key_sources;  // pooled
   device::Ptr<device::Source> source;  // not pooled: sources and items; null: all are host rows
   device::Ptr<device::Item> items;
   uint32_t host_items, hbm_items;
@@ -224,10 +224,10 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // The part's arrays on the device; made if missing. Threads: any; of two that make them, one
   // wins.
   Status upload(Part& part, PartOnDevice** out);
-  // Also uploads where its rows are in the step's cache. forget_places() drops that, since it will
+  // Also uploads where its rows are in the step's cache. forget_sources() drops that, since it will
   // change.
-  Status place(Part& part, PartOnDevice** out = nullptr);
-  void forget_places(Part& part);
+  Status upload_sources(Part& part, PartOnDevice** out = nullptr);
+  void forget_sources(Part& part);
 
   // The following launch kernels in the caller's stream (gpu_ops.cpp).
 
@@ -301,13 +301,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status keep(DeviceWork& f, const T* from, size_t n, device::Ptr<T>* out);
   Status sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                  const device::RowsPtr& lines, Placed* out);
-  Status cached_places(Part& part, PartOnDevice& d);
+  Status cached_sources(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
   Status stage(DeviceWork& f, const PartOnDevice& d, const device::RowsView& rows,
                device::Ptr<uint32_t> which, device::Ptr<uint32_t> to, size_t count,
                device::RowsPtr* out);
-  Status places(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                const device::RowsPtr& lines, Placed* out);
+  Status key_sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+                     const device::RowsPtr& lines, Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status bags_of(DeviceWork& f, const GpuOp& op, size_t keys, device::BagsPtr* out);

@@ -99,8 +99,8 @@ Status Gpu::stage(DeviceWork& f, const PartOnDevice& d, const device::RowsView& 
                   Ptr<uint32_t> which, Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
   out->stride = elements(rows.value_pitch);
-  const size_t places = to ? d.part.distinct : count;
-  FRUGAL_TRY(memory_->get(places * rows.value_pitch, &memory));
+  const size_t capacity = to ? d.part.distinct : count;
+  FRUGAL_TRY(memory_->get(capacity * rows.value_pitch, &memory));
   out->values = memory.as<device::Element>();
   f.memory.push_back(std::move(memory));
   if (count == 0) return FRUGAL_OK;
@@ -143,7 +143,7 @@ Status Gpu::sources(DeviceWork& f, Part& part, const device::RowsView& rows, Par
   Ptr<uint32_t> staged_rows;
   size_t staged_count = 0;
   if (lines.values) {
-    FRUGAL_TRY(cached_places(part, d));
+    FRUGAL_TRY(cached_sources(part, d));
     const SourcesOnDevice& c = *d.cached;
     FRUGAL_TRY(behind(c));
     out->host_items = c.host_items;
@@ -177,15 +177,15 @@ Status Gpu::behind(const OnDevice& sent) {
 
 // Where pooled lookups read the row of each key. All host rows are staged, so each crosses the PCIe
 // bus once, however many bags it is in.
-Status Gpu::places(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                   const device::RowsPtr& lines, Placed* out) {
+Status Gpu::key_sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+                        const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host;
   Ptr<Source> source;
   size_t host_count = part.distinct;
   if (lines.values) {
-    FRUGAL_TRY(cached_places(part, d));
+    FRUGAL_TRY(cached_sources(part, d));
     const SourcesOnDevice& c = *d.cached;
     FRUGAL_TRY(behind(c));
     out->lines = lines;
@@ -196,14 +196,14 @@ Status Gpu::places(DeviceWork& f, Part& part, const device::RowsView& rows, Part
   FRUGAL_TRY(stage(f, d, rows, host, host, host_count, &out->staged));
   DeviceBuffer memory;
   FRUGAL_TRY(memory_->get(part.n * sizeof(Source), &memory));
-  out->places = memory.as<Source>();
+  out->key_sources = memory.as<Source>();
   f.memory.push_back(std::move(memory));
   if (part.n == 0) return FRUGAL_OK;
   device::PlaceArgs p{};
   p.part = d.part;
   p.source = source;
   p.all_staged = 1;
-  p.out = out->places;
+  p.out = out->key_sources;
   FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
   f.placed.push_back(*out);
   return FRUGAL_OK;
@@ -226,8 +226,8 @@ Status Gpu::gather(DeviceWork& f, const PartRef& part, const device::RowsView& r
     device::PoolArgs a{};
     a.host = host_rows(rows);
     Placed at;
-    FRUGAL_TRY(places(f, *part, rows, *d, lines, &at));
-    a.places = at.places;
+    FRUGAL_TRY(key_sources(f, *part, rows, *d, lines, &at));
+    a.key_sources = at.key_sources;
     a.lines = at.lines;
     a.staged = at.staged;
     FRUGAL_TRY(bags_of(f, op, part->n, &a.bags));
@@ -285,7 +285,7 @@ Status Gpu::gradients(DeviceWork& f, const PartRef& part, const GpuOp& op, uint3
   FRUGAL_TRY(begin(f, part, &d));
   device::BagsOfKeysArgs a{};
   FRUGAL_TRY(bags_of(f, op, part->n, &a.bags));
-  DeviceBuffer bag, terms, places;
+  DeviceBuffer bag, terms, key_sources;
   FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &bag));
   a.bag = g->bag = bag.as<uint32_t>();
   f.memory.push_back(std::move(bag));
@@ -298,11 +298,11 @@ Status Gpu::gradients(DeviceWork& f, const PartRef& part, const GpuOp& op, uint3
     a.terms = g->divisor = terms.as<float>();
     f.memory.push_back(std::move(terms));
     if (d->part.zeros) {
-      FRUGAL_TRY(memory_->get(part->n * sizeof(Source), &places));
+      FRUGAL_TRY(memory_->get(part->n * sizeof(Source), &key_sources));
       device::PlaceArgs p{};
       p.part = d->part;
-      p.out = a.places = places.as<Source>();
-      f.memory.push_back(std::move(places));
+      p.out = a.key_sources = key_sources.as<Source>();
+      f.memory.push_back(std::move(key_sources));
       FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
     }
   }
@@ -430,8 +430,8 @@ Status Gpu::weight_grads(DeviceWork& f, const PartRef& part, const device::RowsV
   device::WeightGradArgs a{};
   a.host = host_rows(rows);
   Placed at;
-  FRUGAL_TRY(places(f, *part, rows, *d, lines, &at));
-  a.places = at.places;
+  FRUGAL_TRY(key_sources(f, *part, rows, *d, lines, &at));
+  a.key_sources = at.key_sources;
   a.lines = at.lines;
   a.staged = at.staged;
   a.grads = source.grads;
@@ -448,15 +448,15 @@ Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const u
                             const device::GradPtr& source) {
   if (n == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(stream_));
-  Buffer places;
-  FRUGAL_TRY(pinned_.get(n * sizeof(Source), &places));
+  Buffer key_sources;
+  FRUGAL_TRY(pinned_.get(n * sizeof(Source), &key_sources));
   for (size_t i = 0; i < n; ++i)
-    places.as<Source>()[i] =
-        Source::place(slots[i] == kNoSlot ? kNoSlot : static_cast<uint32_t>(i));
+    key_sources.as<Source>()[i] =
+        Source::host(slots[i] == kNoSlot ? kNoSlot : static_cast<uint32_t>(i));
   device::WeightGradArgs a{};
   device::stored_in_place(pinned.as<float>(), n * stride);
   a.host = {seen<device::Element>(pinned), stride};
-  a.places = seen<Source>(places);
+  a.key_sources = seen<Source>(key_sources);
   a.grads = source.grads;
   a.grads_stride = source.stride;
   a.bag = source.bag;
@@ -464,7 +464,7 @@ Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const u
   a.dim = dim;
   a.out = op.device_weight_grads;
   f.pinned.push_back(std::move(pinned));
-  f.pinned.push_back(std::move(places));
+  f.pinned.push_back(std::move(key_sources));
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
@@ -482,7 +482,7 @@ Status DeviceCachedRows::open(Gpu& gpu, const device::RowsView& rows, uint64_t l
 
 void DeviceCachedRows::send(const CachePlan& plan) {
   if (gpu_.sticky()) return;
-  for (const PartRef& p : plan.parts) (void)gpu_.place(*p);
+  for (const PartRef& p : plan.parts) (void)gpu_.upload_sources(*p);
   (void)send_plan(plan);
 }
 

@@ -144,15 +144,15 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
 
 // --- Caches --------------------------------------------------------------------------------------
 
-Status Gpu::place(Part& part, PartOnDevice** out) {
+Status Gpu::upload_sources(Part& part, PartOnDevice** out) {
   PartOnDevice* d;
   FRUGAL_TRY(upload(part, &d));
   if (out) *out = d;
-  return cached_places(part, *d);
+  return cached_sources(part, *d);
 }
 
 // One thread at a time uses a part's sources: the planning one, or the rank's calls.
-Status Gpu::cached_places(Part& part, PartOnDevice& d) {
+Status Gpu::cached_sources(Part& part, PartOnDevice& d) {
   if (d.cached) return FRUGAL_OK;
   auto made = std::allocate_shared<SourcesOnDevice>(HeapAllocator<SourcesOnDevice>());
   SourcesOnDevice& s = *made;
@@ -197,7 +197,7 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
   return FRUGAL_OK;
 }
 
-void Gpu::forget_places(Part& part) {
+void Gpu::forget_sources(Part& part) {
   std::shared_ptr<SourcesOnDevice> gone;
   Lock lock(upload_mu_);
   auto* d = static_cast<PartOnDevice*>(part.on_device.get());

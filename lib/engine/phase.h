@@ -35,7 +35,7 @@ class Phase {
   // Nothing that `act` excludes is under way.
   bool may(Act act) const REQUIRES(control) {
     for (uint32_t other = 0; other < kActs; ++other)
-      if (kNotBeside[act] >> other & 1 && under_way_[other] != 0) return false;
+      if (kExcludes[act] >> other & 1 && under_way_[other] != 0) return false;
     return true;
   }
   bool is(Act act) const REQUIRES(control) { return under_way_[act] != 0; }
@@ -50,7 +50,7 @@ class Phase {
   }
   // Waits until the activity may begin. Returns false if it never can, since the engine is closed.
   bool await(ControlLock& lock, Act act) REQUIRES(control) {
-    const bool ends = kNotBeside[act] >> kClosed & 1;
+    const bool ends = kExcludes[act] >> kClosed & 1;
     workers_.wait_until(lock, [&]() REQUIRES(control) { return may(act) || (ends && closed()); });
     return may(act);
   }
@@ -79,7 +79,7 @@ class Phase {
   };
 
  private:
-  static constexpr uint32_t kNotBeside[kActs] = {
+  static constexpr uint32_t kExcludes[kActs] = {
       /* kStep    */ 1u << kOutside | 1u << kAbort | 1u << kClosed,
       /* kPrepare   */ 1u << kCommit | 1u << kAbort,
       /* kCommit  */ 1u << kCommit | 1u << kAbort | 1u << kGet | 1u << kClosed,

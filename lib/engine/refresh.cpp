@@ -239,7 +239,7 @@ Status Engine::refresh_or_forget(Trainer& t, uint64_t step) {
   }
   if (s == FRUGAL_OK) return s;
   for (auto& [raw, of] : t.caches) of.forget();
-  forget_places(t, step);
+  forget_sources(t, step);
   if (t.gpu) t.gpu->take_device_work();  // waits until the device has done with what it has taken
   t.remote_cached_rows.refresh = {};
   ControlLock lock(mu_);
@@ -250,7 +250,7 @@ Status Engine::refresh_or_forget(Trainer& t, uint64_t step) {
 }
 
 // What the trainer has declared for the step is then read from host rows, once they are up to date.
-void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
+void Engine::forget_sources(const Trainer& t, uint64_t step) noexcept {
   Lock declared(declarations_.mutex());
   declarations_.each({step, step, t.rank}, [](const Batch& b, size_t i) {
     b.parts[i]->sources = {};

@@ -71,7 +71,7 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
   if (!held) throw std::bad_alloc();
   for (const PartRef& p : parts) {
-    FRUGAL_TRY(place(*p));
+    FRUGAL_TRY(set_sources(*p));
     plan_.parts.push_back(p);
   }
   return FRUGAL_OK;
@@ -120,8 +120,8 @@ bool TableCache::hold(size_t from) {
 
 // Sets where the cache has the rows of a part, by what has been planned. The others are in no cache
 // slot.
-Status TableCache::place(Part& part) {
-  if (owner_.gpu) owner_.gpu->forget_places(part);
+Status TableCache::set_sources(Part& part) {
+  if (owner_.gpu) owner_.gpu->forget_sources(part);
   part.sources = {};
   part.cached = 0;
   Buffer sources;

@@ -59,7 +59,7 @@ class TableCache {
   Status plan(uint64_t step, const Vector<PartRef>& parts, Window::Urgency urgency);
   void slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* slots);
   bool hold(size_t from);
-  Status place(Part& part);
+  Status set_sources(Part& part);
   DueUpdate due(const UpdateRef& update, bool all_now);
   void forget_plan() noexcept;
 

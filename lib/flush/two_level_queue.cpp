@@ -21,14 +21,14 @@ constexpr uint32_t kBlock = 509;
 
 struct Block {
   Block* next;
-  uint32_t begin, end, pad;  // end: of a bucket's last block, see Bag
+  uint32_t begin, end, pad;  // end: of a bucket's last block, see Bucket
   uint32_t ids[kBlock];
 };
 static_assert(sizeof(Block) <= 2056);
 
 // A bucket. `at` is where the next item goes and `stop` where its block ends. So an append touches
 // the bucket and the item, not the block's head. Both are null if the bucket is empty.
-struct Bag {
+struct Bucket {
   uint32_t* at = nullptr;
   uint32_t* stop = nullptr;
   Block* first = nullptr;
@@ -41,8 +41,8 @@ struct Bag {
 class TwoLevelQueue final : public Queue {
  public:
   ~TwoLevelQueue() override {
-    for (Bag& b : bags_) free_blocks(b.first);
-    for (Bag& b : prepared_) free_blocks(b.first);
+    for (Bucket& b : buckets_) free_blocks(b.first);
+    for (Bucket& b : prepared_) free_blocks(b.first);
     free_blocks(pool_);
   }
 
@@ -53,40 +53,40 @@ class TwoLevelQueue final : public Queue {
 
   void push(uint32_t id, uint8_t prio) override {
     FRUGAL_ASSERT(prio <= kInfinity);
-    Bag& bag = bags_[prio];
-    if (bag.at == bag.stop) {
-      begin_block(bag);  // throws before anything has changed
+    Bucket& bucket = buckets_[prio];
+    if (bucket.at == bucket.stop) {
+      begin_block(bucket);  // throws before anything has changed
       mark(prio);
     }
-    *bag.at++ = id;
-    ++places_;
+    *bucket.at++ = id;
+    ++items_;
   }
 
   void move(uint32_t id, uint8_t prio) override {
     // Before the new item is added, since the mark may not have its priority yet. n/2 moves pay for
     // a rewrite of n items.
-    if (moves_ > 4096 && moves_ > places_ / 2) compact();
+    if (moves_ > 4096 && moves_ > items_ / 2) compact();
     push(id, prio);
     ++moves_;
   }
 
   void prepare(const uint32_t* ids, size_t n, uint8_t prio) override {
     for (size_t done = 0; done < n;) {
-      Bag& bag = prepared_[prio];
-      if (bag.at == bag.stop) begin_block(bag);
-      const size_t m = std::min<size_t>(static_cast<size_t>(bag.stop - bag.at), n - done);
-      std::memcpy(bag.at, ids + done, m * sizeof(uint32_t));
-      bag.at += m;
+      Bucket& bucket = prepared_[prio];
+      if (bucket.at == bucket.stop) begin_block(bucket);
+      const size_t m = std::min<size_t>(static_cast<size_t>(bucket.stop - bucket.at), n - done);
+      std::memcpy(bucket.at, ids + done, m * sizeof(uint32_t));
+      bucket.at += m;
       done += m;
-      prepared_places_ += m;
+      prepared_items_ += m;
     }
   }
 
   void commit_prepared() override {
     for (uint32_t p = 0; p <= kRing; ++p) {
-      Bag& from = prepared_[p];
+      Bucket& from = prepared_[p];
       if (!from.first) continue;
-      Bag& to = bags_[p];
+      Bucket& to = buckets_[p];
       if (to.last) {
         to.last->end = to.end_of(to.last);
         to.last->next = from.first;
@@ -96,13 +96,13 @@ class TwoLevelQueue final : public Queue {
       from = {};
       mark(p);
     }
-    places_ += prepared_places_;
-    prepared_places_ = 0;
+    items_ += prepared_items_;
+    prepared_items_ = 0;
   }
 
   void drop_prepared() override {
-    for (Bag& bag : prepared_) recycle(bag);
-    prepared_places_ = 0;
+    for (Bucket& bucket : prepared_) recycle(bucket);
+    prepared_items_ = 0;
   }
 
   size_t pop(uint64_t next_commit, uint32_t limit_distance, uint32_t* ids, size_t max,
@@ -115,23 +115,23 @@ class TwoLevelQueue final : public Queue {
       *prio = kInfinity;
     }
     if (prio_distance(*prio, next_commit) > limit_distance) return 0;
-    Bag& bag = bags_[*prio];
+    Bucket& bucket = buckets_[*prio];
     size_t n = 0;
-    for (Block* b; n < max && (b = bag.first);) {
-      const size_t m = std::min<size_t>(bag.end_of(b) - b->begin, max - n);
+    for (Block* b; n < max && (b = bucket.first);) {
+      const size_t m = std::min<size_t>(bucket.end_of(b) - b->begin, max - n);
       std::memcpy(ids + n, b->ids + b->begin, m * sizeof(uint32_t));
       n += m;
       b->begin += static_cast<uint32_t>(m);
-      if (b->begin < bag.end_of(b)) break;
-      if (b == bag.last)
-        bag = {};
+      if (b->begin < bucket.end_of(b)) break;
+      if (b == bucket.last)
+        bucket = {};
       else
-        bag.first = b->next;
+        bucket.first = b->next;
       b->next = pool_;
       pool_ = b;
     }
-    places_ -= n;
-    if (!bag.first && *prio != kInfinity) live_ &= ~(uint64_t{1} << *prio);
+    items_ -= n;
+    if (!bucket.first && *prio != kInfinity) live_ &= ~(uint64_t{1} << *prio);
     return n;
   }
 
@@ -145,10 +145,10 @@ class TwoLevelQueue final : public Queue {
     // Blocks for the largest bucket first: halfway there is no way back. Without memory: another
     // time.
     uint64_t most = 0, free = 0;
-    for (const Bag& b : bags_) {
-      uint64_t places = 0;
-      for (const Block* at = b.first; at; at = at->next) places += b.end_of(at) - at->begin;
-      most = std::max(most, places / kBlock + 1);
+    for (const Bucket& b : buckets_) {
+      uint64_t items = 0;
+      for (const Block* at = b.first; at; at = at->next) items += b.end_of(at) - at->begin;
+      most = std::max(most, items / kBlock + 1);
     }
     for (Block* b = pool_; b && free < most; b = b->next) ++free;
     try {
@@ -160,9 +160,9 @@ class TwoLevelQueue final : public Queue {
     } catch (const std::bad_alloc&) {
       return;
     }
-    places_ = moves_ = 0;
+    items_ = moves_ = 0;
     for (uint32_t p = 0; p <= kRing; ++p) {
-      Bag old = bags_[p], kept;
+      Bucket old = buckets_[p], kept;
       for (Block* b = old.first; b; b = b->next)
         for (uint32_t i = b->begin, end = old.end_of(b); i < end; ++i) {
           const uint32_t id = b->ids[i];
@@ -171,10 +171,10 @@ class TwoLevelQueue final : public Queue {
           seen_[id / 64] |= bit;
           if (kept.at == kept.stop) begin_block(kept);
           *kept.at++ = id;
-          ++places_;
+          ++items_;
         }
       recycle(old);
-      bags_[p] = kept;
+      buckets_[p] = kept;
       for (Block* b = kept.first; b; b = b->next)
         for (uint32_t i = 0, end = kept.end_of(b); i < end; ++i) seen_[b->ids[i] / 64] = 0;
       if (p < kRing && !kept.first) live_ &= ~(uint64_t{1} << p);
@@ -182,7 +182,7 @@ class TwoLevelQueue final : public Queue {
   }
 
   // Adds a block to a bucket whose last one is full.
-  void begin_block(Bag& bag) {
+  void begin_block(Bucket& bucket) {
     Block* b = pool_;
     if (b)
       pool_ = b->next;
@@ -190,24 +190,24 @@ class TwoLevelQueue final : public Queue {
       b = static_cast<Block*>(heap_alloc(sizeof(Block)));
     b->next = nullptr;
     b->begin = 0;
-    if (bag.last) {
-      bag.last->end = kBlock;
-      bag.last->next = b;
+    if (bucket.last) {
+      bucket.last->end = kBlock;
+      bucket.last->next = b;
     } else {
-      bag.first = b;
+      bucket.first = b;
     }
-    bag.last = b;
-    bag.at = b->ids;
-    bag.stop = b->ids + kBlock;
+    bucket.last = b;
+    bucket.at = b->ids;
+    bucket.stop = b->ids + kBlock;
   }
 
-  void recycle(Bag& bag) {
-    while (Block* b = bag.first) {
-      bag.first = b->next;
+  void recycle(Bucket& bucket) {
+    while (Block* b = bucket.first) {
+      bucket.first = b->next;
       b->next = pool_;
       pool_ = b;
     }
-    bag = {};
+    bucket = {};
   }
 
   static void free_blocks(Block* b) {
@@ -218,9 +218,9 @@ class TwoLevelQueue final : public Queue {
     }
   }
 
-  Bag bags_[kRing + 1], prepared_[kRing + 1];
+  Bucket buckets_[kRing + 1], prepared_[kRing + 1];
   uint64_t live_ = 0;
-  uint64_t places_ = 0, prepared_places_ = 0;
+  uint64_t items_ = 0, prepared_items_ = 0;
   uint64_t moves_ = 0;  // since items were rewritten: at most so many are stale
   const uint8_t* marks_ = nullptr;
   Vector<uint64_t> seen_;  // a bit for each entry, while a bucket is rewritten

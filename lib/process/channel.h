@@ -148,7 +148,7 @@ class Channel : public HeapObject {
   void connect(size_t ring_bytes);
 
   const bool controller_;
-  RingLink link_;
+  RingPeer link_;
   Mapping up_, down_, own_;  // own_: the trainer process's staging memory
   std::shared_ptr<StagingMemory> lent_;  // the controller's
   char* staging_ = nullptr;

@@ -91,7 +91,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     // The system may take an idle processor for a busy one, as in a virtual machine, and let a
     // helper wait for the caller's processor.
     if (const int on = os_processor(); on != kept_off_) {
-      for (Thread& t : threads_) processors_.but(on).place(&t);
+      for (Thread& t : threads_) processors_.but(on).bind(&t);
       kept_off_ = on;
     }
     {

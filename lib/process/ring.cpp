@@ -29,10 +29,10 @@ bool reached(uint64_t count, uint64_t wanted) { return static_cast<int64_t>(coun
 
 }  // namespace
 
-RingLink::RingLink(const char* peer)
+RingPeer::RingPeer(const char* peer)
     : peer_(peer), alone_(cpu_count() == 1), spin_ns_(alone_ ? 0 : kRingSpinNs) {}
 
-void RingLink::end(const char* why) noexcept {
+void RingPeer::end(const char* why) noexcept {
   const char* none = nullptr;
   ended_.compare_exchange_strong(none, why);
   schedule_point();
@@ -44,17 +44,17 @@ void RingLink::end(const char* why) noexcept {
   }
 }
 
-Status RingLink::check() const {
+Status RingPeer::check() const {
   const char* why = ended_.load();
   return why ? fail(FRUGAL_ERR_PEER_LOST, "%s %s", peer_, why) : FRUGAL_OK;
 }
 
-Status RingLink::refuse(const char* why) {
+Status RingPeer::refuse(const char* why) {
   end(why);
   return check();
 }
 
-Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted,
+Status RingPeer::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted,
                       uint64_t until) {
   // A count that goes backwards ends the wait, too: the caller checks it.
   auto over = [=](uint64_t count) { return count - known >= wanted - known; };
@@ -90,14 +90,14 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
   return status;
 }
 
-void RingLink::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
+void RingPeer::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
   mine->count.store(count);
   schedule_point();
   if (peer->asleep.load() != 0 && reached(count, peer->wanted.load(std::memory_order_relaxed)))
     futex_wake(low_half(mine->count));
 }
 
-RingWriter::RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char* data,
+RingWriter::RingWriter(RingPeer* link, RingEnd* mine, const RingEnd* peer, char* data,
                        size_t capacity)
     : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
       written_(mine->count.load()), published_(written_), known_(written_) {
@@ -150,10 +150,10 @@ void RingWriter::publish() {
   FRUGAL_ASSERT(written_ - known_ <= capacity_);
   if (published_ == written_) return;
   published_ = written_;
-  RingLink::publish(mine_, peer_, written_);
+  RingPeer::publish(mine_, peer_, written_);
 }
 
-RingReader::RingReader(RingLink* link, RingEnd* mine, const RingEnd* peer, const char* data,
+RingReader::RingReader(RingPeer* link, RingEnd* mine, const RingEnd* peer, const char* data,
                        size_t capacity)
     : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
       read_(mine->count.load()), published_(read_), known_(read_) {
@@ -193,7 +193,7 @@ void RingReader::publish() {
   FRUGAL_ASSERT(known_ - read_ <= capacity_);
   if (published_ == read_) return;
   published_ = read_;
-  RingLink::publish(mine_, peer_, read_);
+  RingPeer::publish(mine_, peer_, read_);
 }
 
 Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {

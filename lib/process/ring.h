@@ -36,10 +36,10 @@ constexpr uint64_t kRingOver = (uint64_t{1} << 62) + (uint64_t{1} << 31);
 // What the ends of rings to one peer share in a process: whether the peer is there, and the waits.
 // Times are values of now_ns(); UINT64_MAX is never. A wait takes longer by the time for which its
 // process was suspended.
-class RingLink {
+class RingPeer {
  public:
   // `peer` begins the messages, as in "the controller"; a static string.
-  explicit RingLink(const char* peer);
+  explicit RingPeer(const char* peer);
 
   // Adds a count that calls of this process sleep on. Called before the first wait.
   void sleeps_on(const RingEnd* peer) { peers_[peers_used_++] = peer; }
@@ -87,7 +87,7 @@ class RingLink {
 class RingWriter {
  public:
   RingWriter() = default;
-  RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char* data, size_t capacity);
+  RingWriter(RingPeer* link, RingEnd* mine, const RingEnd* peer, char* data, size_t capacity);
 
   // Waits until so many bytes, at most the capacity, can be written without a wait.
   Status wait(size_t bytes, uint64_t until);
@@ -95,14 +95,14 @@ class RingWriter {
   Status write(const void* from, size_t bytes, uint64_t until);
   void publish();
   // Notifies the reader that nothing more comes. The last call.
-  void close() { RingLink::publish(mine_, peer_, written_ + kRingOver); }
+  void close() { RingPeer::publish(mine_, peer_, written_ + kRingOver); }
   size_t capacity() const { return capacity_; }
 
  private:
   size_t room() const { return capacity_ - static_cast<size_t>(written_ - known_); }
   Status look();
 
-  RingLink* link_ = nullptr;
+  RingPeer* link_ = nullptr;
   RingEnd* mine_ = nullptr;
   const RingEnd* peer_ = nullptr;
   char* data_ = nullptr;
@@ -115,7 +115,7 @@ class RingWriter {
 class RingReader {
  public:
   RingReader() = default;
-  RingReader(RingLink* link, RingEnd* mine, const RingEnd* peer, const char* data, size_t capacity);
+  RingReader(RingPeer* link, RingEnd* mine, const RingEnd* peer, const char* data, size_t capacity);
 
   // Waits until so many bytes, at most the capacity, are there.
   Status wait(size_t bytes, uint64_t until);
@@ -124,7 +124,7 @@ class RingReader {
   Status read(void* to, uint64_t bytes, uint64_t until);
   void publish();
   // Notifies the writer that nothing more is read. The last call.
-  void close() { RingLink::publish(mine_, peer_, read_ + kRingOver); }
+  void close() { RingPeer::publish(mine_, peer_, read_ + kRingOver); }
   // Whether so many bytes are there now.
   Status has(size_t bytes, bool* there);
 
@@ -132,7 +132,7 @@ class RingReader {
   size_t available() const { return static_cast<size_t>(known_ - read_); }
   Status look();
 
-  RingLink* link_ = nullptr;
+  RingPeer* link_ = nullptr;
   RingEnd* mine_ = nullptr;
   const RingEnd* peer_ = nullptr;
   const char* data_ = nullptr;

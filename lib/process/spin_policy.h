@@ -41,8 +41,8 @@ class SpinPolicy {
     if (each_ > 2 || processor == followed_) return;
     followed_ = processor;
     const int on = static_cast<int>(processor - 1);
-    const bool there = processors_.has(on) && Processors::only(on).place();
-    if (!there && channel_->together()) processors_.place();
+    const bool there = processors_.has(on) && Processors::only(on).bind();
+    if (!there && channel_->together()) processors_.bind();
     channel_->set_together(there);  // each reply carries this to the trainer's side
   }
 

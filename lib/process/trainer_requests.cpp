@@ -46,7 +46,7 @@ TrainerRequestLoop::~TrainerRequestLoop() {
 
 void TrainerRequestLoop::begins(const Header& request, SpinPolicy& spin_policy) {
   spin_policy.follow(request.status);
-  places_.clear();
+  part_addresses_.clear();
 }
 
 void TrainerRequestLoop::answered(const Header& request, Status status, uint64_t began,
@@ -312,9 +312,9 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
         shm_address.cached = p.cached;
       }
     }
-    places_.push_back(shm_address);
+    part_addresses_.push_back(shm_address);
   }
-  add(places_.data(), places_.size() * sizeof(PartAddress));
+  add(part_addresses_.data(), part_addresses_.size() * sizeof(PartAddress));
   return FRUGAL_OK;
 }
 

@@ -259,7 +259,7 @@ TEST(Source, Kinds) {
   static_assert(sizeof(Source) == 4);
   EXPECT_FALSE(Source().is_own());
   for (const uint32_t i : {0u, 1u, 77u, Source::kMost - 1}) {
-    const Source place = Source::place(i), line = Source::line(i), staged = Source::staged(i);
+    const Source place = Source::host(i), line = Source::line(i), staged = Source::staged(i);
     EXPECT_FALSE(place.is_own());
     EXPECT_EQ(place.word, i);
     EXPECT_TRUE(line.is_own() && !line.is_staged());
@@ -268,8 +268,8 @@ TEST(Source, Kinds) {
     EXPECT_EQ(staged.index(), i);
     for (const Source s : {place, line, staged}) EXPECT_FALSE(s.is_padding() || s.is_missing());
   }
-  EXPECT_TRUE(Source::place(kPaddingSlot).is_padding());
-  EXPECT_TRUE(Source::place(kMissingSlot).is_missing());
+  EXPECT_TRUE(Source::host(kPaddingSlot).is_padding());
+  EXPECT_TRUE(Source::host(kMissingSlot).is_missing());
 }
 
 // Occurrences that are at the edges of runs, and large ones where rows are narrow.
@@ -296,7 +296,7 @@ size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_str
 // than the host row of their slot, so that it shows which was read.
 struct RowSources {
   RowSources(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
-         bool all_staged)
+             bool all_staged)
       : stride(row_stride(dim)) {
     host = make(d, Where::kHost, filled<float>(rows * stride, random, 0.05));
     lines = make(d, Where::kDevice, filled<float>(batch.distinct.size() * stride, random, 0.05));
@@ -355,18 +355,18 @@ struct RowSources {
 
 class ReadTest : public OpsTest {
  protected:
-  void stage(Random& random, const Batch& batch, const RowSources& places, uint32_t dim,
+  void stage(Random& random, const Batch& batch, const RowSources& row_sources, uint32_t dim,
              bool in_order) {
-    if (places.to_stage.empty()) return;
-    auto rows = make(*runtime_, anywhere(random), places.to_stage);
+    if (row_sources.to_stage.empty()) return;
+    auto rows = make(*runtime_, anywhere(random), row_sources.to_stage);
     StageArgs a{};
     a.part = batch.part;
-    a.host = places.host_rows();
-    a.staged = places.staged_rows();
-    const bool all = places.to_stage.size() == batch.distinct.size();
+    a.host = row_sources.host_rows();
+    a.staged = row_sources.staged_rows();
+    const bool all = row_sources.to_stage.size() == batch.distinct.size();
     if (!all || random.chance(0.5)) a.rows = rows->ptr();
     if (!in_order) a.to = rows->ptr();
-    a.count = static_cast<uint32_t>(places.to_stage.size());
+    a.count = static_cast<uint32_t>(row_sources.to_stage.size());
     a.dim = dim;
     launch(Kernel::stage_rows, stage_shape(a, extent(random)), a);
   }
@@ -379,12 +379,13 @@ TEST_F(ReadTest, GatherRows) {
     const Batch batch = dim > 1000 ? Batch(*runtime_, random, rows, {33}, 4, 2)
                                    : random_batch(*runtime_, random, rows, dim);
     const bool simple = batch.frequent_list.empty() && random.chance(0.5);  // no sources, no items
-    RowSources places(*runtime_, random, rows, dim, batch, !simple && random.chance(0.8), false);
-    stage(random, batch, places, dim, true);
+    const bool hbm = !simple && random.chance(0.8);
+    RowSources row_sources(*runtime_, random, rows, dim, batch, hbm, false);
+    stage(random, batch, row_sources, dim, true);
 
     std::vector<Item> items, later;
     uint32_t host_items = 0;
-    places.split(batch, &items, &later);
+    row_sources.split(batch, &items, &later);
     random.shuffle(items);
     random.shuffle(later);
     host_items = static_cast<uint32_t>(items.size());
@@ -398,11 +399,11 @@ TEST_F(ReadTest, GatherRows) {
                     random.chance(0.5) ? 0 : 4 * random.below(4));
     GatherArgs a{};
     a.part = batch.part;
-    a.host = places.host_rows();
-    a.lines = places.line_rows();
-    a.staged = places.staged_rows();
+    a.host = row_sources.host_rows();
+    a.lines = row_sources.line_rows();
+    a.staged = row_sources.staged_rows();
     if (!simple) {
-      a.source = places.sources->ptr();
+      a.source = row_sources.sources->ptr();
       a.items = item_memory->ptr();
     }
     a.host_items = host_items;
@@ -415,7 +416,8 @@ TEST_F(ReadTest, GatherRows) {
 
     std::vector<float> expected = out->made();
     if (n != 0) {
-      cpu_.gather_pointers(places.of_keys(batch).data(), n, dim, expected.data(), stride, false);
+      cpu_.gather_pointers(row_sources.of_keys(batch).data(), n, dim, expected.data(), stride,
+                           false);
     }
     EXPECT_TRUE(same(out->now(), expected)) << "dim " << dim << ", n " << n;
   });
@@ -427,13 +429,13 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
   for_seeds(20, [&](Random& random) {
     const uint32_t dim = random.one_of({32u, 64u, 128u}), rows = 200;
     const Batch batch(*runtime_, random, rows, {2, 31, 32, 33, 100}, 200, 5);
-    RowSources places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
-    ASSERT_EQ(places.stride, dim);
-    const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address),
+    RowSources row_sources(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
+    ASSERT_EQ(row_sources.stride, dim);
+    const sim::ReadCounts reads(reinterpret_cast<const void*>(row_sources.host->ptr().address),
                                 dim * sizeof(float), rows);
-    stage(random, batch, places, dim, true);
+    stage(random, batch, row_sources, dim, true);
     std::vector<Item> items, later;
-    places.split(batch, &items, &later);
+    row_sources.split(batch, &items, &later);
     GatherArgs a{};
     a.host_items = static_cast<uint32_t>(items.size());
     a.hbm_items = static_cast<uint32_t>(later.size());
@@ -441,10 +443,10 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     auto item_memory = make(*runtime_, anywhere(random), items);
     auto out = make(*runtime_, Where::kDevice, std::vector<float>(batch.slots.size() * dim));
     a.part = batch.part;
-    a.host = places.host_rows();
-    a.lines = places.line_rows();
-    a.staged = places.staged_rows();
-    a.source = places.sources->ptr();
+    a.host = row_sources.host_rows();
+    a.lines = row_sources.line_rows();
+    a.staged = row_sources.staged_rows();
+    a.source = row_sources.sources->ptr();
     a.items = item_memory->ptr();
     a.dim = dim;
     a.out = out->ptr();
@@ -459,7 +461,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     launch(Kernel::gather_rows, shape, a);
     std::vector<uint64_t> expected(rows);
     for (uint32_t i = 0; i < batch.distinct.size(); ++i)
-      if (!places.source[i].is_own() || places.source[i].is_staged())
+      if (!row_sources.source[i].is_own() || row_sources.source[i].is_staged())
         expected[batch.distinct[i]] = dim * sizeof(float);
     EXPECT_EQ(reads.now(), expected) << "dim " << dim;
   });
@@ -525,7 +527,7 @@ TEST_F(ReadTest, Tier) {
   std::memset(far_out, 0, kDim * sizeof(float));
   PoolArgs pool{};
   pool.host = a.host;
-  pool.places = as<Source>(slot_memory->ptr());
+  pool.key_sources = as<Source>(slot_memory->ptr());
   pool.bags = {offsets->ptr(), kKeys, kKeys, {}};
   pool.dim = kDim;
   pool.out = a.out;
@@ -537,7 +539,7 @@ TEST_F(ReadTest, Tier) {
   auto dots = make(*runtime_, Where::kDevice, std::vector<float>(kKeys, -1));
   WeightGradArgs w{};
   w.host = a.host;
-  w.places = as<Source>(slot_memory->ptr());
+  w.key_sources = as<Source>(slot_memory->ptr());
   w.grads = one->ptr();
   w.bag = zero->ptr();
   w.keys = kKeys;
@@ -546,7 +548,7 @@ TEST_F(ReadTest, Tier) {
   launch(Kernel::weight_grads, weight_grads_shape(w), w);
   auto near_dots = make(*runtime_, Where::kDevice, std::vector<float>(kKeys, -1));
   w.host = st.staged;
-  w.places = as<Source>(count->ptr());
+  w.key_sources = as<Source>(count->ptr());
   w.out = near_dots->ptr();
   launch(Kernel::weight_grads, weight_grads_shape(w), w);
   EXPECT_TRUE(same(dots->now(), near_dots->now()));
@@ -621,13 +623,13 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     const uint32_t rows = static_cast<uint32_t>(random.from(1, 200));
     const Batch batch = random_batch(*runtime_, random, rows, dim);
     const bool all_staged = random.chance(0.5);
-    RowSources places(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
-    stage(random, batch, places, dim, !all_staged);
+    RowSources row_sources(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
+    stage(random, batch, row_sources, dim, !all_staged);
     const size_t n = batch.slots.size();
     auto memory = make(*runtime_, anywhere(random), std::vector<Source>(n, Source{0x12345678u}));
     PlaceArgs p{};
     p.part = batch.part;
-    p.source = places.sources->ptr();
+    p.source = row_sources.sources->ptr();
     p.all_staged = all_staged;
     p.out = memory->ptr();
     launch(Kernel::place_keys, place_shape(p, extent(random)), p);
@@ -637,15 +639,15 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
       if (!place[i].is_padding() && all_staged) { ASSERT_TRUE(place[i].is_own()); }
     }
     // Rows that are missing read as zeros and are terms.
-    std::vector<const float*> row = places.of_keys(batch);
+    std::vector<const float*> row = row_sources.of_keys(batch);
     const std::vector<float> zeros(dim, 0.0f);
     const double missing = random.chance(0.3) ? 0.1 : 0.0;
     for (size_t i = 0; i < n; ++i) {
       if (!random.chance(missing)) continue;
-      place[i] = Source::place(kMissingSlot);
+      place[i] = Source::host(kMissingSlot);
       row[i] = zeros.data();
     }
-    auto place_memory = make(*runtime_, anywhere(random), place);
+    auto key_sources = make(*runtime_, anywhere(random), place);
 
     std::vector<uint64_t> offsets{0};
     uint64_t longest = 0;
@@ -665,10 +667,10 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     auto out = make(*runtime_, anywhere(random), filled<float>(bags * stride / 4, random, 0.1),
                     random.chance(0.5) ? 0 : 4 * random.below(4));
     PoolArgs a{};
-    a.host = places.host_rows();
-    a.lines = places.line_rows();
-    a.staged = places.staged_rows();
-    a.places = place_memory->ptr();
+    a.host = row_sources.host_rows();
+    a.lines = row_sources.line_rows();
+    a.staged = row_sources.staged_rows();
+    a.key_sources = key_sources->ptr();
     auto wrong = make(*runtime_, anywhere(random), std::vector<uint32_t>{0});
     a.bags.offsets = offset_memory->ptr();
     a.bags.bags = static_cast<uint32_t>(bags);
@@ -689,7 +691,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
 
     BagsOfKeysArgs of{};
     of.bags = a.bags;
-    if (random.chance(0.5)) of.places = place_memory->ptr();
+    if (random.chance(0.5)) of.key_sources = key_sources->ptr();
     auto of_keys = make(*runtime_, Where::kDevice, std::vector<uint32_t>(n, UINT32_MAX));
     auto terms = make(*runtime_, Where::kDevice, std::vector<float>(bags, -1.0f));
     of.bag = of_keys->ptr();
@@ -699,7 +701,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     for (size_t b = 0; of.terms && b < bags; ++b) {
       expected_terms[b] = 0;
       for (uint64_t k = offsets[b]; k < offsets[b + 1]; ++k)
-        expected_terms[b] += !of.places || !place[k].is_padding();
+        expected_terms[b] += !of.key_sources || !place[k].is_padding();
     }
     EXPECT_TRUE(same(terms->now(), expected_terms));
     EXPECT_EQ(wrong->now()[0], 0u);
@@ -746,7 +748,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     w.host = a.host;
     w.lines = a.lines;
     w.staged = a.staged;
-    w.places = a.places;
+    w.key_sources = a.key_sources;
     w.grads = grads->ptr();
     w.grads_stride = stride;
     w.bag = bag_memory->ptr();

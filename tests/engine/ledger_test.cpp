@@ -178,7 +178,7 @@ TEST_F(LedgerTest, TheImageOfARow) {
     EXPECT_EQ(before_images()[0]->update.load(), shm_address);
     EXPECT_EQ(slots_of(*before_images()[0]), Slots{BeforeImage::kNoRow});
     // Of rows that do not exist the ledger keeps nothing.
-    const RowWrite fresh(rows, &any, 1, {RowWrite::What::kNew});
+    const RowWrite of_new_row(rows, &any, 1, {RowWrite::What::kNew});
     EXPECT_EQ(before_images().size(), 1u);
   }
   EXPECT_TRUE(before_images().empty());

@@ -254,18 +254,18 @@ TEST(WorkersSchedules, NoWakeUpIsLost) {
     Trace trace;
     Workers workers(0, {[] { return false; }, [] { return false; }, [] {}}, &trace);
     Mutex mu;
-    uint32_t stage = 0;
+    uint32_t reached = 0;
     for (uint32_t r : {0, 1}) {
       s.thread(r ? "settles on 2" : "settles on 1", [&, r] {
         UniqueLock lock(mu);
-        workers.wait_until(lock, [&] { return stage >= 1 + r; });
+        workers.wait_until(lock, [&] { return reached >= 1 + r; });
       });
       s.thread(r ? "waits for 2" : "waits for 1", [&, r] {
         const Status status = workers.wait(
             UINT64_MAX, []() -> Status { return FRUGAL_OK; },
             [&] {
               Lock lock(mu);
-              return stage >= 1 + r;
+              return reached >= 1 + r;
             },
             [] { return false; }, [] { return false; });
         HOLDS(s, status == FRUGAL_OK);
@@ -274,7 +274,7 @@ TEST(WorkersSchedules, NoWakeUpIsLost) {
         for (bool done = false; !done;) {
           {
             Lock lock(mu);
-            if (stage == r) stage = r + 1, done = true;
+            if (reached == r) reached = r + 1, done = true;
           }
           done ? workers.progress() : yield_thread();
         }

@@ -229,13 +229,13 @@ class Unlocked {
     for (uint64_t n = most; n > 0; --n) {
       uint32_t ids[4];
       uint8_t prio;
-      size_t places;
+      size_t items;
       {
         Lock lock(mu_);
-        places = queue_->pop(0, kRing, ids, 4, &prio);
+        items = queue_->pop(0, kRing, ids, 4, &prio);
       }
-      any |= places != 0;
-      for (size_t i = 0; i < places; ++i)
+      any |= items != 0;
+      for (size_t i = 0; i < items; ++i)
         if (change(ids[i], prio, kAbsent)) ++taken_;
     }
     return any;

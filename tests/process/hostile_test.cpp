@@ -66,7 +66,7 @@ using frugal::Piece;
 
 constexpr uint32_t kWorld = 3, kRank = 2;  // the enemy's
 constexpr int64_t kSilenceMs = 2000;       // where it is found out by that
-constexpr uint32_t kInVain = 2;            // calls of honest ranks that may, on a busy machine
+constexpr uint32_t kMostTimedOut = 2;      // calls of honest ranks that may, on a busy machine
 constexpr uint32_t kRejoined = 3;          // that may be lost to one, in a whole job
 constexpr int kBoundMs = 60000;      // of what is waited for: a machine that has other things to do
 constexpr uint64_t kSteps = 20;      // of the job with each mode
@@ -274,7 +274,7 @@ class Job {
   }
   const Rank& first() const { return ranks_[0]; }
   // Calls that have waited for their whole time-out, since the last look.
-  uint32_t InVain() { return in_vain_.exchange(0); }
+  uint32_t TimedOut() { return timed_out_.exchange(0); }
 
  private:
   void Run(Rank& r) {
@@ -311,7 +311,7 @@ class Job {
         }
         step = r.Next();
       } else if (s == FRUGAL_ERR_TIMEOUT) {
-        ++in_vain_;
+        ++timed_out_;
       } else {
         Ok(s, "a step of an honest rank");
       }
@@ -327,7 +327,7 @@ class Job {
   std::condition_variable cv_;
   uint64_t limit_ = 0, lost_at_ = 0;
   uint32_t losses_ = 0;
-  std::atomic<uint32_t> in_vain_{0}, rejoined_{0};
+  std::atomic<uint32_t> timed_out_{0}, rejoined_{0};
   bool over_ = false, undo_ = false;
 };
 
@@ -984,7 +984,7 @@ class World {
     Process honest({"--honest", folder_.address(), std::to_string(steps_)});
     // The rank's former trainer has left, so no step would wait for this one.
     CHECK(honest.Line() == "in");
-    (void)job.InVain();
+    (void)job.TimedOut();
     job.Allow(steps_);
     if (honest.Wait() != 0) Die(std::string(mode_name) + ": an honest process has failed");
     job.AwaitSteps(steps_);
@@ -1011,14 +1011,14 @@ class World {
         job.Allow(steps_ + kSteps);
         const uint64_t lost = job.AwaitLoss(losses);
         found = Seconds(acts, lost);
-        CHECK(job.InVain() <= kInVain);
+        CHECK(job.TimedOut() <= kMostTimedOut);
         CHECK(job.first().Next() == steps_);  // nothing of the enemy's is committed
       }
       // A new process has the rank, while the enemy lives.
       const uint64_t began = now_ns();
       HonestSteps(job);
       on = Seconds(began, now_ns());
-      CHECK(job.InVain() <= kInVain);
+      CHECK(job.TimedOut() <= kMostTimedOut);
       if (mode.how == How::kEnded) {
         CHECK(enemy.Line() == "done");
         found = Seconds(acts, now_ns());

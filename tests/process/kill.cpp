@@ -648,8 +648,8 @@ class Harness {
     controller_pid_ = controller.pid();
     // With one process that has come and gone it has what it needs itself.
     if (wait_for(spawn({"--read", folder_.address()})) != kDone) return fail("nobody can attach");
-    const long descriptors = settled(descriptors_of, LONG_MAX),
-               threads = settled(threads_of, LONG_MAX);
+    const long descriptors = wait_to_fall(descriptors_of, LONG_MAX),
+               threads = wait_to_fall(threads_of, LONG_MAX);
     for (auto& r : page_->ranks) r.step.store(0);
     page_->ended.store(false);
     page_->limit.store(0);
@@ -728,9 +728,9 @@ class Harness {
     if (wait_for(spawn({"--read", folder_.address()})) != kDone)
       return fail("the tables cannot be read");
     if (page_->hash.load() != expected_) return fail("the tables are not those of the reference");
-    if (long n = settled(descriptors_of, descriptors); n > descriptors)
+    if (long n = wait_to_fall(descriptors_of, descriptors); n > descriptors)
       return fail(std::to_string(n - descriptors) + " descriptors are left in the controller");
-    if (long n = settled(threads_of, threads); n > threads)
+    if (long n = wait_to_fall(threads_of, threads); n > threads)
       return fail(std::to_string(n - threads) + " threads are left in the controller");
     if (long kib = resident_kib(controller.pid()); resident && kib > 2 * resident + 65536)
       return fail("the controller has " + std::to_string(kib) + " KiB, had " +
@@ -777,7 +777,7 @@ class Harness {
   }
 
   // A number that is to fall to `aim`; it is given time.
-  long settled(long (*of)(pid_t), long aim) {
+  long wait_to_fall(long (*of)(pid_t), long aim) {
     long n = of(controller_pid_);
     for (int i = 0; i < 1000; ++i) {
       if (aim == LONG_MAX ? i >= 100 : n <= aim) break;

@@ -284,7 +284,7 @@ TEST(Regions, SoManyAreTold) {
   Mapping memory;
   ASSERT_OK(os_reserve(2 * kMiB, true, &memory));
   uint64_t shm_address = 0;
-  for (size_t i = 0; i < RegionPublisher::kMostBeside; ++i) {
+  for (size_t i = 0; i < RegionPublisher::kMostRegions; ++i) {
     ASSERT_OK(arena.region_publisher()->come(memory, &shm_address, true));
     ASSERT_NE(shm_address, kNoShmAddress);
   }

@@ -16,12 +16,12 @@ constexpr size_t kCapacity = 64;
 struct Ends {
   explicit Ends(uint64_t start) {
     for (RingEnd* end : {&writes, &reads}) end->count.store(start), end->asleep.store(0);
-    for (RingLink* link : {&of_writer, &of_reader}) link->look_for(0, false);
+    for (RingPeer* link : {&of_writer, &of_reader}) link->look_for(0, false);
     writer = RingWriter(&of_writer, &writes, &reads, data, kCapacity);
     reader = RingReader(&of_reader, &reads, &writes, data, kCapacity);
   }
   RingEnd writes{}, reads{};
-  RingLink of_writer{"the reader"}, of_reader{"the writer"};
+  RingPeer of_writer{"the reader"}, of_reader{"the writer"};
   char data[kCapacity];
   RingWriter writer;
   RingReader reader;
@@ -75,7 +75,7 @@ TEST(RingSchedules, WhoWaitsIsLetGo) {
     const bool cut = s.random().one_in(2), by_reader = s.random().one_in(2);
     const size_t before = s.random().below(100);
     const std::string some = bytes(before + 1);
-    RingLink& waits = by_reader ? ends.of_reader : ends.of_writer;
+    RingPeer& waits = by_reader ? ends.of_reader : ends.of_writer;
     s.thread("waits", [&] {
       Status status = FRUGAL_OK;
       char to[16];

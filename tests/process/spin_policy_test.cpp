@@ -14,7 +14,7 @@ class PatienceTest : public testing::Test {
     ASSERT_OK(Channel::create(4096, nullptr, &channel));
     before = Processors::mine();
   }
-  void TearDown() override { before.place(); }
+  void TearDown() override { before.bind(); }
   bool only_on(int processor) {
     const Processors now = Processors::mine();
     for (int i = 0; i < CPU_SETSIZE; ++i)
@@ -55,7 +55,7 @@ TEST_F(PatienceTest, NoProcessorOfTheLane) {
 TEST_F(PatienceTest, TheProcessorOfTheCaller) {
   std::thread([] {
     const int one = os_processor();
-    ASSERT_TRUE(Processors::only(one).place());
+    ASSERT_TRUE(Processors::only(one).bind());
     EXPECT_EQ(SpinPolicy::processor(), static_cast<uint32_t>(one + 1));
   }).join();
 }

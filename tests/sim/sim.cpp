@@ -110,7 +110,7 @@ SimRuntime::~SimRuntime() {
 }
 
 Result SimRuntime::faulted(const char* call) const {
-  const char* text = health_->settle();
+  const char* text = health_->await_idle();
   return reset_.load() ? misuse(call, kInvalidHandle, text)
                        : Result{ErrorKind::kFault, kLaunchFailure, call, text};
 }
@@ -208,7 +208,7 @@ Result SimRuntime::alloc(size_t bytes, Ptr<char>* out) {
 
 void SimRuntime::free(Ptr<char> p) {
   if (!p) return;
-  if (health_->failed()) health_->settle();
+  if (health_->failed()) health_->await_idle();
   size_t bytes = 0;
   if (!free_device_memory(device_, p.address, &bytes))
     return fault("free", reinterpret_cast<void*>(p.address));
@@ -234,7 +234,7 @@ Result SimRuntime::pin(void* p, size_t bytes, bool read_only) {
 }
 
 void SimRuntime::unpin(void* p) {
-  if (health_->failed()) health_->settle();
+  if (health_->failed()) health_->await_idle();
   if (!unpin_memory(reinterpret_cast<uint64_t>(p))) fault("unpin", p);
 }
 

@@ -29,7 +29,7 @@ void Health::fail(const char* text) {
   state_.store(2);
 }
 
-const char* Health::settle() {
+const char* Health::await_idle() {
   while (running_.load(std::memory_order_relaxed) > 0) sleep_us(20);
   acquire_order(&running_);
   return text_;

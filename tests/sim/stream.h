@@ -36,7 +36,7 @@ class Health {
   // For failed(): waits until nothing runs any more, and nothing will. ThreadSanitizer sees what
   // ran as before what follows. No event says so, and without it the memory could never be used
   // again.
-  const char* settle();
+  const char* await_idle();
   // Around an operation that accesses memory. False: it must not run.
   bool enter();
   void leave();

@@ -3,6 +3,6 @@
 
 namespace frugal {
 
-void Gpu::forget_places(Part&) {}
+void Gpu::forget_sources(Part&) {}
 
 }  // namespace frugal

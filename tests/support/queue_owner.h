@@ -49,10 +49,10 @@ class QueueOwner {
   void forget(uint32_t id) { marks_[id] = kAbsent; }
   // Up to `max` entries with the lowest priorities.
   size_t pop(uint64_t base, uint32_t limit_distance, uint32_t* ids, size_t max) {
-    size_t n = 0, places;
+    size_t n = 0, items;
     uint8_t prio;
-    while (n < max && (places = queue_->pop(base, limit_distance, ids + n, max - n, &prio)) != 0)
-      for (uint32_t *at = ids + n, *end = at + places; at < end; ++at) {
+    while (n < max && (items = queue_->pop(base, limit_distance, ids + n, max - n, &prio)) != 0)
+      for (uint32_t *at = ids + n, *end = at + items; at < end; ++at) {
         if (marks_[*at] != prio || std::count(prepared_.begin(), prepared_.end(), *at)) continue;
         marks_[*at] = kAbsent;
         ids[n++] = *at;

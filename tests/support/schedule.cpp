@@ -412,9 +412,9 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
   // All on one processor, which a switch of threads does not leave. Which one does not matter.
   const int here = os_processor();
   if (here >= 0) {
-    Processors::only(here).place();
+    Processors::only(here).bind();
     for (uint32_t i = 0; i < Schedule::kMostThreads; ++i)
-      Processors::only(here).place(&workers()[i].thread);
+      Processors::only(here).bind(&workers()[i].thread);
   }
   uint64_t points = 0, most = 0, runs = 0;
   std::unordered_set<uint64_t> distinct;
@@ -448,7 +448,7 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
               name, static_cast<unsigned long long>(runs), distinct.size(),
               static_cast<unsigned long long>(runs ? points / runs : 0),
               static_cast<unsigned long long>(most));
-  whole.place();
+  whole.bind();
   sigaction(SIGABRT, &before, nullptr);
 }
 

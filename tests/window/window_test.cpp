@@ -1111,29 +1111,29 @@ class Walk {
   }
 
   void check() {
-    uint64_t low = kNever, high = kNever, low_flying = kNever,
-             high_flying = kNever;  // of the most urgent row
-    bool flying = false;
+    uint64_t low = kNever, high = kNever, low_claimed = kNever,
+             high_claimed = kNever;  // of the most urgent row
+    bool any_claimed = false;
     for (auto& [slot, updates] : pending_) {
       const Bounds b = bounds(slot, updates.front().update->step);
       low = std::min(low, b.first);
       high = std::min(high, b.second);
       if (!updates.front().claimed) continue;
-      flying = true;
-      low_flying = std::min(low_flying, b.first);
-      high_flying = std::min(high_flying, b.second);
+      any_claimed = true;
+      low_claimed = std::min(low_claimed, b.first);
+      high_claimed = std::min(high_claimed, b.second);
     }
     ASSERT_EQ(window_.next_commit(), next_commit_);
     ASSERT_EQ(window_.pending_rows(), pending_.size());
     ASSERT_EQ(window_.any_pending(), !pending_.empty());
     ASSERT_EQ(window_.pending_until(kNever), !pending_.empty());
-    ASSERT_EQ(window_.in_flight_until(kNever), flying);
+    ASSERT_EQ(window_.in_flight_until(kNever), any_claimed);
     for (uint64_t step = next_commit_; step < next_commit_ + Window::kHorizon + 2; ++step) {
-      const bool waits = window_.pending_until(step), flies = window_.in_flight_until(step);
+      const bool waits = window_.pending_until(step), in_flight = window_.in_flight_until(step);
       ASSERT_TRUE(waits || high > step) << "the gate of step " << step << " does not wait";
       ASSERT_TRUE(!waits || low <= step) << "the gate of step " << step << " waits for nothing";
-      ASSERT_TRUE(flies || high_flying > step) << "step " << step;
-      ASSERT_TRUE(!flies || low_flying <= step) << "step " << step;
+      ASSERT_TRUE(in_flight || high_claimed > step) << "step " << step;
+      ASSERT_TRUE(!in_flight || low_claimed <= step) << "step " << step;
     }
     if (large_ && !random_.one_in(8)) return;
     Slots all(config_.rows);

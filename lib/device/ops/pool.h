@@ -39,7 +39,7 @@ FRUGAL_DEVICE Bag bag_of(const BagsPtr& b, uint64_t bag) {
 // The bag of each key, and the number of each bag's terms.
 struct BagsOfKeysArgs {
   BagsPtr bags;
-  Ptr<Source> places;    // one a key: padding is no term; null: all keys are terms
+  Ptr<Source> key_sources;  // one a key: padding is no term; null: all keys are terms
   Ptr<uint32_t> bag;
   Ptr<float> terms;      // or null
 };
@@ -52,7 +52,7 @@ FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
     uint32_t terms = 0;
     for (uint64_t key = bag.begin + walk.vector(); key < bag.end; key += kWarp) {
       store(a.bag + key, static_cast<uint32_t>(walk.item()));
-      terms += !a.places || !load(a.places + key).is_padding();
+      terms += !a.key_sources || !load(a.key_sources + key).is_padding();
     }
     if (!a.terms) continue;
     for (uint32_t mask = kWarp / 2; mask != 0; mask /= 2) terms += shuffle_xor(terms, mask);
@@ -63,7 +63,7 @@ FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
 // Writes bag b to out + b * out_stride bytes.
 struct PoolArgs {
   RowsPtr host, lines, staged;
-  Ptr<Source> places;     // one a key, as place_keys makes them; padding is no term
+  Ptr<Source> key_sources;  // one a key, as place_keys makes them; padding is no term
   BagsPtr bags;
   Ptr<float> weights;     // one a key; or null
   uint32_t mean;          // 1: divides by the number of terms
@@ -87,7 +87,7 @@ FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
       Source place[kInFlight];
       float weight[kInFlight];
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        place[k] = key + k < end ? load(a.places + (key + k)) : Source{kPaddingSlot};
+        place[k] = key + k < end ? load(a.key_sources + (key + k)) : Source{kPaddingSlot};
         weight[k] = a.weights && key + k < end ? load(a.weights + (key + k)) : 1.0f;
       }
       Float4 x[kInFlight];
@@ -137,7 +137,7 @@ FRUGAL_DEVICE float finish_sum16(Float4 acc) {
 
 struct WeightGradArgs {
   RowsPtr host, lines, staged;
-  Ptr<Source> places;    // one a key, as in PoolArgs
+  Ptr<Source> key_sources;  // one a key, as in PoolArgs
   Ptr<float> grads;      // of bags
   uint64_t grads_stride;  // bytes, a multiple of 4
   Ptr<uint32_t> bag;     // of keys
@@ -155,7 +155,7 @@ FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
   // A warp goes on until the first of its groups has no more keys.
   for (uint64_t key = group; key - in_warp < a.keys; key += groups) {
     Float4 acc = {};
-    const Source place = key < a.keys ? load(a.places + key) : Source{kPaddingSlot};
+    const Source place = key < a.keys ? load(a.key_sources + key) : Source{kPaddingSlot};
     if (!place.is_padding()) {
       const Ptr<float> grad = forward(a.grads, load(a.bag + key) * a.grads_stride);
       for (uint32_t v = in_group; v < vectors; v += kSumGroup) {

@@ -243,7 +243,7 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
     if (a.all_staged && place.is_staged())
       place = {};  // a host row, staged among the frequent ones only
     if (!place.is_own())
-      place = a.all_staged ? Source::staged(row) : Source::place(load(a.part.slots + row));
+      place = a.all_staged ? Source::staged(row) : Source::host(load(a.part.slots + row));
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
       store(a.out + load(a.part.positions + p), place);
