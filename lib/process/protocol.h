@@ -85,7 +85,7 @@ struct PartAddress {
   uint64_t n, distinct, occurrences;
   uint64_t slots, pairs, rows, start, keys;
   uint64_t sources,
-      line_values;       // where the trainer's cache has its rows, if it has rows of the table
+      cached_values;     // where the trainer's cache has its rows, if it has rows of the table
   uint64_t cached;       // keys of rows that are in it
   uint64_t stale;        // keys of rows that had updates pending
   uint64_t padding;
@@ -100,7 +100,7 @@ constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
 // What a step's refresh does to the lines of a table, which are in memory of the trainer's device.
 struct CachedRowsAddress {
   uint64_t table;
-  uint64_t lines;           // that there are
+  uint64_t cache_slots;  // that there are
   // shared addresses of uint32_t[count]: rows that come in, and their lines
   uint64_t admitted, to;
   uint64_t count, updates;  // so many UpdateAddress follow
@@ -110,7 +110,7 @@ struct CachedRowsAddress {
 // computed.
 struct UpdateAddress {
   arith::StepScalars scalars;
-  uint64_t lines, start,
+  uint64_t cache_slots, start,
       // shared addresses of uint32_t[count], uint32_t[count + 1], CachedRowUpdate::Term[term_count]
       terms;
   uint64_t count, term_count, now;
