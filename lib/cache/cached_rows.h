@@ -51,13 +51,13 @@ class CachedRows : public HeapObject {
 class HostCachedRows final : public CachedRows {
  public:
   // Of a table's rows.
-  static Status open(const Rows& rows, uint64_t lines, BufferPool& pool,
+  static Status open(const Rows& rows, uint64_t cache_slots, BufferPool& pool,
                      std::unique_ptr<CachedRows>* out);
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
  private:
   void apply(const CachedRowUpdate& touched, const StepUpdate& update);
-  void fill(const Vector<uint32_t>& slots, const Vector<uint32_t>& lines);
+  void fill(const Vector<uint32_t>& slots, const Vector<uint32_t>& cache_slots);
   device::RowsView rows_{};
   device::RowsRef cached_rows_{};
   Buffer values_, state_;

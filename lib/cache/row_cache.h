@@ -36,11 +36,11 @@ struct CachedRowUpdate {
   struct Term {
     uint32_t rank, row;  // which of the update's hand-overs, and which row of it
   };
-  Vector<uint32_t> lines, start;
+  Vector<uint32_t> cache_slots, start;
   Vector<Term> terms;
   size_t urgent = 0;  // lines that the next step reads
   void clear() {
-    lines.clear();
+    cache_slots.clear();
     start.clear();
     terms.clear();
     urgent = 0;
@@ -66,34 +66,34 @@ struct CachePlan {
 };
 
 class RowCache : public HeapObject {
-  struct Line {
+  struct CachedRow {
     uint32_t slot;  // kNone: free
     uint32_t mark;  // the last turn whose step reads it, times two, and 1 if it came in for that
     uint64_t next_read;
   };
   struct Pinned {
-    uint32_t line;
+    uint32_t cache_slot;
     uint64_t next_read;
   };
   struct Place {
-    uint32_t slot, line;  // line kNone: empty
+    uint32_t slot, cache_slot;  // line kNone: empty
   };
 
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
-  void open(uint64_t lines);
-  uint64_t lines() const { return cache_slots_; }
+  void open(uint64_t cache_slots);
+  uint64_t cache_slots() const { return cache_slots_; }
   uint64_t size() const { return size_; }
   // With lines in host memory. At most, beside the rounding of the two arrays; bytes_for counts
   // exactly.
-  static uint64_t line_bytes(const RowLayout& layout) {
-    return layout.bytes() + sizeof(Line) + sizeof(Pinned) +
-           (1 + kListed) * sizeof(uint32_t) + 4 * sizeof(Place);
+  static uint64_t row_bytes(const RowLayout& layout) {
+    return layout.bytes() + sizeof(CachedRow) + sizeof(Pinned) + (1 + kListed) * sizeof(uint32_t) +
+           4 * sizeof(Place);
   }
-  static uint64_t bytes_for(const RowLayout& layout, uint64_t lines);
+  static uint64_t bytes_for(const RowLayout& layout, uint64_t cache_slots);
 
   uint32_t find(uint32_t slot) const;  // line or kNone
-  void find(const uint32_t* slots, size_t n, uint32_t* lines) const;
+  void find(const uint32_t* slots, size_t n, uint32_t* cache_slots) const;
   // Where the owner reads rows: the line, or the host row.
   void sources(const uint32_t* slots, size_t n, device::Source* out) const;
 
@@ -104,7 +104,7 @@ class RowCache : public HeapObject {
   // Memory is wanted before anything of it is changed.
   template <class NextOf>
   void plan_refresh(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
-                    NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
+                    NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* cache_slots,
                     Vector<uint32_t>* evicted);
   // The lines of the slots of the last call of plan_refresh(), or kNone.
   const Vector<uint32_t>& refreshed() const { return found_; }
@@ -116,18 +116,18 @@ class RowCache : public HeapObject {
   void drop(uint32_t slot) noexcept;
   // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if
   // it were new.
-  size_t drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcept;
+  size_t drop_some(uint32_t* cache_slot, uint32_t* slots, size_t most) noexcept;
 
  private:
   // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date:
   // between turns it is in the list of its next_read, and perhaps still in others.
   static constexpr uint32_t kNever = 64, kLists = 65;
   struct List {
-    Vector<uint32_t> lines;
+    Vector<uint32_t> cache_slots;
     size_t first = 0;  // from here on; those before are gone
-    bool empty() const { return first == lines.size(); }
+    bool empty() const { return first == cache_slots.size(); }
     void forget() {
-      lines.clear();
+      cache_slots.clear();
       first = 0;
     }
   };
@@ -141,29 +141,29 @@ class RowCache : public HeapObject {
   static constexpr size_t kAhead = 16;  // entries between the request of a line and its use
 
   template <class NextOf>
-  uint32_t take_line(uint64_t step, uint64_t next_read, NextOf next_of,
-                     Vector<uint32_t>* evicted);
+  uint32_t take_cache_slot(uint64_t step, uint64_t next_read, NextOf next_of,
+                           Vector<uint32_t>* evicted);
   template <class NextOf>
   void ask(uint32_t list, NextOf next_of);
   void begin_refresh(uint64_t step);
   void end_refresh(uint64_t step);
-  void list_line(uint32_t line, uint64_t next_read) noexcept;
-  bool read_now(const Line& l) const { return l.mark >> 1 == number_; }
-  bool is_new(const Line& l) const { return l.mark == (number_ << 1 | 1); }
-  bool listed(uint32_t line, uint32_t list) const {
-    const Line& l = line_[line];
+  void list_cache_slot(uint32_t cache_slot, uint64_t next_read) noexcept;
+  bool read_now(const CachedRow& l) const { return l.mark >> 1 == number_; }
+  bool is_new(const CachedRow& l) const { return l.mark == (number_ << 1 | 1); }
+  bool listed(uint32_t cache_slot, uint32_t list) const {
+    const CachedRow& l = cached_row_[cache_slot];
     return l.slot != kNone && !read_now(l) && list_of(l.next_read) == list;
   }
-  void index_insert(uint32_t slot, uint32_t line);
+  void index_insert(uint32_t slot, uint32_t cache_slot);
   void index_erase(uint32_t slot);
   uint64_t place(uint32_t slot) const {
     return ((slot + 1) * 0x9e3779b97f4a7c15ull) >> shift_;
   }
-  void remove(uint32_t line);
-  static uint64_t places_for(uint64_t lines);
+  void remove(uint32_t cache_slot);
+  static uint64_t places_for(uint64_t cache_slots);
 
   uint64_t cache_slots_ = 0, size_ = 0;
-  Vector<Line> line_;
+  Vector<CachedRow> cached_row_;
   Vector<Pinned> pinned_;
   Vector<uint32_t> free_, found_;
   Vector<Place> index_;
@@ -180,7 +180,7 @@ class RowCache : public HeapObject {
   uint64_t step_ = kNoStep,
            step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
   struct Hit {
-    uint32_t slot, line;
+    uint32_t slot, cache_slot;
     CachedRowUpdate::Term term;
     bool urgent;
   };
@@ -191,10 +191,10 @@ class RowCache : public HeapObject {
 template <class NextOf>
 void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next,
                             size_t n, NextOf next_of, Vector<uint32_t>* admitted,
-                            Vector<uint32_t>* lines, Vector<uint32_t>* evicted) {
+                            Vector<uint32_t>* cache_slots, Vector<uint32_t>* evicted) {
   const size_t most = std::min<size_t>(n, cache_slots_);
   found_.reserve(n);
-  for (Vector<uint32_t>* v : {admitted, lines, evicted}) v->reserve(v->size() + most);
+  for (Vector<uint32_t>* v : {admitted, cache_slots, evicted}) v->reserve(v->size() + most);
   if (more)
     step_ = kNoStep;
   else
@@ -208,33 +208,34 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
   // have updates pending that count on the line being here.)
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && found_[i + kAhead] != kNone)
-      __builtin_prefetch(&line_[found_[i + kAhead]], 1);
+      __builtin_prefetch(&cached_row_[found_[i + kAhead]], 1);
     if (found_[i] == kNone) continue;
-    Line& line = line_[found_[i]];
-    if (read_now(line)) continue;
-    line.mark = number_ << 1;
+    CachedRow& cached_row = cached_row_[found_[i]];
+    if (read_now(cached_row)) continue;
+    cached_row.mark = number_ << 1;
     pinned_.push_back({found_[i], next[i]});
   }
   for (size_t i = 0; i < n && pinned_.size() < cache_slots_; ++i) {
     if (i + kAhead < n && found_[i + kAhead] == kNone)
       __builtin_prefetch(&index_[place(slots[i + kAhead])], 1);
     if (found_[i] != kNone) continue;
-    const uint32_t line = take_line(step, next[i], next_of, evicted);
-    if (line == kNone) continue;
-    FRUGAL_ASSERT(line_[line].slot == kNone && find(slots[i]) == kNone);
-    line_[line].slot = slots[i];
-    line_[line].mark = number_ << 1 | 1;
-    index_insert(slots[i], line);
+    const uint32_t cache_slot = take_cache_slot(step, next[i], next_of, evicted);
+    if (cache_slot == kNone) continue;
+    FRUGAL_ASSERT(cached_row_[cache_slot].slot == kNone && find(slots[i]) == kNone);
+    cached_row_[cache_slot].slot = slots[i];
+    cached_row_[cache_slot].mark = number_ << 1 | 1;
+    index_insert(slots[i], cache_slot);
     ++size_;
-    found_[i] = line;
+    found_[i] = cache_slot;
     admitted->push_back(slots[i]);
-    lines->push_back(line);
-    pinned_.push_back({line, next[i]});
+    cache_slots->push_back(cache_slot);
+    pinned_.push_back({cache_slot, next[i]});
   }
   // Those of before are listed, unless that was passed over just now.
   for (size_t i = skipped_ ? 0 : pinned_before; i < pinned_.size(); ++i) {
-    if (i + kAhead < pinned_.size()) __builtin_prefetch(&line_[pinned_[i + kAhead].line], 1);
-    list_line(pinned_[i].line, pinned_[i].next_read);
+    if (i + kAhead < pinned_.size())
+      __builtin_prefetch(&cached_row_[pinned_[i + kAhead].cache_slot], 1);
+    list_cache_slot(pinned_[i].cache_slot, pinned_[i].next_read);
   }
   if (!more) end_refresh(step);
   FRUGAL_ASSERT(pinned_.size() <= cache_slots_ && size_ + free_.size() == cache_slots_);
@@ -244,12 +245,12 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
 // has declared, then the farthest. What a list says may be out of date, since declarations came or
 // were taken back; then the line goes to its list and we look again.
 template <class NextOf>
-uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
-                             Vector<uint32_t>* evicted) {
+uint32_t RowCache::take_cache_slot(uint64_t step, uint64_t next_read, NextOf next_of,
+                                   Vector<uint32_t>* evicted) {
   if (!free_.empty()) {
-    uint32_t line = free_.back();
+    uint32_t cache_slot = free_.back();
     free_.pop_back();
-    return line;
+    return cache_slot;
   }
   if (next_read == UINT64_MAX) return kNone;  // no line is read later
   for (;;) {
@@ -259,16 +260,16 @@ uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
     List& list = lists_[at];
     if (list.empty()) return kNone;
     if (at != asked_list_ || list.first >= asked_end_) ask(at, next_of);
-    const uint32_t candidate = list.lines[list.first];
+    const uint32_t candidate = list.cache_slots[list.first];
     if (!listed(candidate, at)) {
-      skipped_ |= read_now(line_[candidate]);
+      skipped_ |= read_now(cached_row_[candidate]);
       ++list.first;
       continue;
     }
     // A row that is read no sooner than the one that would go stays out.
-    if (line_[candidate].next_read <= next_read) return kNone;
+    if (cached_row_[candidate].next_read <= next_read) return kNone;
     ++list.first;
-    evicted->push_back(line_[candidate].slot);
+    evicted->push_back(cached_row_[candidate].slot);
     remove(candidate);
     return candidate;
   }
@@ -279,22 +280,23 @@ uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
 template <class NextOf>
 void RowCache::ask(uint32_t at, NextOf next_of) {
   constexpr size_t kAsked = 64;
-  uint32_t line[kAsked], slots[kAsked];
+  uint32_t cache_slot[kAsked], slots[kAsked];
   uint64_t next[kAsked];
   const List& list = lists_[at];
-  const size_t end = std::min(list.lines.size(), list.first + kAsked);
-  for (size_t i = list.first; i < end; ++i) __builtin_prefetch(&line_[list.lines[i]], 1);
+  const size_t end = std::min(list.cache_slots.size(), list.first + kAsked);
+  for (size_t i = list.first; i < end; ++i)
+    __builtin_prefetch(&cached_row_[list.cache_slots[i]], 1);
   size_t n = 0;
   for (size_t i = list.first; i < end; ++i) {
-    if (!listed(list.lines[i], at)) continue;
-    line[n] = list.lines[i];
-    slots[n++] = line_[list.lines[i]].slot;
+    if (!listed(list.cache_slots[i], at)) continue;
+    cache_slot[n] = list.cache_slots[i];
+    slots[n++] = cached_row_[list.cache_slots[i]].slot;
   }
   for (size_t i = 0; i < n; ++i)
     __builtin_prefetch(&index_[place(slots[i])], 1);  // most of them go
   next_of(slots, n, next);
   for (size_t i = 0; i < n; ++i)
-    if (next[i] != line_[line[i]].next_read) list_line(line[i], next[i]);
+    if (next[i] != cached_row_[cache_slot[i]].next_read) list_cache_slot(cache_slot[i], next[i]);
   asked_list_ = at;
   asked_end_ = end;
 }

@@ -26,7 +26,7 @@ struct Source {
   // The most cache slots, or staged rows: the word of none is padding or missing.
   static constexpr uint32_t kMost = kIndex - 1;
   static FRUGAL_HD constexpr Source host(uint32_t slot) { return {slot}; }
-  static FRUGAL_HD constexpr Source line(uint32_t index) { return {kOwn | index}; }
+  static FRUGAL_HD constexpr Source cache_slot(uint32_t index) { return {kOwn | index}; }
   static FRUGAL_HD constexpr Source staged(uint32_t index) { return {kOwn | kStaged | index}; }
 
   FRUGAL_HD constexpr bool is_own() const { return word & kOwn; }  // a cached or a staged row

@@ -276,7 +276,7 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
   engine_.host_rows(table, out);
   if (!t_.has_cache.load() && !stale()) return FRUGAL_OK;
   out->cached = cache_in(t_, table) != nullptr;
-  if (const TableCache* of = engine_.cache_for(t_, a)) out->lines = of->at();
+  if (const TableCache* of = engine_.cache_for(t_, a)) out->cached_rows = of->at();
   out->stale_keys = engine_.stale_keys(table, a.part->slots.as<uint32_t>(), a.part->n);
   return FRUGAL_OK;
 }

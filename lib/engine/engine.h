@@ -71,8 +71,8 @@ struct RemotePart {
   bool up_to_date = false;
   bool cached = false;  // the trainer caches rows of the table
   uint64_t stale = 0;   // keys of rows with pending updates
-  bool in_lines = false;  // some rows of the part are cached
-  const device::Element* line_values = nullptr;  // of cache slot 0; null: on the trainer's device
+  bool in_cached_rows = false;                     // some rows of the part are cached
+  const device::Element* cached_values = nullptr;  // of cache slot 0; null: on the trainer's device
 };
 
 // The sums of a trainer in another process for one table in a step.
@@ -255,7 +255,7 @@ class Engine final : public Session, private DataPath {
   // --- refresh.cpp: refreshes of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
   TableCache& cache_of(Trainer& t, const TableRef& table);
-  Status open_cached_rows(Trainer& t, const TableRef& table, uint64_t lines,
+  Status open_cached_rows(Trainer& t, const TableRef& table, uint64_t cache_slots,
                           std::unique_ptr<CachedRows>* out);
   static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();

@@ -51,7 +51,7 @@ struct SourcesOnDevice : OnDevice {
 
 // The lists of a CachedRowUpdate, on the device.
 struct CachedUpdateOnDevice : OnDevice {
-  device::Ptr<uint32_t> lines, start;
+  device::Ptr<uint32_t> cache_slots, start;
   device::Ptr<device::Term> terms;
   size_t count = 0;
 };
@@ -88,7 +88,7 @@ struct Placed {
   device::Ptr<device::Source> source;  // not pooled: sources and items; null: all are host rows
   device::Ptr<device::Item> items;
   uint32_t host_items, hbm_items;
-  device::RowsPtr lines, staged;
+  device::RowsPtr cached_rows, staged;
 };
 
 // Device work of one step of one rank. Destroyed when it has completed: all its events have passed.
@@ -233,7 +233,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // Gathers rows of a part, pooled or not, to the op's rows_out. Some may be cached.
   Status gather(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
-                const device::RowsPtr& lines, const GpuOp& op);
+                const device::RowsPtr& cached_rows, const GpuOp& op);
   // Copies rows 0 .. n - 1 from pinned memory, `stride` floats apart, to the device, `out_stride`
   // bytes apart.
   Status put_rows(DeviceWork& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
@@ -266,7 +266,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // them from the op. The device compares them, and the call waits for the result.
   Status match_keys(DeviceWork& f, const PartRef& part, bool by_key, frugal_op* op);
   Status weight_grads(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
-                      const device::RowsPtr& lines, const GpuOp& op, const device::GradPtr& source);
+                      const device::RowsPtr& cached_rows, const GpuOp& op,
+                      const device::GradPtr& source);
 
   // The same, with a row for each key in pinned memory.
   Status weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const uint32_t* slots,
@@ -300,14 +301,14 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   template <class T>
   Status keep(DeviceWork& f, const T* from, size_t n, device::Ptr<T>* out);
   Status sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                 const device::RowsPtr& lines, Placed* out);
+                 const device::RowsPtr& cached_rows, Placed* out);
   Status cached_sources(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
   Status stage(DeviceWork& f, const PartOnDevice& d, const device::RowsView& rows,
                device::Ptr<uint32_t> which, device::Ptr<uint32_t> to, size_t count,
                device::RowsPtr* out);
   Status key_sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                     const device::RowsPtr& lines, Placed* out);
+                     const device::RowsPtr& cached_rows, Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status bags_of(DeviceWork& f, const GpuOp& op, size_t keys, device::BagsPtr* out);
@@ -339,7 +340,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 class DeviceCachedRows final : public CachedRows {
  public:
   // `rows`: the table's, at addresses for kernels.
-  static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
+  static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t cache_slots,
                      std::unique_ptr<CachedRows>* out);
   DeviceCachedRows(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
   void send(const CachePlan& plan) override;

@@ -137,12 +137,12 @@ bool placed_before(const DeviceWork& f, const Part& part, device::Stream stream,
 // Without cached rows, sources and items are the same for all steps, and were uploaded with the
 // part.
 Status Gpu::sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                    const device::RowsPtr& lines, Placed* out) {
+                    const device::RowsPtr& cached_rows, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> staged_rows;
   size_t staged_count = 0;
-  if (lines.values) {
+  if (cached_rows.values) {
     FRUGAL_TRY(cached_sources(part, d));
     const SourcesOnDevice& c = *d.cached;
     FRUGAL_TRY(behind(c));
@@ -150,7 +150,7 @@ Status Gpu::sources(DeviceWork& f, Part& part, const device::RowsView& rows, Par
     out->hbm_items = c.hbm_items;
     out->items = c.items;
     out->source = c.source;
-    out->lines = lines;
+    out->cached_rows = cached_rows;
     staged_rows = c.host_rows + c.host_items;
     staged_count = c.staged;
   } else {
@@ -178,17 +178,17 @@ Status Gpu::behind(const OnDevice& sent) {
 // Where pooled lookups read the row of each key. All host rows are staged, so each crosses the PCIe
 // bus once, however many bags it is in.
 Status Gpu::key_sources(DeviceWork& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                        const device::RowsPtr& lines, Placed* out) {
+                        const device::RowsPtr& cached_rows, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host;
   Ptr<Source> source;
   size_t host_count = part.distinct;
-  if (lines.values) {
+  if (cached_rows.values) {
     FRUGAL_TRY(cached_sources(part, d));
     const SourcesOnDevice& c = *d.cached;
     FRUGAL_TRY(behind(c));
-    out->lines = lines;
+    out->cached_rows = cached_rows;
     source = c.source;
     host = c.host_rows;
     host_count = c.host_items + c.staged;
@@ -216,7 +216,7 @@ Status Gpu::weights_of(DeviceWork& f, const GpuOp& op, size_t keys, Ptr<float>* 
 }
 
 Status Gpu::gather(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
-                   const device::RowsPtr& lines, const GpuOp& op) {
+                   const device::RowsPtr& cached_rows, const GpuOp& op) {
   const uint32_t dim = rows.dim;
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -226,9 +226,9 @@ Status Gpu::gather(DeviceWork& f, const PartRef& part, const device::RowsView& r
     device::PoolArgs a{};
     a.host = host_rows(rows);
     Placed at;
-    FRUGAL_TRY(key_sources(f, *part, rows, *d, lines, &at));
+    FRUGAL_TRY(key_sources(f, *part, rows, *d, cached_rows, &at));
     a.key_sources = at.key_sources;
-    a.lines = at.lines;
+    a.cached_rows = at.cached_rows;
     a.staged = at.staged;
     FRUGAL_TRY(bags_of(f, op, part->n, &a.bags));
     FRUGAL_TRY(weights_of(f, op, part->n, &a.weights));
@@ -244,11 +244,11 @@ Status Gpu::gather(DeviceWork& f, const PartRef& part, const device::RowsView& r
   }
   if (part->n == 0) return FRUGAL_OK;
   Placed from;
-  FRUGAL_TRY(sources(f, *part, rows, *d, lines, &from));
+  FRUGAL_TRY(sources(f, *part, rows, *d, cached_rows, &from));
   device::GatherArgs a{};
   a.part = d->part;
   a.host = host_rows(rows);
-  a.lines = from.lines;
+  a.cached_rows = from.cached_rows;
   a.staged = from.staged;
   a.source = from.source;
   a.items = from.items;
@@ -422,7 +422,7 @@ Status Gpu::same_keys(DeviceWork& f, const PartRef& part, bool by_key, const uin
 }
 
 Status Gpu::weight_grads(DeviceWork& f, const PartRef& part, const device::RowsView& rows,
-                         const device::RowsPtr& lines, const GpuOp& op,
+                         const device::RowsPtr& cached_rows, const GpuOp& op,
                          const device::GradPtr& source) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -430,9 +430,9 @@ Status Gpu::weight_grads(DeviceWork& f, const PartRef& part, const device::RowsV
   device::WeightGradArgs a{};
   a.host = host_rows(rows);
   Placed at;
-  FRUGAL_TRY(key_sources(f, *part, rows, *d, lines, &at));
+  FRUGAL_TRY(key_sources(f, *part, rows, *d, cached_rows, &at));
   a.key_sources = at.key_sources;
-  a.lines = at.lines;
+  a.cached_rows = at.cached_rows;
   a.staged = at.staged;
   a.grads = source.grads;
   a.grads_stride = source.stride;
@@ -470,11 +470,11 @@ Status Gpu::weight_grads_of(DeviceWork& f, Buffer pinned, size_t stride, const u
 
 // --- Cached rows ---------------------------------------------------------------------------------
 
-Status DeviceCachedRows::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
+Status DeviceCachedRows::open(Gpu& gpu, const device::RowsView& rows, uint64_t cache_slots,
                               std::unique_ptr<CachedRows>* out) {
   auto made = std::make_unique<DeviceCachedRows>(gpu, rows);
-  FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.value_pitch, &made->values_));
-  FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.state_pitch, &made->state_));
+  FRUGAL_TRY(gpu.memory_->get_exactly(cache_slots * rows.value_pitch, &made->values_));
+  FRUGAL_TRY(gpu.memory_->get_exactly(cache_slots * rows.state_pitch, &made->state_));
   made->at_.device = {made->values_.as<device::Element>(), elements(rows.value_pitch)};
   *out = std::move(made);
   return FRUGAL_OK;
@@ -550,11 +550,11 @@ Status DeviceCachedRows::apply(const UpdateRef& update,
                          gpu_.refresh_stream_));
   device::ApplyArgs a{};
   a.step = update->scalars;
-  a.lines = at_.device;
+  a.cached_rows = at_.device;
   a.state = state_.as<device::Element>();
   a.state_stride = elements(rows_.state_pitch);
   a.state_second = elements(rows_.state_second);
-  a.to = lists->lines + from;
+  a.to = lists->cache_slots + from;
   a.count = s.count;
   a.dim = dim;
   a.sums = s.sums;
@@ -574,14 +574,14 @@ Status DeviceCachedRows::fill() {
                         "rows that come into a cache"));
   device::FillArgs a{};
   a.host = host_rows(rows_);
-  a.lines = at_.device;
+  a.cached_rows = at_.device;
   a.host_state = {seen_at(rows_.state), elements(rows_.state_pitch)};
-  a.line_state = {state_.as<device::Element>(), elements(rows_.state_pitch)};
+  a.cached_state = {state_.as<device::Element>(), elements(rows_.state_pitch)};
   a.slots = plan.slots;
   a.to = plan.to;
   a.count = static_cast<uint32_t>(plan.count);
   a.dim = rows_.dim;
-  a.state_elements = static_cast<uint32_t>(a.line_state.stride);
+  a.state_elements = static_cast<uint32_t>(a.cached_state.stride);
   return gpu_.launch(Kernel::fill_lines, device::fill_shape(a, gpu_.extent_), a,
                      gpu_.refresh_stream_);
 }

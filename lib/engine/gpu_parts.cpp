@@ -209,17 +209,17 @@ Status DeviceCachedRows::send_lists(const CachedRowUpdate& u,
   static_assert(sizeof(CachedRowUpdate::Term) == sizeof(device::Term));
   auto made = std::allocate_shared<CachedUpdateOnDevice>(HeapAllocator<CachedUpdateOnDevice>());
   CachedUpdateOnDevice& l = *made;
-  l.count = u.lines.size();
+  l.count = u.cache_slots.size();
   if (l.count) {
     Pieces pieces;
-    const size_t lines_at = pieces.of<uint32_t>(l.count),
+    const size_t cache_slots_at = pieces.of<uint32_t>(l.count),
                  start_at = pieces.of<uint32_t>(l.count + 1),
                  terms_at = pieces.of<device::Term>(u.terms.size());
     FRUGAL_TRY(gpu_.room(pieces.bytes(), &l));
-    std::memcpy(here<char>(l, lines_at), u.lines.data(), l.count * sizeof(uint32_t));
+    std::memcpy(here<char>(l, cache_slots_at), u.cache_slots.data(), l.count * sizeof(uint32_t));
     std::memcpy(here<char>(l, start_at), u.start.data(), (l.count + 1) * sizeof(uint32_t));
     std::memcpy(here<char>(l, terms_at), u.terms.data(), u.terms.size() * sizeof(device::Term));
-    l.lines = there<uint32_t>(l, lines_at);
+    l.cache_slots = there<uint32_t>(l, cache_slots_at);
     l.start = there<uint32_t>(l, start_at);
     l.terms = there<device::Term>(l, terms_at);
     Lock lock(gpu_.upload_mu_);

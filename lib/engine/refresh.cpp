@@ -24,49 +24,50 @@ namespace frugal {
 TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (TableCache* of = cache_in(t, *table)) return *of;
   // On a GPU the device has the bytes, and the host has the index.
-  auto line_bytes = [&](const RowLayout& layout) {
-    return t.gpu || t.remote_cached_rows.exist ? layout.bytes() : RowCache::line_bytes(layout);
+  auto row_bytes = [&](const RowLayout& layout) {
+    return t.gpu || t.remote_cached_rows.exist ? layout.bytes() : RowCache::row_bytes(layout);
   };
-  const uint64_t per_line = line_bytes(table->rows.layout());
-  uint64_t lines =
+  const uint64_t per_row = row_bytes(table->rows.layout());
+  uint64_t cache_slots =
       static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
-    long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
+    long double all = 0, mine = static_cast<long double>(per_row) * table->rows.capacity();
     ControlLock lock(mu_);
     for (const TableRef& o : tables_)
-      all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
-    lines =
-        std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
+      all += static_cast<long double>(row_bytes(o->rows.layout())) * o->rows.capacity();
+    cache_slots = std::max<uint64_t>(cache_slots,
+                                     static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_row));
   }
-  lines = std::min<uint64_t>({lines, table->rows.capacity(), device::Source::kMost});
+  cache_slots = std::min<uint64_t>({cache_slots, table->rows.capacity(), device::Source::kMost});
   TableCache& of =
       t.caches.try_emplace(table.get(), t, table, memory_.pool, meters_.counters, stale())
           .first->second;
   // Without memory for a cache the trainer works without one.
   try {
     std::unique_ptr<CachedRows> made;
-    if (lines && open_cached_rows(t, table, lines, &made) == FRUGAL_OK)
-      of.open(lines, std::move(made), lines * per_line);
+    if (cache_slots && open_cached_rows(t, table, cache_slots, &made) == FRUGAL_OK)
+      of.open(cache_slots, std::move(made), cache_slots * per_row);
   } catch (const std::bad_alloc&) {
   }
   cache_bytes(t).fetch_add(of.bytes());
   return of;
 }
 
-Status Engine::open_cached_rows(Trainer& t, const TableRef& table, uint64_t lines,
+Status Engine::open_cached_rows(Trainer& t, const TableRef& table, uint64_t cache_slots,
                                 std::unique_ptr<CachedRows>* out) {
   if (t.remote_cached_rows.exist) {
     RemoteRefresh* const refresh = &t.remote_cached_rows.refresh;
-    *out = std::make_unique<AttachedCachedRows>(table, lines, memory_.pool, *ledger(), refresh);
+    *out =
+        std::make_unique<AttachedCachedRows>(table, cache_slots, memory_.pool, *ledger(), refresh);
     return FRUGAL_OK;
   }
-  const Status s = t.gpu ? DeviceCachedRows::open(*t.gpu, table->rows.ref(), lines, out)
-                         : HostCachedRows::open(table->rows, lines, memory_.pool, out);
+  const Status s = t.gpu ? DeviceCachedRows::open(*t.gpu, table->rows.ref(), cache_slots, out)
+                         : HostCachedRows::open(table->rows, cache_slots, memory_.pool, out);
   if (s != FRUGAL_OK)
     log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache",
                 t.rank, t.gpu ? t.gpu->runtime().name() : "the host",
-                static_cast<unsigned long long>(lines), table->name.c_str())
+                static_cast<unsigned long long>(cache_slots), table->name.c_str())
                .c_str());
   return s;
 }

@@ -57,8 +57,8 @@ bool Engine::describe_cached_rows(Trainer& t, RemotePart* p) {
   if (!of || !of->there()) return true;
   p->cached = true;
   if (!p->part->sources) return p->part->distinct == 0;
-  p->in_lines = true;
-  p->line_values = of->at().host;
+  p->in_cached_rows = true;
+  p->cached_values = of->at().host;
   return true;
 }
 
@@ -73,19 +73,19 @@ Status AttachedCachedRows::refresh(const CachePlan& plan, const Vector<DueUpdate
   };
   RemoteRefresh::OfTable& out = out_->tables.emplace_back();
   out.table = table_;
-  out.lines = cache_slots_;
+  out.cache_slots = cache_slots_;
   out.count = plan.admitted.size();
   FRUGAL_TRY(to_arena(plan.admitted.data(), out.count * sizeof(uint32_t), &out.admitted));
   FRUGAL_TRY(to_arena(plan.to.data(), out.count * sizeof(uint32_t), &out.to));
   for (const DueUpdate& d : due) {
     const CachedRowUpdate& touched = d.touched(plan);
-    if (touched.lines.empty()) continue;
+    if (touched.cache_slots.empty()) continue;
     RemoteRefresh::Update& u = out.updates.emplace_back();
     u.update = d.update;
-    u.count = touched.lines.size();
+    u.count = touched.cache_slots.size();
     u.term_count = touched.terms.size();
     u.now = d.now;
-    FRUGAL_TRY(to_arena(touched.lines.data(), u.count * sizeof(uint32_t), &u.lines));
+    FRUGAL_TRY(to_arena(touched.cache_slots.data(), u.count * sizeof(uint32_t), &u.cache_slots));
     FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
     FRUGAL_TRY(
         to_arena(touched.terms.data(), u.term_count * sizeof(CachedRowUpdate::Term), &u.terms));

@@ -200,7 +200,7 @@ Status RowPath::lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     counts.keys += a.part->n;
     counts.stale += from.stale_keys;
     if (from.cached) {
-      const uint64_t hits = from.lines ? a.part->cached : 0;
+      const uint64_t hits = from.cached_rows ? a.part->cached : 0;
       counts.hits += hits;
       counts.misses +=
           (a.part->pairs || a.part->resolved() ? a.part->occurrences : a.part->n) - hits;
@@ -208,7 +208,7 @@ Status RowPath::lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     if (gpu && gpu[i].rows_on_device) {
       FRUGAL_TRY(gather_on_device(a, from, gpu[i]));
       reading = !step_.stale();
-    } else if (from.lines.device.values) {
+    } else if (from.cached_rows.device.values) {
       FRUGAL_TRY(bring_rows(a, from, gpu[i]));
     } else {
       FRUGAL_TRY(gather(a, from, ops[i]));
@@ -237,7 +237,7 @@ Status RowPath::gather_on_device(const Access& a, const RowSource& from, const G
     return t_.gpu->send_rows(device_work, op, a.part->n, a.table->dim, a.table->stride,
                              [&](const frugal_op& host) { return gather(a, from, host); });
   FRUGAL_TRY(step_.show_device(a, device_work));
-  return t_.gpu->gather(device_work, a.part, from.rows, from.lines.device, op);
+  return t_.gpu->gather(device_work, a.part, from.rows, from.cached_rows.device, op);
 }
 
 // Gathers into host memory, where cached rows of the device may be newer than host rows.
@@ -326,7 +326,7 @@ Status RowPath::weight_grads(const Access& a, const device::GradSource& grads, f
   RowSource from;
   FRUGAL_TRY(step_.rows_of(a, &from));
   Buffer pointers, copies;
-  if (from.lines.device.values) {
+  if (from.cached_rows.device.values) {
     const size_t stride = a.table->stride;
     GpuOp rows;
     rows.op.row_stride = stride * sizeof(float);
@@ -406,8 +406,8 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
     } else {
       FRUGAL_TRY(step_.show_device(a, device_work));
       *reading = true;
-      FRUGAL_TRY(
-          t_.gpu->weight_grads(device_work, a.part, from.rows, from.lines.device, op, source));
+      FRUGAL_TRY(t_.gpu->weight_grads(device_work, a.part, from.rows, from.cached_rows.device, op,
+                                      source));
     }
   }
   const bool first = !state->table;

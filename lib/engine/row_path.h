@@ -16,7 +16,7 @@ namespace frugal {
 // Where an access's rows are read.
 struct RowSource {
   device::RowsView rows{};
-  CachedRowsAt lines;                     // of the trainer's cache, where it has some of them
+  CachedRowsAt cached_rows;               // of the trainer's cache, where it has some of them
   const VersionWord* versions = nullptr;  // staleness > 0: rows are written meanwhile
   uint64_t id = 0;                        // with the slot it chooses a row's version
   bool cached = false;                    // the trainer caches rows of the table
@@ -28,13 +28,13 @@ struct RowSource {
 template <class GoOn>
 Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n,
               BufferPool& pool, Buffer* pointers, Buffer* copies, GoOn go_on) {
-  FRUGAL_ASSERT(part || !from.lines.host);
-  if (!from.lines.host && !from.versions) return FRUGAL_OK;
+  FRUGAL_ASSERT(part || !from.cached_rows.host);
+  if (!from.cached_rows.host && !from.versions) return FRUGAL_OK;
   FRUGAL_TRY(pool.get(n * sizeof(device::Element*), pointers));
   const auto** p = pointers->as<const device::Element*>();
   std::fill(p, p + n, nullptr);
   const size_t pitch = from.rows.value_pitch;
-  if (from.lines.host) {
+  if (from.cached_rows.host) {
     const uint32_t* start = part->row_start();
     const auto* source = part->sources.as<device::Source>();
     const uint64_t* pairs = part->pairs.as<uint64_t>();
@@ -42,7 +42,7 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
       if (!source[i].is_own()) continue;
       for (uint32_t k = start[i]; k < start[i + 1]; ++k)
         p[static_cast<uint32_t>(pairs[k])] =
-            device::behind(from.lines.host, source[i].index() * pitch);
+            device::behind(from.cached_rows.host, source[i].index() * pitch);
     }
   }
   if (from.versions) FRUGAL_TRY(pool.get(n * pitch, copies));

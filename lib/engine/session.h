@@ -58,7 +58,7 @@ struct StepPart {
   bool cached = false;        // the trainer caches rows of the table
   bool used = false;          // the controller knows that it is used, or need not know
   uint64_t stale_keys = 0;    // keys of rows that had updates pending
-  const device::Element* line_values = nullptr;  // of cache slot 0, in host memory
+  const device::Element* cached_values = nullptr;  // of cache slot 0, in host memory
 };
 
 // The keys of an op in this step.

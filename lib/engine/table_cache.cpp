@@ -7,10 +7,10 @@
 
 namespace frugal {
 
-void TableCache::open(uint64_t lines, std::unique_ptr<CachedRows> made, uint64_t bytes) {
-  FRUGAL_ASSERT(lines <= device::Source::kMost);
+void TableCache::open(uint64_t cache_slots, std::unique_ptr<CachedRows> made, uint64_t bytes) {
+  FRUGAL_ASSERT(cache_slots <= device::Source::kMost);
   RowCache index;
-  index.open(lines);
+  index.open(cache_slots);
   index_ = std::move(index);
   cached_rows_ = std::move(made);
   bytes_ = bytes;
@@ -56,8 +56,8 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   const size_t before = plan_.admitted.size();
   index_.plan_refresh(
       more, step, slots_.data(), next_.data(), slots_.size(),
-      [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
-        window.next_owner_reads(of_lines, n, step, reads, urgency);
+      [&](const uint32_t* of_slots, size_t n, uint64_t* reads) {
+        window.next_owner_reads(of_slots, n, step, reads, urgency);
       },
       &plan_.admitted, &plan_.to, &evicted_);
   FRUGAL_ASSERT(plan_.admitted.size() == plan_.to.size());
@@ -133,7 +133,7 @@ Status TableCache::set_sources(Part& part) {
   for (size_t i = 0; i < part.distinct; ++i) {
     for (; slot != end && *slot < row[i]; ++slot) ++refreshed;  // both ascend
     const bool there = slot != end && *slot == row[i] && *refreshed != RowCache::kNone;
-    source[i] = there ? device::Source::line(*refreshed) : device::Source{};
+    source[i] = there ? device::Source::cache_slot(*refreshed) : device::Source{};
     if (there) part.cached += start[i + 1] - start[i];
   }
   part.sources = std::move(sources);
@@ -197,7 +197,7 @@ DueUpdate TableCache::due(const UpdateRef& update, bool all_now) {
     index_.touched(pushed, owner_.rank, &d.other);
   }
   const CachedRowUpdate& touched = d.touched(plan_);
-  d.now = all_now ? touched.lines.size() : touched.urgent;
+  d.now = all_now ? touched.cache_slots.size() : touched.urgent;
   return d;
 }
 
@@ -228,8 +228,8 @@ void TableCache::forget() noexcept {
   if (!cached_rows_) return;
   unflagged_.clear();
   forget_plan();
-  uint32_t line = 0, slots[512];
-  while (const size_t n = index_.drop_some(&line, slots, 512)) {
+  uint32_t cache_slot = 0, slots[512];
+  while (const size_t n = index_.drop_some(&cache_slot, slots, 512)) {
     if (table_->window.opened())
       table_->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
     table_->rows.unhold_backed(slots, n);

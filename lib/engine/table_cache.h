@@ -21,7 +21,7 @@ class TableCache {
              bool stale)
       : owner_(owner), table_(std::move(table)), pool_(pool), counters_(counters), stale_(stale) {}
   // Without this call there is no cache, and the trainer works without one.
-  void open(uint64_t lines, std::unique_ptr<CachedRows> made, uint64_t bytes);
+  void open(uint64_t cache_slots, std::unique_ptr<CachedRows> made, uint64_t bytes);
   bool there() const { return cached_rows_ != nullptr; }
   bool any() const { return cached_rows_ && index_.size() != 0; }  // rows
   const TableRef& table() const { return table_; }

@@ -28,12 +28,12 @@ struct RemoteRefresh {
     UpdateRef update;      // the process reads its sums
     Vector<Sums> sums;     // of its ranks
     Vector<Buffer> copies; // of those that other processes do not see
-    Buffer lines, start, terms;  // CachedRowUpdate
+    Buffer cache_slots, start, terms;  // CachedRowUpdate
     uint64_t count = 0, term_count = 0, now = 0;
   };
   struct OfTable {
     TableRef table;
-    uint64_t lines = 0;    // the number of cache slots
+    uint64_t cache_slots = 0;  // the number of cache slots
     Buffer admitted, to;
     uint64_t count = 0;
     Vector<Update> updates;
@@ -45,9 +45,13 @@ struct RemoteRefresh {
 // Cached rows in the device memory of another process. `pool` is in the arena.
 class AttachedCachedRows final : public CachedRows {
  public:
-  AttachedCachedRows(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger,
+  AttachedCachedRows(TableRef table, uint64_t cache_slots, BufferPool& pool, const Ledger& ledger,
                      RemoteRefresh* out)
-      : table_(std::move(table)), cache_slots_(lines), pool_(pool), ledger_(ledger), out_(out) {}
+      : table_(std::move(table)),
+        cache_slots_(cache_slots),
+        pool_(pool),
+        ledger_(ledger),
+        out_(out) {}
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;
 
  private:

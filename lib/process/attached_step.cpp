@@ -91,7 +91,7 @@ class Client::AttachedStep final : public StepView {
     out->id = own(*a.table).id;
     out->cached = p.cached;
     out->stale_keys = p.stale_keys;
-    if (p.part->sources) out->lines = {p.line_values, t_.device_lines(*a.table)};
+    if (p.part->sources) out->cached_rows = {p.cached_values, t_.device_cached_rows(*a.table)};
     return FRUGAL_OK;
   }
   Status show_device(const Access& a, DeviceWork& device_work) override {

@@ -119,8 +119,8 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status pin_tables();
   Status show_device(const Access& access, DeviceWork& device_work);
   class Told;
-  Status lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
-                  RemoteTrainer::Caches::OfTable** out, uint64_t* without);
+  Status cached_rows_of(RemoteTrainer& t, const CachedRowsAddress& of,
+                        RemoteTrainer::Caches::OfTable** out, uint64_t* without);
   Status take_due(Told& told, DeviceWork& device_work, DueUpdate* due);
   Status ask_step(RemoteTrainer& t, Exchange& e, Vector<char>* told) REQUIRES(t.call_mu);
   Status refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, uint64_t tables,

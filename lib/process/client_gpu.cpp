@@ -82,14 +82,14 @@ class Client::Told {
   RegionRefs reads_;
 };
 
-Status Client::lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
-                        RemoteTrainer::Caches::OfTable** out, uint64_t* without) {
-  auto known = t.caches.lines.find(of.table);
-  if (known != t.caches.lines.end() && known->second.kinds != known->second.table->kinds) {
-    t.caches.lines.erase(known);  // of rows with other state
-    known = t.caches.lines.end();
+Status Client::cached_rows_of(RemoteTrainer& t, const CachedRowsAddress& of,
+                              RemoteTrainer::Caches::OfTable** out, uint64_t* without) {
+  auto known = t.caches.tables.find(of.table);
+  if (known != t.caches.tables.end() && known->second.kinds != known->second.table->kinds) {
+    t.caches.tables.erase(known);  // of rows with other state
+    known = t.caches.tables.end();
   }
-  if (known == t.caches.lines.end()) {
+  if (known == t.caches.tables.end()) {
     RemoteTrainer::Caches::OfTable made;
     {
       Lock lock(mu_);
@@ -98,14 +98,14 @@ Status Client::lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
     }
     if (!made.table)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
-    if (DeviceCachedRows::open(*t.gpu, made.table->with_state(), of.lines, &made.lines) !=
-        FRUGAL_OK) {
+    if (DeviceCachedRows::open(*t.gpu, made.table->with_state(), of.cache_slots,
+                               &made.cached_rows) != FRUGAL_OK) {
       *without = of.table;
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows",
                   t.gpu->runtime().name());
     }
     made.kinds = made.table->kinds;
-    known = t.caches.lines.emplace(of.table, std::move(made)).first;
+    known = t.caches.tables.emplace(of.table, std::move(made)).first;
   }
   *out = &known->second;
   return FRUGAL_OK;
@@ -114,7 +114,7 @@ Status Client::lines_of(RemoteTrainer& t, const CachedRowsAddress& of,
 Status Client::take_due(Told& told, DeviceWork& device_work, DueUpdate* due) {
   UpdateAddress shm_address;
   FRUGAL_TRY(told.take(&shm_address));
-  FRUGAL_TRY(told.list(shm_address.lines, shm_address.count, &due->other.lines));
+  FRUGAL_TRY(told.list(shm_address.cache_slots, shm_address.count, &due->other.cache_slots));
   FRUGAL_TRY(told.list(shm_address.start, shm_address.count + 1, &due->other.start));
   FRUGAL_TRY(told.list(shm_address.terms, shm_address.term_count, &due->other.terms));
   due->now = shm_address.now;
@@ -148,9 +148,9 @@ Status Client::refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, 
     CachedRowsAddress of;
     FRUGAL_TRY(told.take(&of));
     RemoteTrainer::Caches::OfTable* known;
-    FRUGAL_TRY(lines_of(t, of, &known, without));
+    FRUGAL_TRY(cached_rows_of(t, of, &known, without));
     RemoteTable& table = *known->table;
-    CachedRows& lines = *known->lines;
+    CachedRows& cached_rows = *known->cached_rows;
     CachePlan plan;
     Vector<DueUpdate> due;
     FRUGAL_TRY(told.list(of.admitted, of.count, &plan.admitted));
@@ -163,19 +163,19 @@ Status Client::refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, 
     for (uint64_t u = 0; u < of.updates; ++u)
       FRUGAL_TRY(take_due(told, device_work, &due.emplace_back()));
     device_work.kept.push_back(known->table);
-    lines.forget_plan();
-    FRUGAL_TRY(lines.refresh(plan, due));
-    refreshed.push_back(&lines);
+    cached_rows.forget_plan();
+    FRUGAL_TRY(cached_rows.refresh(plan, due));
+    refreshed.push_back(&cached_rows);
   }
   // Tables that the controller does not name have been dropped.
-  std::erase_if(t.caches.lines, [&](auto& item) {
-    return std::find(refreshed.begin(), refreshed.end(), item.second.lines.get()) ==
+  std::erase_if(t.caches.tables, [&](auto& item) {
+    return std::find(refreshed.begin(), refreshed.end(), item.second.cached_rows.get()) ==
            refreshed.end();
   });
   FRUGAL_TRY(gpu.end_refresh(device_work));
-  for (CachedRows* lines : refreshed) {
-    FRUGAL_TRY(lines->finish());
-    lines->forget_plan();
+  for (CachedRows* cached_rows : refreshed) {
+    FRUGAL_TRY(cached_rows->finish());
+    cached_rows->forget_plan();
   }
   return device_work.mark();
 }

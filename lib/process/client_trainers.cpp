@@ -160,7 +160,7 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
                  : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   t->leave_step();
   t->handed.clear();
-  t->caches.lines.clear();
+  t->caches.tables.clear();
   if (t->gpu && !std::exchange(t->device.left, true)) pins_->remove(&t->gpu->runtime());
   // The controller may not know the trainer any more: another process has its rank, or an earlier
   // call has removed it.

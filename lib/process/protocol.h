@@ -90,7 +90,7 @@ struct PartAddress {
   uint64_t n, distinct, occurrences;
   uint64_t slots, pairs, rows, start, keys;
   // Where the trainer's cache has its rows, if it caches rows of the table.
-  uint64_t sources, line_values;
+  uint64_t sources, cached_values;
   uint64_t cached;       // keys of rows that are in the cache
   uint64_t stale;        // keys of rows that had updates pending
   uint64_t padding;
@@ -105,7 +105,7 @@ constexpr uint32_t kPartCached = 8;    // the trainer caches rows of the table
 // What a step's refresh does to cached rows of a table, in memory of the trainer's device.
 struct CachedRowsAddress {
   uint64_t table;
-  uint64_t lines;  // how many cache slots there are
+  uint64_t cache_slots;  // how many cache slots there are
   // Shared addresses of uint32_t[count]: slots of admitted rows, and their cache slots.
   uint64_t admitted, to;
   uint64_t count, updates;  // so many UpdateAddress follow
@@ -116,7 +116,7 @@ struct CachedRowsAddress {
 struct UpdateAddress {
   arith::StepScalars scalars;
   // Shared addresses of uint32_t[count], uint32_t[count + 1], CachedRowUpdate::Term[term_count].
-  uint64_t lines, start, terms;
+  uint64_t cache_slots, start, terms;
   uint64_t count, term_count, now;
   uint64_t stride, ranks;        // so many SumsAddress follow
 };

@@ -198,9 +198,9 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
     FRUGAL_TRY(see(p.start, p.distinct + 1, sizeof(uint32_t), &s.part->start));
     FRUGAL_TRY(see(p.keys, p.n, sizeof(uint64_t), &s.part->keys));
     FRUGAL_TRY(see(p.sources, p.distinct, sizeof(device::Source), &s.part->sources));
-    Buffer line;
-    FRUGAL_TRY(see(p.line_values, 1, sizeof(device::Element), &line));
-    s.line_values = line.as<device::Element>();
+    Buffer cached_row;
+    FRUGAL_TRY(see(p.cached_values, 1, sizeof(device::Element), &cached_row));
+    s.cached_values = cached_row.as<device::Element>();
     s.part->state.store(s.part->slots || p.n == 0 ? Part::kResolved : Part::kStale);
     parts.push_back(std::move(s));
   }
@@ -284,9 +284,9 @@ Status RemoteTrainer::share_sums() {
   return FRUGAL_OK;
 }
 
-device::RowsPtr RemoteTrainer::device_lines(const AnyTable& table) const {
-  const auto at = caches.lines.find(static_cast<const RemoteTable&>(table).id);
-  return at == caches.lines.end() ? device::RowsPtr{} : at->second.lines->at().device;
+device::RowsPtr RemoteTrainer::device_cached_rows(const AnyTable& table) const {
+  const auto at = caches.tables.find(static_cast<const RemoteTable&>(table).id);
+  return at == caches.tables.end() ? device::RowsPtr{} : at->second.cached_rows->at().device;
 }
 
 }  // namespace frugal

@@ -81,7 +81,7 @@ struct RemoteTrainer : AnyTrainer {
   // Records a call that this process has made by itself.
   void trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   // The cached rows of a table; null if there are none.
-  device::RowsPtr device_lines(const AnyTable& table) const;
+  device::RowsPtr device_cached_rows(const AnyTable& table) const;
 
   RpcClient rpc;
   RegionRefs reads;  // of the controller's memory: what `parts` read
@@ -118,10 +118,10 @@ struct RemoteTrainer : AnyTrainer {
   struct Caches {
     struct OfTable {
       RemoteTableRef table;
-      std::unique_ptr<CachedRows> lines;
+      std::unique_ptr<CachedRows> cached_rows;
       uint64_t kinds = 0;  // of the table, when they were made
     };
-    Map<uint64_t, OfTable> lines;
+    Map<uint64_t, OfTable> tables;
     uint64_t refresh = 0;      // the last that was carried out
   } caches;
   uint64_t joined = 0;  // the controller's number for this trainer, among all that had the rank

@@ -242,10 +242,10 @@ Status TrainerRequestLoop::answer_refresh() {
   };
   auto shm_address = [&](const Buffer& b) { return engine_->shm_address(b.data()); };
   for (const RemoteRefresh::OfTable& of : refresh_.tables) {
-    put(CachedRowsAddress{of.table->handle, of.lines, shm_address(of.admitted), shm_address(of.to),
-                          of.count, of.updates.size()});
+    put(CachedRowsAddress{of.table->handle, of.cache_slots, shm_address(of.admitted),
+                          shm_address(of.to), of.count, of.updates.size()});
     for (const RemoteRefresh::Update& u : of.updates) {
-      put(UpdateAddress{u.update->scalars, shm_address(u.lines), shm_address(u.start),
+      put(UpdateAddress{u.update->scalars, shm_address(u.cache_slots), shm_address(u.start),
                         shm_address(u.terms), u.count, u.term_count, u.now,
                         u.update->ranks[0].stride, u.sums.size()});
       for (const RemoteRefresh::Sums& s : u.sums) put(SumsAddress{s.shm_address, s.bytes});
@@ -295,7 +295,7 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
     shm_address.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) |
                         (r.up_to_date ? kPartUpToDate : 0) | (r.cached ? kPartCached : 0);
     shm_address.slots = shm_address.pairs = shm_address.rows = shm_address.start =
-        shm_address.keys = shm_address.sources = shm_address.line_values = kNoShmAddress;
+        shm_address.keys = shm_address.sources = shm_address.cached_values = kNoShmAddress;
     // Keys that are slots are released when they are resolved, whenever that is.
     if (p.resolved() || !r.table->rows.keys_are_slots())
       shm_address.keys = engine_->shm_address(p.keys.data());
@@ -306,9 +306,9 @@ Status TrainerRequestLoop::answer_parts(size_t from) {
       shm_address.pairs = engine_->shm_address(p.pairs.data());
       shm_address.rows = engine_->shm_address(p.rows.data());
       shm_address.start = engine_->shm_address(p.start.data());
-      if (r.in_lines) {
+      if (r.in_cached_rows) {
         shm_address.sources = engine_->shm_address(p.sources.data());
-        shm_address.line_values = engine_->shm_address(r.line_values);
+        shm_address.cached_values = engine_->shm_address(r.cached_values);
         shm_address.cached = p.cached;
       }
     }

@@ -1,17 +1,17 @@
-// Who holds the places of a hashed table: how often each is held. The only count of that.
+// Counts the holders of a hashed table's slots. No other count of holders exists.
 //
-// A declaration or a call holds a place once for each time that it names the row's key, from the
-// look that finds the place until it has served. A place that is held stays its row's. Where the
-// row exists nobody counts, for nobody takes the place away. When it exists no longer the count is
-// unknown, until the holders have been gone over. (Where rows have a store behind the memory,
-// stored_rows.h, places are taken away from rows that exist: so they are counted there, too, and
-// the count is never unknown.)
+// A declaration or a call holds a slot once for each time that it names the row's key. It holds the
+// slot from the lookup that finds it until the declaration or call ends. A held slot keeps its row.
+// A slot whose row exists is not counted, because its row keeps it. When the row ceases to exist,
+// the count is unknown until all holders are counted again. With a storage tier (stored_rows.h),
+// slots are taken away from existing rows. There holders are always counted, and no count is
+// unknown.
 //
-// 15 bits a place do for nearly all. What is beyond goes to a map in pieces of 2^14, so that counts
-// have no largest value: 4,096 ranks may declare one key a million times each. The map is asked
-// once for 2^14 times that one place is named.
+// A count has 15 bits, which suffice for nearly all slots. Larger counts carry pieces of `kPiece`
+// into a map, so a count has no largest value: 4,096 ranks may declare one key a million times
+// each. The map is used once for `kPiece` namings of one slot.
 //
-// Callers serialize all calls (the places' mutex).
+// Callers serialize all calls (`SlotMap::mu`).
 #pragma once
 #include <cstdint>
 
@@ -29,17 +29,17 @@ class Holders {
   Status open(uint64_t slots, MemoryBudget* budget) {
     return counts_.reserve(slots, kSlotBytes, false, budget);
   }
-  // Before the first hold of these places.
+  // Must precede the first hold of these slots.
   Status ensure(uint64_t first, uint64_t n) { return counts_.ensure(first, n); }
-  // Throws where there is no memory for a large count, and holds nothing then. The first hold never
-  // does.
+  // Throws when a large count finds no memory; the slot is not held then. A first hold never
+  // throws.
   void hold(uint32_t slot) {
     Count& c = at(slot);
     if (c == kUnknown) return;
     if ((c & kMost) == kMost - 1) carry(slot);
     ++c;
   }
-  // It was held so often at least. Does anybody hold it still?
+  // The slot must be held at least `times` times. Returns whether a holder remains.
   bool release_hold(uint32_t slot, uint64_t times) {
     Count& c = at(slot);
     if (c == kUnknown) return true;
@@ -51,7 +51,7 @@ class Holders {
   }
   bool held(uint32_t slot) const { return at(slot) != 0; }
   uint64_t count(uint32_t slot) const;
-  // Nobody is known to hold it; or nobody knows whether.
+  // `clear` sets the count to none, `forget` to unknown.
   void clear(uint32_t slot) {
     Count& c = at(slot);
     if (c & kMore && c != kUnknown) more_.erase(slot);
@@ -62,7 +62,7 @@ class Holders {
     at(slot) = kUnknown;
   }
   bool unknown(uint32_t slot) const { return at(slot) == kUnknown; }
-  // As often, from nobody on. Throws as the other does.
+  // Holds a slot without holders `times` times. Throws as the other overload does.
   void hold(uint32_t slot, uint64_t times);
   uint64_t memory_bytes() const { return counts_.committed_bytes(); }
 
@@ -70,13 +70,13 @@ class Holders {
   using Count = uint16_t;
   static_assert(sizeof(Count) == kSlotBytes);
   static constexpr Count kMore = 0x8000, kMost = 0x7fff;  // kMore: there is more in the map
-  static constexpr Count kUnknown = kMore | kMost;        // which no count reaches
+  static constexpr Count kUnknown = kMore | kMost;        // no count reaches it
   Count& at(uint32_t slot) const { return reinterpret_cast<Count*>(counts_.base())[slot]; }
   void carry(uint32_t slot);
   void release_more(uint32_t slot, uint64_t times);
 
   SlabArray counts_;
-  Map<uint32_t, uint64_t> more_;  // pieces
+  Map<uint32_t, uint64_t> more_;  // counts of `kPiece`
 };
 
 }  // namespace frugal

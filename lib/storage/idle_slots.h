@@ -1,9 +1,8 @@
-// Places of rows that nobody holds, in the order in which they were let go: which row leaves memory
-// first (stored_rows.h) is looked up, and not searched for. Only where rows have a store behind the
-// memory.
+// Slots of rows without holders, in the order of their release. The oldest is the first row to
+// leave memory (stored_rows.h), so it needs no search. Only tables with a storage tier have them.
 //
-// A ring of places, linked in both directions; the last link is that of no place. Callers serialize
-// all calls (the places' mutex).
+// A ring of slots, linked in both directions. The last link belongs to no slot. Callers serialize
+// all calls (`SlotMap::mu`).
 #pragma once
 #include <cstdint>
 
@@ -21,9 +20,9 @@ class IdleSlots {
     at(end_) = {end_, end_};
     return FRUGAL_OK;
   }
-  // Before the first add() of this place.
+  // Must precede the first add() of this slot.
   Status ensure(uint32_t slot) { return links_.ensure(slot, 1); }
-  // Nobody holds it any more: it is the newest.
+  // The slot has lost its last holder: it becomes the newest.
   void add(uint32_t slot) {
     const uint32_t newest = at(end_).before;
     at(slot) = {newest, end_};
@@ -31,7 +30,7 @@ class IdleSlots {
     at(end_).before = slot;
     ++size_;
   }
-  // Somebody holds it.
+  // The slot has a holder again.
   void remove(uint32_t slot) {
     const Link link = at(slot);
     FRUGAL_ASSERT(at(link.before).after == slot && at(link.after).before == slot);
@@ -39,7 +38,7 @@ class IdleSlots {
     at(link.after).before = link.before;
     --size_;
   }
-  // Of all that were added and not removed since, the first; not of none.
+  // The oldest slot in the ring. The ring must not be empty.
   uint32_t oldest() const { return at(end_).after; }
   uint64_t size() const { return size_; }
   uint64_t memory_bytes() const { return links_.committed_bytes(); }

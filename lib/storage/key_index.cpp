@@ -48,13 +48,13 @@ Status KeyIndex::open(uint64_t capacity, MemoryBudget* budget) {
   return make_room(std::min(capacity, kFirst));
 }
 
-// The slot of the key in a bucket plus 1, or 0. Without branches: which way it is cannot be
-// predicted.
+// Returns the key's slot in a bucket plus 1, or 0. Without branches, because they would be
+// mispredicted.
 inline uint32_t KeyIndex::match(const Bucket& bucket, uint64_t key) {
   uint32_t hit = 0;
   for (int w = 0; w < kWays; ++w)
     hit |= bucket.slot[w] & -static_cast<uint32_t>(bucket.key[w] == key);
-  return hit;  // a key that was erased is still there, with slot 0
+  return hit;  // an erased key is still there, with slot 0
 }
 
 uint32_t KeyIndex::find(uint64_t key) const {
@@ -74,8 +74,9 @@ void KeyIndex::find(const uint64_t* keys, size_t n, uint32_t* slots) const {
     homes[i] = home(keys[i]);
     __builtin_prefetch(&t[homes[i]]);
   }
-  // One key in ten is not in its home bucket. It waits until the next bucket has come: to go there
-  // at once would cost the whole way to memory, because nobody can predict which key it is.
+  // One key in ten is not in its home bucket. It waits until the next bucket is in the processor's
+  // cache. An immediate access would cost a full memory latency, because the branch cannot be
+  // predicted.
   struct {
     uint32_t at;
     uint64_t bucket;

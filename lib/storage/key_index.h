@@ -1,11 +1,13 @@
 // Hash index of a hashed table: 64-bit key -> slot.
 //
-// Buckets of one cache line hold five keys with their slots. A key lies in its home bucket or,
-// where that is full, in one after it; `overflow` of a bucket counts the keys that had to pass it,
-// so a search ends at the first bucket that nobody passed. Every 64-bit value is a key (a slot of
-// 0 marks an empty place; slots are stored + 1). Grows by doubling, at last to the table's
-// capacity; while it is copied both copies are there, and both count against the budget. Bytes a
-// key: 64 / (5 * fill), 16 .. 32 between two doublings; the most it ever holds is peak_bytes().
+// A bucket is one cache line and holds five keys with their slots. A key is in its home bucket or,
+// where that is full, in a later one. A bucket's `overflow` counts the keys that passed it, so a
+// search ends at the first bucket that no key passed. Every 64-bit value is a key: an empty entry
+// is marked by slot 0, and slots are stored + 1.
+//
+// The index grows by doubling, at last to the table's capacity. During the copy both copies exist
+// and both count against the budget. It takes 64 / (5 * fill) bytes a key: 16 .. 32 between two
+// doublings. peak_bytes() is its maximum.
 //
 // Callers serialize all calls (the table's index mutex).
 #pragma once
@@ -23,16 +25,16 @@ class KeyIndex {
   ~KeyIndex();
   KeyIndex(const KeyIndex&) = delete;
   Status open(uint64_t capacity, MemoryBudget* budget);
-  // Slots of `n` keys; kNone where missing. Prefetches ahead.
+  // Finds the slots of `n` keys: kNone for a missing key. Prefetches ahead.
   void find(const uint64_t* keys, size_t n, uint32_t* slots) const;
   uint32_t find(uint64_t key) const;
-  // Room for `n` keys more; insert cannot fail after it.
+  // Makes room for `n` more keys. A later insert of these cannot fail.
   Status make_room(uint64_t n);
   void insert(uint64_t key, uint32_t slot);  // the key must be missing
   void erase(uint64_t key);                  // the key must be there
   uint64_t size() const { return size_; }
   uint64_t memory_bytes() const { return buckets_ * sizeof(Bucket); }
-  // The most that an index of so many keys takes at any time: as a rule while it grows.
+  // The maximum of an index of so many keys at any time. Usually it is reached during growth.
   static uint64_t peak_bytes(uint64_t capacity);
 
  private:

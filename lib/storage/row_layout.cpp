@@ -1,4 +1,4 @@
-// How a row lies in memory.
+// The layout of a row in memory.
 #include <algorithm>
 
 #include "base/assert.h"

@@ -40,8 +40,8 @@ Status RowMemory::initialize_range(uint64_t first, uint64_t n) {
 }
 
 uint64_t RowMemory::chunk_rows() const {
-  // Rows after which values and state both stand at the start of a slab of theirs; 2^21 records
-  // of a multiple of 4 bytes are a multiple of 8 MiB.
+  // After so many rows both values and state are at the start of a slab: 2^21 records of a multiple
+  // of 4 bytes are a multiple of 8 MiB.
   return uint64_t{1} << 21;
 }
 
@@ -68,7 +68,7 @@ Status RowMemory::fill_state(State* s, uint64_t first, uint64_t n) const {
 }
 
 Status RowMemory::take_state(State* s) {
-  // Who joins on a GPU from here on finds it here.
+  // A trainer that joins on a GPU from here on finds it here.
   for (bool any = true; any;) FRUGAL_TRY(s->array.pin_next(&any));
   state_.swap(s->array);
   init_ = s->init;

@@ -1,12 +1,13 @@
 // The values and optimizer state of a table's rows, by slot.
 //
-// Slot i's values lie i pitches behind those of slot 0, its state beside it in a parallel array, so
-// that values keep their alignment. Rows are read through const pointers; who writes them makes a
-// RowWrite.
+// The values of slot i start i pitches after those of slot 0. Its state is in a parallel array, so
+// values keep their alignment. Rows are read through const pointers. A thread that writes rows
+// makes a RowWrite.
 //
-// Threads: values and state of a row are written by whoever applies its update (the engine sees to
-// it that this is one thread at a time and nobody reads meanwhile). Calls that commit memory, pin
-// it or take it are serialized by the caller (Rows), but for initialize_range and fill_state.
+// Threads: the thread that applies a row's update writes its values and state. The engine ensures
+// that this is one thread at a time and that no thread reads meanwhile. The caller (Rows)
+// serializes the calls that commit, pin or take over memory, except initialize_range and
+// fill_state.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -20,36 +21,37 @@
 
 namespace frugal {
 
-// How a row lies in memory, in bytes: what an element is stands in device/element.h.
+// The layout of a row in memory, in bytes. Elements are defined in device/element.h.
 struct RowLayout {
   uint32_t dim = 0;
   uint32_t state_columns = 0;  // of dim floats each; row-wise Adagrad: 0 and state_floats 1
   uint32_t state_floats = 0;   // as exported
   size_t value_pitch = 0;      // bytes from row to row
   size_t state_pitch = 0;
-  size_t sums_stride = 0;      // floats from row to row: of sums, which are padded as values are
+  size_t sums_stride = 0;      // floats from row to row of sums, which are padded as values are
   static RowLayout of(uint32_t dim, int32_t optimizer);
-  // What depends on the optimizer becomes as in `of`, of the same dim. Nothing else is written.
+  // Copies the members that depend on the optimizer from a layout of the same dim. Nothing else is
+  // written.
   void take_state(const RowLayout& of) {
     state_columns = of.state_columns;
     state_floats = of.state_floats;
     state_pitch = of.state_pitch;
   }
-  // Rows that lie so at `values` and `state`.
+  // Rows of this layout at `values` and `state`.
   device::RowsRef at(void* values, void* state) const;
-  // Of one row: as it lies here, and as it is exported.
+  // Bytes of one row, in memory and exported.
   size_t bytes() const { return value_pitch + state_pitch; }
   size_t value_bytes() const { return dim * sizeof(device::Element); }
   size_t sums_bytes() const { return sums_stride * sizeof(float); }
   size_t exported_bytes(bool with_state) const {
     return (dim + (with_state ? state_floats : 0)) * sizeof(float);
   }
-  // A row as it is exported (`state` may be null), and its state alone, and back: columns of dim
-  // floats.
+  // Conversions between a row in memory and the exported form, which has columns of dim floats. In
+  // export_row `state` may be null.
   void export_row(const device::Element* values, const device::Element* state, float* out) const;
   void export_state(const device::Element* state, float* out) const;
   void import_state(const float* in, device::Element* state) const;
-  // A row's state as it begins.
+  // Writes the initial state of a row.
   void new_state(const arith::InitSpec& init, device::Element* state) const;
 };
 
@@ -64,7 +66,7 @@ class RowMemory : public HeapObject {
     RowLayout layout;
     arith::InitSpec init;
   };
-  // Another optimizer's state, in which all rows are new.
+  // State of another optimizer, initial in all rows.
   struct State {
     RowLayout layout;
     arith::InitSpec init;
@@ -78,24 +80,24 @@ class RowMemory : public HeapObject {
   Status open_state(State* state) const;
   Status fill_state(State* state, uint64_t first, uint64_t n) const;
 
-  // To be read. RowWrite alone gives what can be written to.
+  // Read access. Only RowWrite gives write access.
   device::RowsView ref() const { return ref_; }
   const device::Element* values(uint32_t slot) const { return ref_.row(slot); }
   const device::Element* state(uint32_t slot) const { return ref_.state_row(slot); }
   const RowLayout& layout() const { return layout_; }
   const arith::InitSpec& init() const { return init_; }
   void export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
-  uint64_t most_rows() const { return most_rows_; }  // for which there are addresses
+  uint64_t most_rows() const { return most_rows_; }  // for which addresses are reserved
 
-  // Rows that exist are read while they are written, from now on: under the words (kVersionWords)
-  // that they share with other tables' rows, as the number tells.
+  // From now on, existing rows may be read concurrently with their writes. Rows share the version
+  // words (kVersionWords) with rows of other tables; `number` selects a row's word.
   void read_beside(VersionWord* words, uint64_t number);
   bool versioned() const { return words_; }
   VersionWord* version(uint32_t slot) const {
     return words_ ? words_ + version_of(number_, slot) : nullptr;
   }
-  // Writes rows outside of steps, in pieces: make(write, from, to) the rows from .. to - 1 of the
-  // list.
+  // Writes rows outside of steps, in pieces. make(write, from, to) must write the rows from .. to -
+  // 1 of the list.
   template <class Make>
   void write_outside(const uint32_t* slots, size_t n, Make make) {
     size_t most = n;
@@ -116,9 +118,9 @@ class RowMemory : public HeapObject {
   Status take_state(State* state);
   const SlabArray& value_slabs() const { return values_; }
   const SlabArray& state_slabs() const { return state_; }
-  // With the rows' lock held. Memory for rows [first, first + n).
+  // Commits memory for rows [first, first + n). Requires the rows' lock.
   Status ensure(uint64_t first, uint64_t n);
-  // A row becomes a new one of this key: all of its bytes are new.
+  // Makes the slot's row a new one of this key. All of its bytes are new.
   void initialize(uint32_t slot, uint64_t key);
 
  private:
@@ -137,7 +139,7 @@ class RowMemory : public HeapObject {
   std::shared_ptr<Pinner> pinner_;
 };
 
-// (In line: lists of rows may be short.)
+// Inline, because lists of rows may be short.
 inline RowWrite::RowWrite(RowMemory& rows, const uint32_t* slots, size_t n, const Purpose& purpose,
                           const uint32_t* index) noexcept
     : table_(&rows), to_(&rows.ref_), slots_(slots), index_(index), n_(n), purpose_(purpose) {

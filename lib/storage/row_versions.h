@@ -1,10 +1,11 @@
-// Rows that are read while others write them (staleness > 0), by threads and by other processes.
+// Version words of rows that are read concurrently with writes (staleness > 0), by threads and by
+// other processes.
 //
-// A row shares a version word with others. A writer makes the word odd, stores the row and makes
-// the word even; two writers of one word exclude each other. A reader copies the row, and the copy
-// is good if the word was even before and is the same behind. So a reader stores nothing, and a
-// process can read what it has mapped read-only. Rows are stored and copied by relaxed atomic
-// accesses: a copy that is thrown away has met no data race.
+// Several rows share a version word. A writer makes the word odd, stores the row and makes the word
+// even. Two writers of one word exclude each other. A reader copies the row. The copy is valid if
+// the word was even before the copy and has the same value after it. A reader stores nothing, so a
+// process can read rows that it has mapped read-only. Rows are stored and copied with relaxed
+// atomic accesses, so an invalid copy is no data race.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -18,25 +19,25 @@ namespace frugal {
 using VersionWord = std::atomic<uint32_t>;
 constexpr size_t kVersionWords = 1024;  // of an engine
 
-// Which word is a row's.
+// Returns the index of a row's version word.
 inline size_t version_of(uint64_t table, uint32_t slot) {
   return (slot * 0x9e3779b1u ^ static_cast<uint32_t>(table * 0x85ebca6bu)) % kVersionWords;
 }
 
-// What who waits for a word does between two looks: a row is soon written, but its writer may be
-// off the processor.
+// Pauses a thread that waits for a version word. The wait is usually short, but the writer may be
+// off the processor. `looks` is the number of failed checks.
 void pause_for_version(uint32_t looks);
 
 void begin_write(VersionWord& word);
 void end_write(VersionWord& word);
 
-// Elements between a row and its copy: n of them, rounded up to a multiple of 8 bytes. Both are
-// aligned to that.
+// Copies n elements, rounded up to a multiple of 8 bytes, between a row and its copy. Both are
+// aligned to 8 bytes.
 void store_shared(device::Element* row, const device::Element* from, size_t n);
 void load_shared(const device::Element* row, device::Element* to, size_t n);
 
-// Copies n elements of a row, as load_shared does. Where it finds that the row is being written it
-// asks go_on(), whose failure ends it: the writer may be gone for good.
+// Copies n elements of a row, as load_shared does. While the row is being written it calls go_on(),
+// whose failure ends the wait: the writer may have died.
 template <class GoOn>
 Status read_row(const VersionWord& word, const device::Element* row, size_t n, device::Element* to,
                 GoOn go_on) {

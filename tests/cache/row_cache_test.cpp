@@ -24,16 +24,16 @@ constexpr uint64_t kNever = UINT64_MAX;
 constexpr uint32_t kNone = RowCache::kNone;
 constexpr uint32_t kRows = 90;
 
-const float* line_values(const CachedRows& lines, const Rows& host, uint32_t line) {
-  return device::behind(lines.at().host, line * host.layout().value_pitch);
+const float* cached_values(const CachedRows& cached_rows, const Rows& host, uint32_t cache_slot) {
+  return device::behind(cached_rows.at().host, cache_slot * host.layout().value_pitch);
 }
 
 struct RowCacheTest : testing::Test {
-  void open(uint64_t lines, int32_t optimizer = FRUGAL_ADAM) {
+  void open(uint64_t cache_slots, int32_t optimizer = FRUGAL_ADAM) {
     ASSERT_OK(host.open(rows_config(kRows, 6, optimizer), nullptr));
     ASSERT_OK(host.initialize_range(0, kRows));
-    cache.open(lines);
-    ASSERT_OK(HostCachedRows::open(host, lines, pool, &of_cache));
+    cache.open(cache_slots);
+    ASSERT_OK(HostCachedRows::open(host, cache_slots, pool, &of_cache));
   }
   // A refresh. Rows come with their next reads.
   void refresh(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
@@ -45,13 +45,13 @@ struct RowCacheTest : testing::Test {
       next.push_back(n);
       known[slot] = n;
     }
-    for (Vector<uint32_t>* v : {&admitted, &lines, &evicted}) v->clear();
+    for (Vector<uint32_t>* v : {&admitted, &cache_slots, &evicted}) v->clear();
     cache.plan_refresh(
         more, step, slots.data(), next.data(), slots.size(),
         [&](const uint32_t* of, size_t n, uint64_t* reads) {
           for (size_t i = 0; i < n; ++i) reads[i] = known[of[i]];
         },
-        &admitted, &lines, &evicted);
+        &admitted, &cache_slots, &evicted);
   }
   Slots cached() const {
     Slots all;
@@ -59,9 +59,9 @@ struct RowCacheTest : testing::Test {
       if (cache.find(s) != kNone) all.push_back(s);
     return all;
   }
-  bool same_bits(uint32_t slot, uint32_t line) const {
+  bool same_bits(uint32_t slot, uint32_t cache_slot) const {
     const RowLayout& l = host.layout();
-    return std::memcmp(line_values(*of_cache, host, line), host.values(slot),
+    return std::memcmp(cached_values(*of_cache, host, cache_slot), host.values(slot),
                        l.dim * sizeof(float)) == 0;
   }
   BufferPool pool;
@@ -69,23 +69,23 @@ struct RowCacheTest : testing::Test {
   RowCache cache;
   std::unique_ptr<CachedRows> of_cache;
   std::map<uint32_t, uint64_t> known;  // next reads, as a window would report them
-  Vector<uint32_t> admitted, lines, evicted;
+  Vector<uint32_t> admitted, cache_slots, evicted;
 };
 
 TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
   open(3);
-  EXPECT_EQ(cache.lines(), 3u);
+  EXPECT_EQ(cache.cache_slots(), 3u);
   refresh(1, {{5, kNever}, {7, 4}});
   EXPECT_EQ(admitted, (Vector<uint32_t>{5, 7}));
   EXPECT_TRUE(evicted.empty());
   EXPECT_EQ(cache.size(), 2u);
-  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(cache.find(admitted[i]), lines[i]);
+  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(cache.find(admitted[i]), cache_slots[i]);
   const uint32_t asked[] = {7, 6, 5};
   uint32_t found[3];
   cache.find(asked, 3, found);
-  EXPECT_EQ(found[0], lines[1]);
+  EXPECT_EQ(found[0], cache_slots[1]);
   EXPECT_EQ(found[1], kNone);
-  EXPECT_EQ(found[2], lines[0]);
+  EXPECT_EQ(found[2], cache_slots[0]);
   refresh(2, {{5, kNever}});
   EXPECT_TRUE(admitted.empty()) << "it is there";
   refresh(3, {});
@@ -168,9 +168,9 @@ TEST_F(RowCacheTest, DroppedRows) {
   EXPECT_EQ(cached(), (Slots{1, 3, 4}));
   refresh(2, {{5, kNever}});
   EXPECT_EQ(admitted, Vector<uint32_t>{5}) << "its line is free";
-  uint32_t line = 0, slots[3];
+  uint32_t cache_slot = 0, slots[3];
   Slots gone;
-  while (const size_t n = cache.drop_some(&line, slots, 3))
+  while (const size_t n = cache.drop_some(&cache_slot, slots, 3))
     gone.insert(gone.end(), slots, slots + n);
   std::sort(gone.begin(), gone.end());
   EXPECT_EQ(gone, (Slots{1, 3, 4, 5}));
@@ -188,7 +188,7 @@ TEST_F(RowCacheTest, Bytes) {
       const uint64_t values = n * layout.value_pitch, state = n * layout.state_pitch;
       const uint64_t rounding =
           BufferPool::capacity_for(values) - values + BufferPool::capacity_for(state) - state;
-      EXPECT_LE(RowCache::bytes_for(layout, n), n * RowCache::line_bytes(layout) + rounding) << n;
+      EXPECT_LE(RowCache::bytes_for(layout, n), n * RowCache::row_bytes(layout) + rounding) << n;
       EXPECT_GT(RowCache::bytes_for(layout, n), values + state);
     }
   }
@@ -202,9 +202,9 @@ TEST_F(RowCacheTest, LinesWithoutState) {
   refresh(1, {{8, 2}});
   CachePlan plan;
   plan.admitted = admitted;
-  plan.to = lines;
+  plan.to = cache_slots;
   ASSERT_OK(of_cache->refresh(plan, {}));
-  EXPECT_TRUE(same_bits(8, lines[0]));
+  EXPECT_TRUE(same_bits(8, cache_slots[0]));
 }
 
 TEST_F(RowCacheTest, WithoutMemoryForLines) {
@@ -240,7 +240,7 @@ class Walk {
  public:
   explicit Walk(uint64_t seed) : random_(seed) {
     const uint64_t choices[] = {1, 2, 5, 12, 40, kRows};
-    lines_ = choices[random_.below(6)];
+    cache_slots_ = choices[random_.below(6)];
     optimizer_ = random_.one_in(2) ? FRUGAL_ADAM : FRUGAL_ROWWISE_ADAGRAD;
     hot_ = random_.one_in(2);
     // Where refreshes are added to, or memory fails, cached rows may be in no list, and the choice
@@ -249,13 +249,13 @@ class Walk {
     memory_fails_ = random_.one_in(4);
     EXPECT_EQ(host_.open(rows_config(kRows, 6, optimizer_), nullptr), FRUGAL_OK);
     EXPECT_EQ(host_.initialize_range(0, kRows), FRUGAL_OK);
-    cache_.open(lines_);
-    EXPECT_EQ(HostCachedRows::open(host_, lines_, pool_, &of_cache_), FRUGAL_OK);
+    cache_.open(cache_slots_);
+    EXPECT_EQ(HostCachedRows::open(host_, cache_slots_, pool_, &of_cache_), FRUGAL_OK);
   }
 
   void run() {
     for (step_ = 1; step_ < 120 && !testing::Test::HasFailure(); ++step_) {
-      SCOPED_TRACE(testing::Message() << "step " << step_ << ", " << lines_ << " lines");
+      SCOPED_TRACE(testing::Message() << "step " << step_ << ", " << cache_slots_ << " lines");
       while (declared_ < step_ + kAhead) {
         ++declared_;
         for (uint64_t n = random_.below(12); n > 0; --n) reads_[declared_].insert(some_row());
@@ -338,8 +338,10 @@ class Walk {
     ASSERT_OK(of_cache_->refresh(plan, due));
     const RowLayout& l = host_.layout();
     // (State is not to be seen. It shows in what the next update makes of the row.)
-    for (auto& [slot, line] : model_) {
-      ASSERT_EQ(std::memcmp(line_values(*of_cache_, host_, line), host_.values(slot), l.dim * 4), 0)
+    for (auto& [slot, cache_slot] : model_) {
+      ASSERT_EQ(
+          std::memcmp(cached_values(*of_cache_, host_, cache_slot), host_.values(slot), l.dim * 4),
+          0)
           << "row " << slot;
     }
     if (random_.one_in(4) && !model_.empty()) {
@@ -349,8 +351,8 @@ class Walk {
       model_.erase(slot);
     }
     if (random_.one_in(40)) {
-      uint32_t line = 0, some[5];
-      while (const size_t n = cache_.drop_some(&line, some, 5))
+      uint32_t cache_slot = 0, some[5];
+      while (const size_t n = cache_.drop_some(&cache_slot, some, 5))
         for (size_t i = 0; i < n; ++i) ASSERT_EQ(model_.erase(some[i]), 1u);
       ASSERT_TRUE(model_.empty());
     }
@@ -372,14 +374,14 @@ class Walk {
       read_.insert(s);
     }
     const auto before = model_;
-    Vector<uint32_t> admitted, lines, evicted;
+    Vector<uint32_t> admitted, cache_slots, evicted;
     const auto call = [&] {
       cache_.plan_refresh(
           more, step_, slots.data(), next.data(), slots.size(),
           [&](const uint32_t* of, size_t n, uint64_t* reads) {
             for (size_t i = 0; i < n; ++i) reads[i] = next_read(of[i]);
           },
-          &admitted, &lines, &evicted);
+          &admitted, &cache_slots, &evicted);
     };
     bool again = true;
     if (memory_fails_ && random_.one_in(4)) {
@@ -398,7 +400,7 @@ class Walk {
       }
     }
     if (again) call();
-    ASSERT_EQ(admitted.size(), lines.size());
+    ASSERT_EQ(admitted.size(), cache_slots.size());
     for (size_t i = 0; i < slots.size(); ++i)
       ASSERT_EQ(cache_.refreshed()[i], cache_.find(slots[i]));
     for (uint32_t s : evicted) {
@@ -406,19 +408,20 @@ class Walk {
       ASSERT_FALSE(read_.count(s)) << "row " << s << " is read by the step";
     }
     std::set<uint32_t> used;
-    for (auto& [slot, line] : model_) used.insert(line);
+    for (auto& [slot, cache_slot] : model_) used.insert(cache_slot);
     for (size_t i = 0; i < admitted.size(); ++i) {
       ASSERT_TRUE(std::binary_search(slots.begin(), slots.end(), admitted[i]));
-      ASSERT_LT(lines[i], lines_);
-      ASSERT_TRUE(used.insert(lines[i]).second) << "line " << lines[i] << " has another row";
-      ASSERT_TRUE(model_.emplace(admitted[i], lines[i]).second);
+      ASSERT_LT(cache_slots[i], cache_slots_);
+      ASSERT_TRUE(used.insert(cache_slots[i]).second)
+          << "line " << cache_slots[i] << " has another row";
+      ASSERT_TRUE(model_.emplace(admitted[i], cache_slots[i]).second);
       fresh_.insert(admitted[i]);
     }
     check_places();
     if (!memory_fails_ && !added_to_) check_choice(before, slots, next, admitted, evicted);
     if (!more) admitted_.clear(), to_.clear();
     admitted_.insert(admitted_.end(), admitted.begin(), admitted.end());
-    to_.insert(to_.end(), lines.begin(), lines.end());
+    to_.insert(to_.end(), cache_slots.begin(), cache_slots.end());
   }
 
   // Of what was there and is not read by the step, the farthest goes for each that comes, if it is
@@ -427,9 +430,9 @@ class Walk {
                     const std::vector<uint64_t>& next, const Vector<uint32_t>& admitted,
                     const Vector<uint32_t>& evicted) {
     std::multiset<uint64_t> may_go, gone, wanted_gone;
-    for (auto& [slot, line] : before)
+    for (auto& [slot, cache_slot] : before)
       if (!read_.count(slot)) may_go.insert(next_read(slot));
-    size_t free = lines_ - before.size();
+    size_t free = cache_slots_ - before.size();
     Vector<uint32_t> wanted;
     for (size_t i = 0; i < slots.size(); ++i) {
       if (before.count(slots[i])) continue;
@@ -462,20 +465,21 @@ class Walk {
     std::vector<uint32_t> wanted;
     size_t urgent = 0;
     for (const bool reads : {true, false}) {
-      for (auto& [slot, line] : model_) {
+      for (auto& [slot, cache_slot] : model_) {
         bool updated = false;
         for (const RankGradients& h : update.ranks) updated |= h.part->contains(slot);
         if (updated && !fresh_.count(slot) && (read_.count(slot) != 0) == reads)
-          wanted.push_back(line);
+          wanted.push_back(cache_slot);
       }
       if (reads) urgent = wanted.size();
     }
-    ASSERT_EQ(std::vector<uint32_t>(touched.lines.begin(), touched.lines.end()), wanted);
+    ASSERT_EQ(std::vector<uint32_t>(touched.cache_slots.begin(), touched.cache_slots.end()),
+              wanted);
     ASSERT_EQ(touched.urgent, urgent);
     ASSERT_EQ(touched.start.size(), wanted.size() + 1);
     ASSERT_EQ(touched.start.back(), touched.terms.size());
     std::map<uint32_t, uint32_t> row_of;
-    for (auto& [slot, line] : model_) row_of[line] = slot;
+    for (auto& [slot, cache_slot] : model_) row_of[cache_slot] = slot;
     for (size_t i = 0; i < wanted.size(); ++i) {
       uint32_t at = touched.start[i];
       for (uint32_t r = 0; r < update.ranks.size(); ++r) {
@@ -494,7 +498,7 @@ class Walk {
   Rows host_;
   RowCache cache_;
   std::unique_ptr<CachedRows> of_cache_;
-  uint64_t lines_, step_ = 0, declared_ = 0;
+  uint64_t cache_slots_, step_ = 0, declared_ = 0;
   int32_t optimizer_;
   bool hot_, added_to_, memory_fails_;
   std::map<uint64_t, std::set<uint32_t>> reads_;  // by step

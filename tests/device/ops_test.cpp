@@ -259,14 +259,15 @@ TEST(Source, Kinds) {
   static_assert(sizeof(Source) == 4);
   EXPECT_FALSE(Source().is_own());
   for (const uint32_t i : {0u, 1u, 77u, Source::kMost - 1}) {
-    const Source place = Source::host(i), line = Source::line(i), staged = Source::staged(i);
+    const Source place = Source::host(i), cache_slot = Source::cache_slot(i), staged = Source::staged(i);
     EXPECT_FALSE(place.is_own());
     EXPECT_EQ(place.word, i);
-    EXPECT_TRUE(line.is_own() && !line.is_staged());
+    EXPECT_TRUE(cache_slot.is_own() && !cache_slot.is_staged());
     EXPECT_TRUE(staged.is_own() && staged.is_staged());
-    EXPECT_EQ(line.index(), i);
+    EXPECT_EQ(cache_slot.index(), i);
     EXPECT_EQ(staged.index(), i);
-    for (const Source s : {place, line, staged}) EXPECT_FALSE(s.is_padding() || s.is_missing());
+    for (const Source s : {place, cache_slot, staged})
+      EXPECT_FALSE(s.is_padding() || s.is_missing());
   }
   EXPECT_TRUE(Source::host(kPaddingSlot).is_padding());
   EXPECT_TRUE(Source::host(kMissingSlot).is_missing());
@@ -299,17 +300,18 @@ struct RowSources {
              bool all_staged)
       : stride(row_stride(dim)) {
     host = make(d, Where::kHost, filled<float>(rows * stride, random, 0.05));
-    lines = make(d, Where::kDevice, filled<float>(batch.distinct.size() * stride, random, 0.05));
+    cached_rows =
+        make(d, Where::kDevice, filled<float>(batch.distinct.size() * stride, random, 0.05));
     staged = make(d, Where::kDevice, filled<float>(batch.distinct.size() * stride, random, 0.0));
-    std::vector<uint32_t> line(batch.distinct.size());
-    std::iota(line.begin(), line.end(), 0u);
-    random.shuffle(line);
+    std::vector<uint32_t> cache_slot(batch.distinct.size());
+    std::iota(cache_slot.begin(), cache_slot.end(), 0u);
+    random.shuffle(cache_slot);
     for (uint32_t i = 0; i < batch.distinct.size(); ++i) {
       const float* from = host->made().data() + batch.distinct[i] * stride;
       source.push_back({});
       if (hbm && random.chance(0.4)) {
-        source[i] = Source::line(line[i]);
-        from = lines->made().data() + line[i] * stride;
+        source[i] = Source::cache_slot(cache_slot[i]);
+        from = cached_rows->made().data() + cache_slot[i] * stride;
       } else if (!all_staged && (batch.runs_of(i) > 1 || (hbm && random.chance(0.1)))) {
         source[i] = Source::staged(static_cast<uint32_t>(to_stage.size()));
         to_stage.push_back(i);
@@ -324,7 +326,7 @@ struct RowSources {
     sources = make(d, Where::kHost, source);
   }
   RowsPtr host_rows() const { return {host->ptr(), stride}; }
-  RowsPtr line_rows() const { return {lines->ptr(), stride}; }
+  RowsPtr cached_row_pointer() const { return {cached_rows->ptr(), stride}; }
   RowsPtr staged_rows() const { return {staged->ptr(), stride}; }
   // The runs of positions of rows that are read in host rows, and those of the others.
   void split(const Batch& batch, std::vector<Item>* host_items,
@@ -344,7 +346,7 @@ struct RowSources {
     return rows;
   }
   size_t stride;
-  std::unique_ptr<Array<float>> host, lines, staged;
+  std::unique_ptr<Array<float>> host, cached_rows, staged;
   std::unique_ptr<Array<Source>> sources;
   std::vector<Source> source;
   std::vector<uint32_t> to_stage;
@@ -400,7 +402,7 @@ TEST_F(ReadTest, GatherRows) {
     GatherArgs a{};
     a.part = batch.part;
     a.host = row_sources.host_rows();
-    a.lines = row_sources.line_rows();
+    a.cached_rows = row_sources.cached_row_pointer();
     a.staged = row_sources.staged_rows();
     if (!simple) {
       a.source = row_sources.sources->ptr();
@@ -444,7 +446,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     auto out = make(*runtime_, Where::kDevice, std::vector<float>(batch.slots.size() * dim));
     a.part = batch.part;
     a.host = row_sources.host_rows();
-    a.lines = row_sources.line_rows();
+    a.cached_rows = row_sources.cached_row_pointer();
     a.staged = row_sources.staged_rows();
     a.source = row_sources.sources->ptr();
     a.items = item_memory->ptr();
@@ -566,39 +568,39 @@ TEST_F(ReadTest, Tier) {
   EXPECT_TRUE(same(sums->now(), values));
 
   // Cached rows with such numbers: filled, and updated with rank gradients whose rows have them.
-  const uint64_t line_bytes = kStride * sizeof(float);
+  const uint64_t row_bytes = kStride * sizeof(float);
   FillArgs f{};
   f.host = a.host;
-  f.lines = {a.out, kStride};
+  f.cached_rows = {a.out, kStride};
   f.slots = slot_memory->ptr();
   f.to = slot_memory->ptr();
   f.count = kKeys;
   f.dim = kDim;
   launch(Kernel::fill_lines, fill_shape(f), f);
   for (size_t i = 0; i < kKeys; ++i)
-    std::memcpy(out.data() + i * kDim, far_out + slots[i] * line_bytes, kDim * sizeof(float));
+    std::memcpy(out.data() + i * kDim, far_out + slots[i] * row_bytes, kDim * sizeof(float));
   EXPECT_TRUE(same(out, values));
   std::vector<Term> terms;
   for (uint32_t slot : slots) terms.push_back({0, slot});
   auto term_memory = make(*runtime_, Where::kDevice, terms);
   auto ranks = make(*runtime_, Where::kDevice, std::vector<Ptr<float>>{a.host.values});
-  auto line_sums = make(*runtime_, Where::kDevice, std::vector<float>(values.size(), -1));
+  auto cached_sums = make(*runtime_, Where::kDevice, std::vector<float>(values.size(), -1));
   SumTermsArgs t{};
   t.ranks = ranks->ptr();
   t.ranks_stride = kStride;
   t.terms = term_memory->ptr();
   t.count = kKeys;
   t.dim = kDim;
-  t.sums = line_sums->ptr();
+  t.sums = cached_sums->ptr();
   t.sums_stride = kDim;
   launch(Kernel::sum_terms, sum_terms_shape(t), t);
-  EXPECT_TRUE(same(line_sums->now(), values));
+  EXPECT_TRUE(same(cached_sums->now(), values));
   frugal_optimizer sgd = FRUGAL_OPTIMIZER_INIT;
   sgd.kind = FRUGAL_SGD;
   sgd.lr = 1;
   ApplyArgs u{};
   u.step = arith::step_scalars(sgd, 0, 1, FRUGAL_NAN_ACCEPT, kDim);
-  u.lines = f.lines;
+  u.cached_rows = f.cached_rows;
   u.to = slot_memory->ptr();
   u.count = kKeys;
   u.dim = kDim;
@@ -607,8 +609,7 @@ TEST_F(ReadTest, Tier) {
   launch(Kernel::apply_sgd, apply_shape(u), u);
   for (size_t i = 0; i < kKeys * kDim; ++i) {
     float now;
-    std::memcpy(&now, far_out + slots[i / kDim] * line_bytes + i % kDim * sizeof(float),
-                sizeof now);
+    std::memcpy(&now, far_out + slots[i / kDim] * row_bytes + i % kDim * sizeof(float), sizeof now);
     EXPECT_EQ(now, 0.0f) << i;
   }
   runtime_->unpin(table);
@@ -668,7 +669,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
                     random.chance(0.5) ? 0 : 4 * random.below(4));
     PoolArgs a{};
     a.host = row_sources.host_rows();
-    a.lines = row_sources.line_rows();
+    a.cached_rows = row_sources.cached_row_pointer();
     a.staged = row_sources.staged_rows();
     a.key_sources = key_sources->ptr();
     auto wrong = make(*runtime_, anywhere(random), std::vector<uint32_t>{0});
@@ -746,7 +747,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     auto sums = make(*runtime_, anywhere(random), filled<float>(n, random, 0.0));
     WeightGradArgs w{};
     w.host = a.host;
-    w.lines = a.lines;
+    w.cached_rows = a.cached_rows;
     w.staged = a.staged;
     w.key_sources = a.key_sources;
     w.grads = grads->ptr();
@@ -1016,7 +1017,7 @@ TEST_F(OpsTest, LinesFollowHostRows) {
     const size_t stride = layout.value_pitch / 4, state_stride = layout.state_pitch / 4;
     const uint32_t rows =
         dim > 1000 ? 3 : static_cast<uint32_t>(random.from(1, dim > 128 ? 20 : 150));
-    const uint32_t lines = rows + static_cast<uint32_t>(random.below(5));
+    const uint32_t cache_slots = rows + static_cast<uint32_t>(random.below(5));
 
     std::vector<float> values = filled<float>(rows * stride, random, special);
     std::vector<float> state = filled<float>(rows * state_stride, random, special);
@@ -1024,12 +1025,12 @@ TEST_F(OpsTest, LinesFollowHostRows) {
     for (float& x : state) x = arith::canonical(kind == FRUGAL_MOMENTUM ? x : std::fabs(x));
     auto host = make(*runtime_, Where::kHost, values);
     auto host_state = make(*runtime_, Where::kHost, state);
-    auto line_values = make(*runtime_, Where::kDevice,
-                            filled<float>(lines * stride, random, 0.0));
-    auto line_state = make(*runtime_, Where::kDevice,
-                           filled<float>(lines * state_stride, random, 0.0));
+    auto cached_values =
+        make(*runtime_, Where::kDevice, filled<float>(cache_slots * stride, random, 0.0));
+    auto cached_state =
+        make(*runtime_, Where::kDevice, filled<float>(cache_slots * state_stride, random, 0.0));
     // Which rows come in, and where to.
-    std::vector<uint32_t> slots(rows), to(lines);
+    std::vector<uint32_t> slots(rows), to(cache_slots);
     std::iota(slots.begin(), slots.end(), 0u);
     std::iota(to.begin(), to.end(), 0u);
     random.shuffle(slots);
@@ -1041,16 +1042,17 @@ TEST_F(OpsTest, LinesFollowHostRows) {
     auto to_memory = make(*runtime_, anywhere(random), to);
     FillArgs f{};
     f.host = {host->ptr(), stride};
-    f.lines = {line_values->ptr(), stride};
+    f.cached_rows = {cached_values->ptr(), stride};
     f.host_state = {host_state->ptr(), state_stride};
-    f.line_state = {line_state->ptr(), state_stride};
+    f.cached_state = {cached_state->ptr(), state_stride};
     f.slots = slot_memory->ptr();
     f.to = to_memory->ptr();
     f.count = n;
     f.dim = dim;
     f.state_elements = static_cast<uint32_t>(state_stride);
     launch(Kernel::fill_lines, fill_shape(f, extent(random)), f);
-    std::vector<float> expected_values = line_values->made(), expected_state = line_state->made();
+    std::vector<float> expected_values = cached_values->made(),
+                       expected_state = cached_state->made();
     const size_t copied = (dim + 3) / 4 * 4;
     for (uint32_t i = 0; i < n; ++i) {
       std::copy_n(values.begin() + slots[i] * stride, copied,
@@ -1058,8 +1060,8 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       std::copy_n(state.begin() + slots[i] * state_stride, state_stride,
                   expected_state.begin() + to[i] * state_stride);
     }
-    ASSERT_TRUE(same(line_values->now(), expected_values)) << "filled, dim " << dim;
-    ASSERT_TRUE(same(line_state->now(), expected_state)) << "filled state, dim " << dim;
+    ASSERT_TRUE(same(cached_values->now(), expected_values)) << "filled, dim " << dim;
+    ASSERT_TRUE(same(cached_state->now(), expected_state)) << "filled state, dim " << dim;
 
     // Two steps, so that state has been used.
     const uint32_t world = static_cast<uint32_t>(random.from(1, 4));
@@ -1101,8 +1103,8 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       const arith::StepScalars scalars = arith::step_scalars(o, step, world, policy, dim);
       ApplyArgs a{};
       a.step = scalars;
-      a.lines = f.lines;
-      a.state = line_state->ptr();
+      a.cached_rows = f.cached_rows;
+      a.state = cached_state->ptr();
       a.state_stride = state_stride;
       a.state_second = stride;
       a.to = to_memory->ptr();
@@ -1116,9 +1118,9 @@ TEST_F(OpsTest, LinesFollowHostRows) {
                         kind == FRUGAL_SGD ? nullptr : expected_state.data(), layout.state_pitch,
                         layout.value_pitch, dim};
       cpu_.apply_terms(ref, scalars, to.data(), n, cpu_term.data(), start.data(), nullptr);
-      ASSERT_TRUE(same(line_values->now(), expected_values))
+      ASSERT_TRUE(same(cached_values->now(), expected_values))
           << "optimizer " << kind << ", dim " << dim << ", flags " << scalars.flags;
-      ASSERT_TRUE(same(line_state->now(), expected_state))
+      ASSERT_TRUE(same(cached_state->now(), expected_state))
           << "state of optimizer " << kind << ", dim " << dim << ", flags " << scalars.flags;
     }
   });

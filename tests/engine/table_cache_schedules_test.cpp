@@ -26,7 +26,7 @@ constexpr uint32_t kRows = 8, kDim = 3;
 constexpr size_t kNone = SIZE_MAX;
 
 struct Totals {
-  uint64_t planned = 0, in_lines = 0, in_host = 0;
+  uint64_t planned = 0, in_cached_rows = 0, in_host = 0;
 };
 
 // Cached rows whose refresh may fail. `later` lists those that a step may not read yet: a device
@@ -37,23 +37,23 @@ class WornCachedRows final : public CachedRows {
     bool fails = false;
     std::vector<uint32_t> later;
   };
-  WornCachedRows(std::unique_ptr<CachedRows> lines, Last& last)
-      : lines_(std::move(lines)), last_(last) {
-    at_ = lines_->at();
+  WornCachedRows(std::unique_ptr<CachedRows> cached_rows, Last& last)
+      : cached_rows_(std::move(cached_rows)), last_(last) {
+    at_ = cached_rows_->at();
   }
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override {
     if (last_.fails) return FRUGAL_ERR_DEVICE;
     last_.later.clear();
     for (const DueUpdate& d : due) {
-      const Vector<uint32_t>& touched = d.touched(plan).lines;
+      const Vector<uint32_t>& touched = d.touched(plan).cache_slots;
       last_.later.insert(last_.later.end(), touched.begin() + static_cast<ptrdiff_t>(d.now),
                          touched.end());
     }
-    return lines_->refresh(plan, due);
+    return cached_rows_->refresh(plan, due);
   }
 
  private:
-  std::unique_ptr<CachedRows> lines_;
+  std::unique_ptr<CachedRows> cached_rows_;
   Last& last_;
 };
 
@@ -73,10 +73,10 @@ class World {
     check(window_.open({.rows = kRows, .staleness = tau_, .placement = ranks_, .tree_heap = false},
                        kFirst) == FRUGAL_OK);
     for (uint32_t slot = 0; slot < rows_.size(); ++slot) keep(slot, 0);
-    const uint64_t lines = 1 + r_.below(4);
+    const uint64_t cache_slots = 1 + r_.below(4);
     std::unique_ptr<CachedRows> made;
-    check(HostCachedRows::open(host_, lines, pool_, &made) == FRUGAL_OK);
-    cache_.open(lines, std::make_unique<WornCachedRows>(std::move(made), last_), 0);
+    check(HostCachedRows::open(host_, cache_slots, pool_, &made) == FRUGAL_OK);
+    cache_.open(cache_slots, std::make_unique<WornCachedRows>(std::move(made), last_), 0);
     for (size_t i = 0; i < steps_.size(); ++i)
       for (uint32_t rank = 0; rank < ranks_; ++rank) {
         OfRank& of = steps_[i].of[rank];
@@ -295,20 +295,20 @@ class World {
       parts = linked(rank, i);
     }
     for (const PartRef& p : parts) {
-      size_t in_lines = 0;
+      size_t in_cached_rows = 0;
       for (size_t k = 0; k < p->distinct; ++k) {
         const uint32_t slot = p->row_slots()[k];
         const Row& row = rows_[slot];
         s_.point();
         if (rank == 0 && p->sources && p->sources.as<device::Source>()[k].is_own()) {
-          const uint64_t line = p->sources.as<device::Source>()[k].index();
-          s_.note("reads row %llu in line %llu", slot, line);
+          const uint64_t cache_slot = p->sources.as<device::Source>()[k].index();
+          s_.note("reads row %llu in line %llu", slot, cache_slot);
           HOLDS(s_, window_.placement().may_cache(0, slot));
-          HOLDS(s_, std::count(last_.later.begin(), last_.later.end(), line) == 0);
+          HOLDS(s_, std::count(last_.later.begin(), last_.later.end(), cache_slot) == 0);
           HOLDS(s_, tau_ || row.in_line + 1 == row.versions.size());
-          HOLDS(s_, equal(device::behind(cache_.at().host, line * host_.layout().value_pitch),
+          HOLDS(s_, equal(device::behind(cache_.at().host, cache_slot * host_.layout().value_pitch),
                           row.versions[row.in_line]));
-          ++in_lines;
+          ++in_cached_rows;
           continue;
         }
         // The gate does not wait for a row whose cached row has gone.
@@ -318,9 +318,9 @@ class World {
         look(slot, kFirst + i - std::min<uint64_t>(i, tau_));
         HOLDS(s_, tau_ || !row.writing);
       }
-      HOLDS(s_, rank != 0 || p->cached == in_lines);
-      totals_->in_lines += in_lines;
-      totals_->in_host += p->distinct - in_lines;
+      HOLDS(s_, rank != 0 || p->cached == in_cached_rows);
+      totals_->in_cached_rows += in_cached_rows;
+      totals_->in_host += p->distinct - in_cached_rows;
     }
   }
   void end(uint32_t rank, size_t i) {
@@ -511,7 +511,7 @@ void explore_kind(const char* name, bool stale) {
   explore(name, 10000, [&](Schedule& s) { World(s, stale, &totals).run(); });
   std::printf("%llu boundaries as planned, %llu rows read in lines, %llu in host memory\n",
               static_cast<unsigned long long>(totals.planned),
-              static_cast<unsigned long long>(totals.in_lines),
+              static_cast<unsigned long long>(totals.in_cached_rows),
               static_cast<unsigned long long>(totals.in_host));
 }
 

@@ -16,19 +16,21 @@ constexpr uint64_t kFirst = 10;
 // Records what a refresh passes to the cached rows, and carries it out.
 class ToldCachedRows final : public CachedRows {
  public:
-  explicit ToldCachedRows(std::unique_ptr<CachedRows> lines) : lines_(std::move(lines)) {
-    at_ = lines_->at();
+  explicit ToldCachedRows(std::unique_ptr<CachedRows> cached_rows)
+      : cached_rows_(std::move(cached_rows)) {
+    at_ = cached_rows_->at();
   }
   void send(const CachePlan& plan) override { sent.push_back(plan.admitted.size()); }
   void forget_plan() noexcept override { ++forgotten; }
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override {
     told.clear();
-    for (const DueUpdate& d : due) told.push_back({d.planned, d.touched(plan).lines.size(), d.now});
-    return fails ? FRUGAL_ERR_DEVICE : lines_->refresh(plan, due);
+    for (const DueUpdate& d : due)
+      told.push_back({d.planned, d.touched(plan).cache_slots.size(), d.now});
+    return fails ? FRUGAL_ERR_DEVICE : cached_rows_->refresh(plan, due);
   }
   struct OfUpdate {
     bool planned;
-    size_t lines, now;
+    size_t cache_slots, now;
     bool operator==(const OfUpdate&) const = default;
   };
   using Told = std::vector<OfUpdate>;
@@ -38,14 +40,14 @@ class ToldCachedRows final : public CachedRows {
   bool fails = false;
 
  private:
-  std::unique_ptr<CachedRows> lines_;
+  std::unique_ptr<CachedRows> cached_rows_;
 };
 
 using Told = ToldCachedRows::Told;
 
 // Rank 0 of two. The rows begin as zeros, and each push of one makes it 1 more.
 struct TableCacheTest : testing::Test {
-  void open(uint64_t lines, bool stale = false) {
+  void open(uint64_t cache_slots, bool stale = false) {
     parts.ranks.start(kFirst);
     table = parts.add_table(200);
     ASSERT_OK(parts.tables.open_window(*table));
@@ -55,10 +57,10 @@ struct TableCacheTest : testing::Test {
     cache.emplace(*owner, table, parts.pool, parts.counters, stale);
     EXPECT_FALSE(cache->there());
     std::unique_ptr<CachedRows> made;
-    ASSERT_OK(HostCachedRows::open(table->rows, lines, parts.pool, &made));
+    ASSERT_OK(HostCachedRows::open(table->rows, cache_slots, parts.pool, &made));
     auto kept = std::make_unique<ToldCachedRows>(std::move(made));
     told = kept.get();
-    cache->open(lines, std::move(kept), 77);
+    cache->open(cache_slots, std::move(kept), 77);
     EXPECT_TRUE(cache->there());
     EXPECT_EQ(cache->bytes(), 77u);
   }

@@ -67,9 +67,9 @@ class World {
     if (kind.caches) {
       tables_.begin();
       for (uint32_t slot = 0; slot < rows_.size(); ++slot) keep_values(slot);
-      const uint64_t lines = 1 + r_.below(3);
-      cache_.open(lines);
-      if (HostCachedRows::open(host_, lines, tables_.pool, &lines_) != FRUGAL_OK)
+      const uint64_t cache_slots = 1 + r_.below(3);
+      cache_.open(cache_slots);
+      if (HostCachedRows::open(host_, cache_slots, tables_.pool, &cached_rows_) != FRUGAL_OK)
         throw std::bad_alloc();
     }
     for (size_t i = 0; i < steps_.size(); ++i) draw(i);
@@ -271,9 +271,9 @@ class World {
       const auto* source = part.sources.as<device::Source>();
       if (rank == 0 && kind_.caches && source[k].is_own()) {
         s_.note("reads row %llu in line %llu", slot, source[k].index());
-        const float* line =
-            device::behind(lines_->at().host, source[k].index() * host_.layout().value_pitch);
-        HOLDS(s_, std::memcmp(line, row.values[before(row, kFirst + i)].data(),
+        const float* cached_row =
+            device::behind(cached_rows_->at().host, source[k].index() * host_.layout().value_pitch);
+        HOLDS(s_, std::memcmp(cached_row, row.values[before(row, kFirst + i)].data(),
                               kDim * sizeof(float)) == 0);
         s_.point();
         continue;
@@ -300,8 +300,8 @@ class World {
     for (uint64_t read : next) HOLDS(s_, read > kFirst + i);
     cache_.plan_refresh(
         more, kFirst + i, slots.data(), next.data(), slots.size(),
-        [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
-          window_.next_owner_reads(of_lines, n, kFirst + i, reads, urgency);
+        [&](const uint32_t* of_slots, size_t n, uint64_t* reads) {
+          window_.next_owner_reads(of_slots, n, kFirst + i, reads, urgency);
         },
         &plan_.admitted, &plan_.to, &evicted);
     plan_of_ = i;
@@ -348,7 +348,7 @@ class World {
       d.planned = pushed == plan_.pushed;
       if (!d.planned) cache_.touched(pushed, 0, &d.other);
     }
-    HOLDS(s_, lines_->refresh(plan_, due) == FRUGAL_OK);
+    HOLDS(s_, cached_rows_->refresh(plan_, due) == FRUGAL_OK);
     unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
     if (r_.one_in(4)) flag_lines(kUrgent);
     plan_of_ = kNone;
@@ -506,7 +506,7 @@ class World {
   std::vector<Step> steps_;
   Window window_;
   RowCache cache_;
-  std::unique_ptr<CachedRows> lines_;
+  std::unique_ptr<CachedRows> cached_rows_;
   CachePlan plan_;
   size_t plan_of_ = kNone;
   Vector<uint32_t> unflagged_;

@@ -127,7 +127,7 @@ class KernelBatch {
     for (uint32_t i = 0; i < distinct_; ++i) {
       const uint32_t runs = (start[i + 1] - start[i] + kRun - 1) / kRun;
       if (is_line(slots[i])) {
-        source[i] = Source::line(slots[i]);
+        source[i] = Source::cache_slot(slots[i]);
         ++lines_;
       } else if (runs > 1) {
         source[i] = Source::staged(static_cast<uint32_t>(staged.size()));
@@ -168,7 +168,7 @@ class KernelBatch {
     frugal::device::GatherArgs a{};
     a.part = part();
     a.host = {host, dim};
-    a.lines = {lines, dim};
+    a.cached_rows = {lines, dim};
     if (hbm_items_ != 0) {
       a.source = source_.at();
       a.items = items_.at();

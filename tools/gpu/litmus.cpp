@@ -350,7 +350,7 @@ class Litmus {
     uint32_t* places = &lists_[d * 2 * kMostRows];
     for (uint32_t i = 0; i < n; ++i) {
       places[i] = 2 * ((start + i * step) % kTested);
-      places[kMostRows + i] = frugal::device::Source::line(places[i]).word;
+      places[kMostRows + i] = frugal::device::Source::cache_slot(places[i]).word;
     }
     return n;
   }
@@ -383,7 +383,7 @@ class Litmus {
   void Scatter(Lane& s, uint32_t d, uint32_t n, Ptr<float> from, bool device, Ptr<float> out) {
     if (device) {
       for (uint32_t i = 0; i < n; ++i)
-        lists_[d * 2 * kMostRows + kMostRows + i] = frugal::device::Source::line(i).word;
+        lists_[d * 2 * kMostRows + kMostRows + i] = frugal::device::Source::cache_slot(i).word;
     }
     GatherArgs a{};
     a.part.slots = a.part.start = identity_.seen();
@@ -393,7 +393,7 @@ class Litmus {
   void Launch(Lane& s, GatherArgs* a, uint32_t n, Ptr<float> from, bool device,
               Ptr<uint32_t> source, Ptr<float> out) {
     a->part.distinct = n;
-    (device ? a->lines : a->host) = {from, 4};
+    (device ? a->cached_rows : a->host) = {from, 4};
     (device ? a->hbm_items : a->host_items) = n;
     if (device) a->source = {source.address};
     a->dim = 4;
@@ -414,7 +414,7 @@ class Litmus {
   void Fill(Lane& s, uint32_t n, Ptr<float> from, Ptr<float> out) {
     FillArgs a{};
     a.host = {from, 4};
-    a.lines = {out, 4};
+    a.cached_rows = {out, 4};
     a.slots = Places(0);
     a.to = identity_.seen();
     a.count = n;

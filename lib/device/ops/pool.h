@@ -62,7 +62,7 @@ FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
 
 // Writes bag b to out + b * out_stride bytes.
 struct PoolArgs {
-  RowsPtr host, lines, staged;
+  RowsPtr host, cached_rows, staged;
   Ptr<Source> key_sources;  // one a key, as place_keys makes them; padding is no term
   BagsPtr bags;
   Ptr<float> weights;     // one a key; or null
@@ -94,7 +94,7 @@ FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
       for (uint32_t k = 0; k < kInFlight; ++k) {
         x[k] = {};
         if (place[k].is_padding()) continue;
-        x[k] = load_place(a.host, a.lines, a.staged, place[k], walk.vector());
+        x[k] = load_place(a.host, a.cached_rows, a.staged, place[k], walk.vector());
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
         if (place[k].is_padding()) continue;
@@ -136,7 +136,7 @@ FRUGAL_DEVICE float finish_sum16(Float4 acc) {
 }
 
 struct WeightGradArgs {
-  RowsPtr host, lines, staged;
+  RowsPtr host, cached_rows, staged;
   Ptr<Source> key_sources;  // one a key, as in PoolArgs
   Ptr<float> grads;      // of bags
   uint64_t grads_stride;  // bytes, a multiple of 4
@@ -159,7 +159,7 @@ FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
     if (!place.is_padding()) {
       const Ptr<float> grad = forward(a.grads, load(a.bag + key) * a.grads_stride);
       for (uint32_t v = in_group; v < vectors; v += kSumGroup) {
-        const Float4 row = load_place(a.host, a.lines, a.staged, place, v);
+        const Float4 row = load_place(a.host, a.cached_rows, a.staged, place, v);
         const Float4 g = load_part(grad, v, a.dim, fours);
         for_elements(
             a.dim - v * 4,

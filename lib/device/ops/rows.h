@@ -37,8 +37,9 @@ FRUGAL_DEVICE Ptr<Element> row_of(const RowsPtr& rows, uint32_t index) {
 }
 
 // The row in device memory that a source names.
-FRUGAL_DEVICE Ptr<Element> hbm_row(const RowsPtr& lines, const RowsPtr& staged, Source source) {
-  return row_of(source.is_staged() ? staged : lines, source.index());
+FRUGAL_DEVICE Ptr<Element> hbm_row(const RowsPtr& cached_rows, const RowsPtr& staged,
+                                   Source source) {
+  return row_of(source.is_staged() ? staged : cached_rows, source.index());
 }
 
 // The positions of an item: positions[begin] .. positions[end - 1].
@@ -60,7 +61,7 @@ FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
 
 struct GatherArgs {
   PartPtr part;
-  RowsPtr host, lines, staged;
+  RowsPtr host, cached_rows, staged;
   Ptr<Source> source;    // of distinct rows; null: all are host rows
   Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
@@ -112,7 +113,7 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
       value[k] = {};
       if (reads[k]) {
         const Ptr<Element> row =
-            kFromHbm ? hbm_row(a.lines, a.staged, Source{at[k]}) : row_of(a.host, at[k]);
+            kFromHbm ? hbm_row(a.cached_rows, a.staged, Source{at[k]}) : row_of(a.host, at[k]);
         value[k] = load_vector<Float4>(row, vector[k]);
       }
       position[k] = 0;
@@ -151,9 +152,9 @@ struct StageArgs {
 
 // Values and state of cached rows. State columns are laid out as in a host row.
 struct FillArgs {
-  RowsPtr host, lines;
+  RowsPtr host, cached_rows;
   // Their strides: a multiple of 16 bytes or, if state_elements is 1, any.
-  RowsPtr host_state, line_state;
+  RowsPtr host_state, cached_state;
   Ptr<uint32_t> slots;
   Ptr<uint32_t> to;      // cache slots
   uint32_t count;
@@ -181,15 +182,15 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
   };
   Walk walk(cut, block(), blocks());
   while (walk.item() < a.count) {
-    uint32_t slot[kInFlight], line[kInFlight], vector[kInFlight];
+    uint32_t slot[kInFlight], cache_slot[kInFlight], vector[kInFlight];
     bool copies[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
       vector[k] = walk.vector();
       copies[k] = walk.item() < a.count && walk.in_row();
-      slot[k] = line[k] = 0;
+      slot[k] = cache_slot[k] = 0;
       if (copies[k]) {
         slot[k] = slot_of(walk.item());
-        line[k] = a.to ? load(a.to + walk.item()) : static_cast<uint32_t>(walk.item());
+        cache_slot[k] = a.to ? load(a.to + walk.item()) : static_cast<uint32_t>(walk.item());
       }
       walk.next();
     }
@@ -205,9 +206,9 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {
       if (!copies[k]) continue;
-      store(vector_of(a.lines, a.line_state, line[k], vector[k]), value[k]);
+      store(vector_of(a.cached_rows, a.cached_state, cache_slot[k], vector[k]), value[k]);
       if (a.state_elements == 1 && vector[k] == 0)
-        store(row_of(a.line_state, line[k]), accumulator[k]);
+        store(row_of(a.cached_state, cache_slot[k]), accumulator[k]);
     }
   }
 }
@@ -257,11 +258,11 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
 }
 
 // Vector `index` of the row of a source that is not padding.
-FRUGAL_DEVICE Float4 load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
-                                Source place, uint32_t index) {
+FRUGAL_DEVICE Float4 load_place(const RowsPtr& host, const RowsPtr& cached_rows,
+                                const RowsPtr& staged, Source place, uint32_t index) {
   if (place.is_missing()) return {};
   return load_vector<Float4>(
-      place.is_own() ? hbm_row(lines, staged, place) : row_of(host, place.word), index);
+      place.is_own() ? hbm_row(cached_rows, staged, place) : row_of(host, place.word), index);
 }
 
 }  // namespace frugal::device

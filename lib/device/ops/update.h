@@ -89,7 +89,7 @@ FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
 // elements further.
 struct ApplyArgs {
   arith::StepScalars step;
-  RowsPtr lines;
+  RowsPtr cached_rows;
   Ptr<Element> state;     // aligned to 16 bytes
   uint64_t state_stride;  // elements; row-wise Adagrad: any; else a multiple of 16 bytes
   uint64_t state_second;  // elements, a multiple of 16 bytes
@@ -125,10 +125,10 @@ FRUGAL_DEVICE void apply(const ApplyArgs& a) {
   // A warp goes on until the first of its groups has no more rows.
   for (uint64_t i = group; i - in_warp < a.count; i += groups) {
     bool touched = i < a.count;
-    const uint64_t line = touched ? load(a.to + i) : 0;
-    const Ptr<Element> row = a.lines.values + line * a.lines.stride;
+    const uint64_t cache_slot = touched ? load(a.to + i) : 0;
+    const Ptr<Element> row = a.cached_rows.values + cache_slot * a.cached_rows.stride;
     const Ptr<float> sums = a.sums + i * a.sums_stride;
-    const Ptr<Element> state = a.state + line * a.state_stride;
+    const Ptr<Element> state = a.state + cache_slot * a.state_stride;
     float factor = 1.0f, rate = 0.0f;
     if (measures) {
       Float4 acc = {};
