@@ -116,7 +116,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
     FRUGAL_ASSERT(missing != Missing::kCreate);
     return tier_->resolve(keys, n, padding, missing == Missing::kLeave, slots);
   }
-  size_t i = 0;  // places of slots[0, i) are held
+  size_t i = 0;  // slots[0, i) are held
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += SlotMap::kAtOnce) try {
     const size_t end = std::min(n, at + SlotMap::kAtOnce);

@@ -68,7 +68,7 @@ struct RowCacheTest : testing::Test {
   Rows host;
   RowCache cache;
   std::unique_ptr<CachedRows> of_cache;
-  std::map<uint32_t, uint64_t> known;  // next reads, as a window would tell
+  std::map<uint32_t, uint64_t> known;  // next reads, as a window would return them
   Vector<uint32_t> admitted, cache_slots, evicted;
 };
 
@@ -92,8 +92,8 @@ TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
   EXPECT_EQ(cached(), (Slots{5, 7}));
 }
 
-// The row that is read last goes, first those of which nobody knows a read, of these the one that
-// has been so for longest.
+// The row whose next read is last is evicted. Undeclared rows go first; of these, the one that has
+// been undeclared for longest.
 TEST_F(RowCacheTest, WhoGoes) {
   open(3);
   refresh(1, {{1, 20}});
@@ -125,7 +125,7 @@ TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
   EXPECT_TRUE(evicted.empty());
   refresh(3, {{1, kNever}, {3, 4}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
-  // Nor at what is added to the refresh. Who is read already is not read again.
+  // Nor in an extension of the refresh. A row that is read already does not count again.
   refresh(3, {{1, kNever}, {4, 4}}, true);
   EXPECT_TRUE(evicted.empty());
   EXPECT_TRUE(admitted.empty());
@@ -134,7 +134,8 @@ TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
 
-// Who looks for a line passes over those that the step reads. They may go later all the same.
+// The search for a cache slot skips those that the step reads. They may be evicted later all the
+// same.
 TEST_F(RowCacheTest, LinesThatAreAddedToGoLater) {
   open(2);
   refresh(1, {{1, 9}});
@@ -153,7 +154,7 @@ TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
   refresh(2, {{3, 6}});
   EXPECT_EQ(evicted, Vector<uint32_t>{2});
   known[1] = kNever;  // and cancelled
-  refresh(5, {});     // the step for which it was listed: nobody reads it
+  refresh(5, {});     // the step for which it was listed, which does not read it
   refresh(6, {{4, 8}});
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
@@ -233,8 +234,8 @@ TEST_F(RowCacheTest, WithoutMemoryForLines) {
 
 // --- Walks ---------------------------------------------------------------------------------------
 
-// Boundaries of many steps. Reads are known some steps ahead; some are declared late; rows are put
-// and deleted; memory fails. Ranks push what they like.
+// Cache refreshes of many steps. Reads are known some steps ahead; some are declared late. Rows are
+// put and deleted, and memory fails. Ranks push any rows.
 class Walk {
  public:
   explicit Walk(uint64_t seed) : random_(seed) {
@@ -358,7 +359,7 @@ class Walk {
     check_places();
   }
 
-  // A part of the owner, who is told where its rows are when the refresh has been planned.
+  // A part of the owner with the places of its rows after the refresh was planned.
   PartRef placed_part(const Slots& slots) {
     PartRef part = resolved_part(pool_, step_, kOwner, slots);
     EXPECT_EQ(pool_.get((part->distinct + 1) * sizeof(device::Source), &part->sources), FRUGAL_OK);
@@ -458,8 +459,8 @@ class Walk {
     }
   }
 
-  // Lines that were there and are updated: those first that the step reads, each with its terms by
-  // rank.
+  // Cached rows that existed and are updated: first those that the step reads, each with its terms
+  // by rank.
   void check_touched(const StepUpdate& update, const CachedRowUpdate& touched) {
     std::vector<uint32_t> wanted;
     size_t urgent = 0;

@@ -85,7 +85,7 @@ TEST_F(PartTest, SlotsOfAnotherProcess) {
     std::memcpy(copy.data(), slots.data(), slots.size() * sizeof(uint32_t));
     PartRef part = make_part();
     const Status s = part->adopt_keys(dense, std::move(copy), slots.size(), padded, 3);
-    // Nothing is left that somebody could take for an array's index.
+    // Nothing remains that could be used as an array's index.
     EXPECT_EQ(static_cast<bool>(part->slots), s == FRUGAL_OK);
     return s;
   };
@@ -112,7 +112,7 @@ TEST_F(PartTest, LentSlotsAreLookedAtWhenTheyAreCopied) {
   theirs[3] = 999;
   ASSERT_OK(part->resolve(pool, dense, Rows::Missing::kReserve, nullptr));
   EXPECT_EQ(lender.given_back, 1);
-  theirs[0] = kCapacity;  // nobody looks there any more
+  theirs[0] = kCapacity;  // no thread reads it any more
   const uint64_t keys[] = {7, 1, 7, 999};
   EXPECT_TRUE(part->resolved() && part->same_keys(keys, 4));
   EXPECT_EQ(part->distinct, 3u);
@@ -128,7 +128,7 @@ TEST_F(PartTest, LentKeysAreCopiedOnce) {
   ASSERT_OK(part->take_lent(pool, hashed));
   EXPECT_EQ(lender.given_back, 1);
   theirs[0] = theirs[1] = 5;
-  // A declaration that was not resolved: whoever uses it takes the keys from it.
+  // A declaration that was not resolved: a call that uses it takes the keys from it.
   PartRef other = make_part();
   ASSERT_OK(other->take_keys(pool, *part));
   for (PartRef p : {part, other}) {
@@ -190,7 +190,7 @@ TEST_F(PartTest, PairsAndRows) {
           ASSERT_EQ(part->row_slots()[row + i], UINT32_MAX);
         for (uint32_t slot = 0; slot < kCapacity + 5; ++slot)
           ASSERT_EQ(part->contains(slot), rows.count(slot) == 1);
-        // Ids are their slots: nobody keeps them twice.
+        // Ids are their slots, which are stored only once.
         EXPECT_EQ(static_cast<bool>(part->keys), by_key && n != 0);
         EXPECT_TRUE(part->same_keys(ids.data(), n));
         EXPECT_FALSE(part->same_keys(ids.data(), n + 1));
@@ -237,7 +237,7 @@ TEST_F(PartTest, KeysThatArriveLater) {
   EXPECT_EQ(part->take_keys(pool, dense, nullptr, size_t{1} << 32, false, 0),
             FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(part->adopt_keys(dense, Buffer(), UINT32_MAX, false, 0), FRUGAL_ERR_INVALID_ARGUMENT);
-  // Ids that come from a device are looked at when they are there.
+  // Ids from a device are checked when they have arrived.
   PartRef ids = make_part();
   ASSERT_OK(ids->expect_keys(2, false, 0));
   ASSERT_OK(pool.get(2 * sizeof(uint64_t), &ids->keys));
@@ -253,7 +253,7 @@ TEST_F(PartTest, KeysThatArriveLater) {
   EXPECT_FALSE(ids->keys);
 }
 
-// A bad id leaves nothing that somebody could use, and a table that is full no row.
+// After a bad id the part has nothing usable, and a full table has no new row.
 TEST_F(PartTest, KeysThatCannotBe) {
   const uint64_t bad[] = {1, kCapacity};
   PartRef part = make_part();
@@ -281,7 +281,7 @@ TEST_F(PartTest, WithoutMemoryNothingIsResolved) {
       return part->resolve(fresh, dense, Rows::Missing::kReserve, nullptr);
     });
     ASSERT_EQ(part->resolved(), s == FRUGAL_OK) << without.rounds();
-    // Whoever asks again gets it.
+    // The next call succeeds.
     if (s != FRUGAL_OK && part->slots) {
       ASSERT_OK(part->resolve(pool, dense, Rows::Missing::kReserve, nullptr));
     }

@@ -64,7 +64,7 @@ TEST_F(StepUpdateTest, OneList) {
     }
     list.close();
     check(list, rows, &at);
-    // Whoever makes it again gets the same.
+    // Making the list again gives the same.
     u->make_list();
     ASSERT_EQ(u->n, rows.size());
   }

@@ -212,7 +212,7 @@ class World {
 
   // --- Ranks ---
 
-  bool link(OfRank& of) {  // false: somebody else does
+  bool link(OfRank& of) {  // false: another thread does
     {
       Lock lock(control_);
       if (of.linking == kDone || of.cancelled) return true;
@@ -385,7 +385,8 @@ class World {
     }
   }
 
-  // Takes the step's update in ahead of its commit, if nobody has. False: somebody else is at it.
+  // Prepares the step's update before its commit, unless it is prepared. Returns false while
+  // another thread prepares it.
   bool prepare(size_t i) {
     Step& step = steps_[i];
     bool exact = kind_.declares;
@@ -513,7 +514,7 @@ class World {
   size_t committed_ GUARDED_BY(control_) = 0;
   size_t begun_[2] GUARDED_BY(control_) = {};
   uint32_t done_ GUARDED_BY(control_) = 0;
-  // the refresh behind which the next may be planned
+  // the refresh after which the next may be planned
   size_t refreshed_ GUARDED_BY(control_) = kNone;
   bool planning_ GUARDED_BY(control_) = false;
   Vector<UpdateRef> backlog_ GUARDED_BY(control_);

@@ -175,7 +175,7 @@ TEST_F(WindowTest, CancelledDeclarations) {
   EXPECT_TRUE(window.any_pending());
 }
 
-// The priority of an update is the first declared step behind its own that reads the row.
+// The priority of an update is the first later declared step that reads the row.
 TEST_F(WindowTest, GatesWaitForWhatTheyRead) {
   open();
   const PartRef a = link(100, {1, 2, 3});
@@ -306,7 +306,8 @@ TEST_F(WindowTest, YoungerUpdatesWaitForOlder) {
   EXPECT_EQ(window.pending_rows(), 2u);
 }
 
-// An older update may be written while the younger one is prepared: then that one waits for nobody.
+// An older update may be written while the later one is prepared: then the later one is not
+// blocked.
 TEST_F(WindowTest, AnOlderUpdateIsWrittenMeanwhile) {
   open();
   commit(100, Slots{1, 2});
@@ -342,8 +343,8 @@ TEST_F(WindowTest, AncientUpdates) {
   EXPECT_EQ(window.pending_rows(), 1u);
 }
 
-// A stamp is 9 bits. Of a word that nobody has touched for long the reads seem to be near: too
-// urgent, never too late.
+// A stamp is 9 bits. The reads of a read set without recent accesses appear to be near: too urgent,
+// never too late.
 TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
   for (const uint64_t passed :
        {uint64_t{70}, uint64_t{500}, uint64_t{511}, uint64_t{512}, uint64_t{600}, uint64_t{1030}}) {
@@ -405,8 +406,8 @@ TEST_F(WindowTest, StagedRowsAreNotForced) {
   EXPECT_EQ(window.collect_pending(&slot, 1, nullptr), 0u);
 }
 
-// Whoever forced rows may give up on them. When the next commit moves on, they wait for whom they
-// waited before.
+// A thread that forced rows may give up on them. When the next commit advances, the rows get their
+// former priorities again.
 TEST_F(WindowTest, ForcedRowsThatNobodyWaitsForAnyMore) {
   open();
   const PartRef a = link(100, {1, 2});
@@ -862,9 +863,9 @@ class Walk {
   void cancel() {
     if (links_.empty()) return;
     const size_t at = random_.below(links_.size());
-    // (Nobody cancels a declaration that is being linked, nor one of a step whose update is taken
-    // in. While another is half linked the rest of it seems to be linked, too, when one of its step
-    // is cancelled: that is not told here.)
+    // (A walk never cancels a declaration that is being linked, or one of a step whose update is
+    // prepared. While another declaration is half linked, the cancellation of one of the same step
+    // makes the rest seem linked too. The model does not cover that.)
     for (const Link& link : links_)
       if (!link.whole()) return;
     if (prepared_ && links_[at].part->step == next_commit_) return;
@@ -1012,7 +1013,7 @@ class Walk {
     ASSERT_TRUE(ended.empty()) << "nobody was told that an update is written";
   }
 
-  // An undeclared lookup: its rows are written, whoever reads them next.
+  // An undeclared lookup: its rows are written, whichever step reads them next.
   void fresh() {
     while (!claims_.empty()) finish(0);
     const Slots slots = some_slots();
