@@ -25,8 +25,8 @@ struct CachedRowsAt {
 // A committed update that a refresh applies to cached rows.
 struct DueUpdate {
   UpdateRef update;
-  bool planned = false;  // `touched` is in the plan
-  CachedRowUpdate other;  // otherwise here
+  bool planned = false;  // touched() is the plan's update
+  CachedRowUpdate other;  // touched() otherwise
   // so many cached rows before the step reads; the others until the next refresh
   size_t now = 0;
   const CachedRowUpdate& touched(const CachePlan& plan) const {

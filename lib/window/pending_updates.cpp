@@ -127,7 +127,7 @@ void PendingUpdates::add(const UpdateRef& update) {
   live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-// Ordered by priority, so that a bag gets its rows at once. Most rows have no priority.
+// Ordered by priority, so that a bag gets its rows at once. Most rows have priority infinity.
 void PendingUpdates::prepare(StepUpdate& u, size_t n, const uint8_t* prio) {
   uint32_t ids[kPage];
   uint16_t read[kPage];

@@ -71,7 +71,8 @@ class PendingUpdates {
   void set_next_commit(uint64_t next_commit) REQUIRES(mu);
   uint64_t next_commit() const REQUIRES(mu) { return next_commit_; }
 
-  // Gives an update its number and entries. Without memory it does nothing.
+  // Gives an update its number and entries. Throws when memory is lacking, and changes nothing
+  // then.
   void add(const UpdateRef& update) REQUIRES(mu);
   // Prepares the next n rows of the update, a page, with these priorities or kBlocked.
   static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten

@@ -1,11 +1,11 @@
 // The update of one table by one step: what all ranks pushed, and which rows are still unwritten.
 //
-// A rank's gradients are the sums of its gradients for each distinct row, in row order. They own
-// their bytes. The update of a row is the serial sum of its ranks' sums in ascending rank order,
-// then the optimizer.
+// What a rank submits is the sum of its gradients for each distinct row, in row order. It owns its
+// bytes. The update of a row is the serial sum of its ranks' sums in ascending rank order, then the
+// optimizer.
 //
-// With one rank, the list of its gradients is the update's list. With several, lists are merged
-// over ranges of slots: in parallel where the update is applied at once, and into arrays where rows
+// With one rank, the list of its rows is the update's list. With several, lists are merged over
+// ranges of slots: in parallel where the update is applied at once, and into arrays where rows
 // become pending one by one.
 #pragma once
 #include <algorithm>
@@ -87,7 +87,7 @@ struct StepUpdate : HeapObject {
   size_t bytes = 0;               // of the sums: counted against the budget
 
   // Rows as a list, which is filled when the rows become pending one by one (deferred). With one
-  // rank, `slots` is the list of its gradients, and a row's one term is the sum of the same index.
+  // rank, `slots` is its own list, and a row's one term is the sum of the same index.
   const uint32_t* slots = nullptr;
   size_t n = 0;
   Vector<uint32_t> merged_slots;

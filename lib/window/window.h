@@ -63,8 +63,8 @@ class Window : public HeapObject {
   // Clears the bits of a linked part.
   void unlink(const PartRef& part);
 
-  // Gives an update, whose list is made, its number and entries, before it is prepared. Without
-  // memory it does nothing.
+  // Gives an update, whose list is made, its number and entries, before it is prepared. Throws when
+  // memory is lacking, and changes nothing then.
   void add(const UpdateRef& update);
   // Whether there are so many unwritten updates that all should be written.
   bool backlogged() const { return pending_.updates() > kPast; }
