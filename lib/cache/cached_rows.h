@@ -1,31 +1,34 @@
-// The lines of a cache: values and state of the rows that it has. Which row is in which line its
-// index knows (row_cache.h).
+// The cached rows of a cache: values and state, by cache slot. The index (row_cache.h) knows which
+// row is in which cache slot.
 //
-// At a refresh lines get what was committed since the last one, and the rows that come in, all as
-// a CachePlan says. Who does that differs with where they are: in host memory the caller's thread
-// (HostCachedRows), on a GPU its kernels (DeviceCachedRows, engine/gpu.h), on a GPU of another
-// process that process, which is told (AttachedCachedRows, engine/trainer.h).
+// A refresh applies the updates that were committed since the last refresh, and fills the admitted
+// rows, as a CachePlan says. The implementation depends on where cached rows are:
+// - in host memory, the calling thread does it (HostCachedRows);
+// - on a GPU, its kernels do it (DeviceCachedRows, engine/gpu.h);
+// - on a GPU of another process, that process does it on request (AttachedCachedRows,
+//   engine/trainer.h).
 //
-// Threads: as the cache's index.
+// Threads: as for the cache's index.
 #pragma once
 #include "cache/row_cache.h"
 #include "device/ops/rows.h"
 
 namespace frugal {
 
-// Where lines are read.
+// Where cached rows are read.
 struct CachedRowsAt {
-  const device::Element* host = nullptr;  // line 0, in memory of this process
+  const device::Element* host = nullptr;  // cache slot 0, in memory of this process
   device::RowsPtr device{};     // on the trainer's GPU
   explicit operator bool() const { return host || device.values; }
 };
 
-// A committed update that a refresh brings to lines.
+// A committed update that a refresh applies to cached rows.
 struct DueUpdate {
   UpdateRef update;
-  bool planned = false;  // what it touches stands in the plan
-  CachedRowUpdate other;  // else here
-  size_t now = 0;        // so many lines before the step reads; others until the next refresh
+  bool planned = false;  // touched() is the plan's update
+  CachedRowUpdate other;  // touched() otherwise
+  // so many cached rows before the step reads; the others until the next refresh
+  size_t now = 0;
   const CachedRowUpdate& touched(const CachePlan& plan) const {
     return planned ? plan.update : other;
   }
@@ -35,13 +38,14 @@ class CachedRows : public HeapObject {
  public:
   virtual ~CachedRows() = default;
   const CachedRowsAt& at() const { return at_; }
-  // What can be done ahead of a planned refresh. forget_plan: it will not be as planned, or is
-  // behind us.
+  // send() does what can precede a planned refresh. forget_plan() follows the refresh, or a change
+  // of its plan.
   virtual void send(const CachePlan&) {}
   virtual void forget_plan() noexcept {}
-  // The refresh: updates, and then the rows that come in, of which the host rows are up to date.
+  // Refreshes: applies the updates, then fills the admitted rows. Host rows of these are up to
+  // date.
   virtual Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) = 0;
-  // When those of all tables are behind us: what the step does not wait for.
+  // Called after the refreshes of all tables, for work that the step does not wait for.
   virtual Status finish() { return FRUGAL_OK; }
 
  protected:
@@ -50,7 +54,7 @@ class CachedRows : public HeapObject {
 
 class HostCachedRows final : public CachedRows {
  public:
-  // Of a table's rows.
+  // Opens the cached rows of a table.
   static Status open(const Rows& rows, uint64_t cache_slots, BufferPool& pool,
                      std::unique_ptr<CachedRows>* out);
   Status refresh(const CachePlan& plan, const Vector<DueUpdate>& due) override;

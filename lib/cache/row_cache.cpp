@@ -103,7 +103,7 @@ void RowCache::begin_refresh(uint64_t step) {
   for (size_t i = never.first; i < never.cache_slots.size(); ++i) {
     const uint32_t cache_slot = never.cache_slots[i];
     if (!listed(cache_slot, kNever)) continue;
-    cached_row_[cache_slot].mark = number_ << 1;  // so that it stays once
+    cached_row_[cache_slot].mark = number_ << 1;  // so that it is kept once
     never.cache_slots[kept++] = cache_slot;
   }
   never.cache_slots.resize(kept);
@@ -111,7 +111,8 @@ void RowCache::begin_refresh(uint64_t step) {
   for (uint32_t cache_slot : never.cache_slots) cached_row_[cache_slot].mark = 0;
 }
 
-// Lines whose step has come and that nobody reads in it any more are never read, as far as we know.
+// A cached row whose step has come, and that this step does not read any more, has no known next
+// read.
 void RowCache::end_refresh(uint64_t step) {
   const uint32_t passing = list_of(step);
   for (size_t i = 0; i < passed_.size(); ++i) {
@@ -125,12 +126,12 @@ void RowCache::end_refresh(uint64_t step) {
 void RowCache::list_cache_slot(uint32_t cache_slot, uint64_t next_read) noexcept {
   cached_row_[cache_slot].next_read = next_read;
   Vector<uint32_t>& list = lists_[list_of(next_read)].cache_slots;
-  // One list is done with, another one begun: as many have memory as steps are declared.
+  // As one list ends, another begins: as many lists have memory as steps are declared.
   if (list.capacity() == 0) list.swap(spare_);
   try {
     list.push_back(cache_slot);
   } catch (const std::bad_alloc&) {
-    unlisted_ = true;  // it stays, until lists are made anew
+    unlisted_ = true;  // it stays cached until lists are rebuilt
   }
 }
 
@@ -172,8 +173,8 @@ void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, CachedRowUp
     const size_t n = part.distinct, before = hits_.size();
     const device::Source* from;
     if (part.rank == owner && part.step == step_before_ && part.sources) {
-      // Where its rows were: those that have gone since have left their lines, and those that have
-      // come are new.
+      // The sources at its step: rows that were evicted since have left their cache slots, and
+      // admitted rows are new.
       from = part.sources.as<device::Source>();
     } else {
       hit_sources_.resize(n);

@@ -1,23 +1,24 @@
-// The private cache of one trainer for one table (contract: cached rows; FRUGAL section 3.2): which
-// rows it has, in which lines (cache/cached_rows.h), and who comes and who goes.
+// The private cache of one trainer for one table (FRUGAL section 3.2): the index of its cached rows
+// (cache/cached_rows.h), and admission and eviction.
 //
-// It has copies of rows, values and optimizer state, that its trainer may cache
-// (window/placement.h). A step's update is applied twice, to the host row by the flush threads and
-// to the cached row by the owner at its next refresh, before anyone reads it: bit equality
-// makes the two the same, a trainer's death loses nothing, and eviction writes nothing back. What
-// the cache saves is the wait: the owner's own reads no longer make an update of the row urgent.
+// The cache has copies of rows, with values and optimizer state, that its trainer may cache
+// (window/placement.h). A step's update is applied twice: to the host row by the flush threads, and
+// to the cached row by the owner at its next refresh, before any read. Bit equality makes the two
+// copies identical. A trainer's death loses nothing, and eviction writes nothing back. The cache
+// saves waiting: the owner's own reads no longer make an update of the row urgent.
 //
-// Admission and eviction look ahead: of the rows that a step reads, those come in whose next read
-// by the owner is near, and the row whose next read is farthest goes out (Belady's rule within the
-// window; of rows that nobody has declared, the one that has been so for longest). Index: open
-// addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 76
-// .. 92.
+// Admission and eviction look ahead. A row that a step reads is admitted if the owner's next read
+// of it is near. The row whose next read is farthest is evicted (Belady's rule within the window).
+// Of undeclared rows, the one that has been undeclared for longest goes first.
 //
-// A refresh is worked out before it is carried out: plan_refresh() changes the index, find() and
-// touched() tell what that means for the lookups and the update of the steps around it (a
-// CachePlan), by which CachedRows move bytes. So all but the last can be done ahead.
+// The index uses open addressing, slot -> cache slot, with 2 to 4 entries of 8 bytes for each cache
+// slot. Bytes for each cache slot: values + state + 76 .. 92.
 //
-// Threads: one at a time; who that is the engine knows.
+// A refresh is planned before it is carried out. plan_refresh() changes the index. find() and
+// touched() report what that means for the lookups and the update of the adjacent steps (a
+// CachePlan). CachedRows move bytes by this plan, so all but the last part can be done ahead.
+//
+// Threads: one at a time; the engine ensures this.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -30,15 +31,15 @@
 
 namespace frugal {
 
-// The lines that a step's update touches, those first that the next step reads. Line i has the rank
-// sums terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank order.
+// The cache slots that a step's update touches; those that the next step reads come first. Entry i
+// has the rank sums terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank order.
 struct CachedRowUpdate {
   struct Term {
-    uint32_t rank, row;  // which of the update's hand-overs, and which row of it
+    uint32_t rank, row;  // which of the update's rank gradients, and which of their rows
   };
   Vector<uint32_t> cache_slots, start;
   Vector<Term> terms;
-  size_t urgent = 0;  // lines that the next step reads
+  size_t urgent = 0;  // entries that the next step reads
   void clear() {
     cache_slots.clear();
     start.clear();
@@ -49,13 +50,14 @@ struct CachedRowUpdate {
 
 // A cache's refresh, at the beginning of a step.
 struct CachePlan {
-  Vector<PartRef> parts;      // what the owner has declared for the step; their `sources` are set
-  Vector<uint32_t> admitted;  // slots that come in,
-  Vector<uint32_t> to;        // and their lines
-  // The update of the step before, if what is pushed is what was declared (by rank, ascending).
+  Vector<PartRef> parts;      // the owner's declared parts of the step; their `sources` are set
+  Vector<uint32_t> admitted;  // slots that are admitted,
+  Vector<uint32_t> to;        // and their cache slots
+  // The parts of the previous step's update, if what is pushed is what was declared (ascending
+  // ranks).
   Vector<PartRef> pushed;
   CachedRowUpdate update;
-  // Its arrays keep their memory: each step has such a plan.
+  // The arrays keep their memory for the next step's plan.
   void clear() {
     parts.clear();
     admitted.clear();
@@ -68,7 +70,8 @@ struct CachePlan {
 class RowCache : public HeapObject {
   struct CachedRow {
     uint32_t slot;  // kNone: free
-    uint32_t mark;  // the last turn whose step reads it, times two, and 1 if it came in for that
+    // twice the number of the last refresh whose step reads it, plus 1 if that refresh admitted it
+    uint32_t mark;
     uint64_t next_read;
   };
   struct Pinned {
@@ -76,7 +79,7 @@ class RowCache : public HeapObject {
     uint64_t next_read;
   };
   struct Place {
-    uint32_t slot, cache_slot;  // line kNone: empty
+    uint32_t slot, cache_slot;  // cache_slot kNone: empty
   };
 
  public:
@@ -84,61 +87,62 @@ class RowCache : public HeapObject {
   void open(uint64_t cache_slots);
   uint64_t cache_slots() const { return cache_slots_; }
   uint64_t size() const { return size_; }
-  // With lines in host memory. At most, beside the rounding of the two arrays; bytes_for counts
-  // exactly.
+  // Bytes of a cache slot whose row is in host memory: an upper bound, except for the rounding of
+  // the two arrays. bytes_for is exact.
   static uint64_t row_bytes(const RowLayout& layout) {
     return layout.bytes() + sizeof(CachedRow) + sizeof(Pinned) + (1 + kListed) * sizeof(uint32_t) +
            4 * sizeof(Place);
   }
   static uint64_t bytes_for(const RowLayout& layout, uint64_t cache_slots);
 
-  uint32_t find(uint32_t slot) const;  // line or kNone
+  uint32_t find(uint32_t slot) const;  // cache slot or kNone
   void find(const uint32_t* slots, size_t n, uint32_t* cache_slots) const;
-  // Where the owner reads rows: the line, or the host row.
+  // Where the owner reads rows: the cached row or the host row.
   void sources(const uint32_t* slots, size_t n, device::Source* out) const;
 
-  // The refresh of step `step`. `slots` are the distinct rows that the owner reads in it and
-  // owns, ascending; next[i] is the owner's next declared read after `step` (UINT64_MAX: none).
-  // Tells which rows come, to which lines, and which go. `next_of(slots, n, next)` asks again for
-  // rows that are candidates to go. `more`: further rows of the refresh that was planned last.
-  // Memory is wanted before anything of it is changed.
+  // Plans the refresh of step `step`. `slots` are the distinct rows that the owner reads in it and
+  // owns, ascending. next[i] is the owner's next declared read after `step` (UINT64_MAX: none).
+  //
+  // Returns the admitted rows, their cache slots, and the evicted rows. `next_of(slots, n, next)`
+  // finds the next reads of candidates for eviction again. `more`: further rows of the refresh that
+  // was planned last. Memory is allocated before anything of the index changes.
   template <class NextOf>
   void plan_refresh(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                     NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* cache_slots,
                     Vector<uint32_t>* evicted);
-  // The lines of the slots of the last call of plan_refresh(), or kNone.
+  // The cache slots for the slots of the last call of plan_refresh(), or kNone.
   const Vector<uint32_t>& refreshed() const { return found_; }
-  // What an update of the step before that refresh means for the lines: new ones have it already.
-  // Of the parts, one a rank, all rows are updated. The owner's own part tells its lines
-  // (Part::sources) where the refresh before this one was that of its step.
+  // Finds which cached rows an update of the step before that refresh touches; admitted rows have
+  // it already. All rows of `ranks`, one part a rank, are updated. The owner's own part knows its
+  // cached rows (Part::sources) if the previous refresh was that of its step.
   void touched(const Vector<PartRef>& ranks, uint32_t owner, CachedRowUpdate* out);
 
   void drop(uint32_t slot) noexcept;
-  // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if
-  // it were new.
+  // Removes up to `most` rows, from cache slot *cache_slot on, and returns their number. 0: the
+  // cache is empty and as new.
   size_t drop_some(uint32_t* cache_slot, uint32_t* slots, size_t most) noexcept;
 
  private:
-  // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date:
-  // between turns it is in the list of its next_read, and perhaps still in others.
+  // Cache slots by next read: step mod 64, then "never". A list may be out of date: between
+  // refreshes a cache slot is in the list of its next_read, and perhaps still in others.
   static constexpr uint32_t kNever = 64, kLists = 65;
   struct List {
     Vector<uint32_t> cache_slots;
-    size_t first = 0;  // from here on; those before are gone
+    size_t first = 0;  // entries before it are gone
     bool empty() const { return first == cache_slots.size(); }
     void forget() {
       cache_slots.clear();
       first = 0;
     }
   };
-  // Of a line: where it is, up to two more in the last list, room to grow.
+  // Entries for each cache slot: its own, up to two more in the last list, and room to grow.
   static constexpr uint32_t kListed = 6;
   static uint32_t list_of(uint64_t next_read) {
     return next_read == UINT64_MAX ? kNever : static_cast<uint32_t>(next_read & 63);
   }
 
   static constexpr uint64_t kNoStep = UINT64_MAX;
-  static constexpr size_t kAhead = 16;  // entries between the request of a line and its use
+  static constexpr size_t kAhead = 16;  // entries between the prefetch of a cached row and its use
 
   template <class NextOf>
   uint32_t take_cache_slot(uint64_t step, uint64_t next_read, NextOf next_of,
@@ -169,22 +173,22 @@ class RowCache : public HeapObject {
   Vector<Place> index_;
   int shift_ = 63;
   List lists_[kLists];
-  Vector<uint32_t> passed_;  // lines that were listed for the step of this turn
-  Vector<uint32_t> spare_;   // memory of a list that is done with
-  bool unlisted_ = false;  // a line is in no list, for want of memory
-  bool skipped_ = false;   // what a list says of a line that the step reads is gone
-  // Of this list the next reads of lines before place `asked_end_` are what they say.
+  Vector<uint32_t> passed_;  // cache slots that were listed for the step of this refresh
+  Vector<uint32_t> spare_;   // memory of a used list
+  bool unlisted_ = false;  // a cache slot is in no list, for lack of memory
+  bool skipped_ = false;   // the list entry of a cache slot that the step reads was skipped
+  // Next reads of this list's entries before position `asked_end_` are up to date.
   uint32_t asked_list_ = kLists;
   size_t asked_end_ = 0;
   uint32_t number_ = 0;
   uint64_t step_ = kNoStep,
-           step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
+           step_before_ = kNoStep;  // of the last two refreshes; kNoStep: one that was extended
   struct Hit {
     uint32_t slot, cache_slot;
     CachedRowUpdate::Term term;
     bool urgent;
   };
-  Vector<Hit> hits_;             // touched()'s
+  Vector<Hit> hits_;             // used by touched()
   Vector<device::Source> hit_sources_;
 };
 
@@ -204,8 +208,8 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
   const size_t pinned_before = pinned_.size();
   found_.resize(n);
   find(slots, n, found_.data());
-  // Lines that are read in this step are pinned: none of them goes. (The host row of a line may
-  // have updates pending that count on the line being here.)
+  // Cached rows that this step reads are pinned: none of them is evicted. (The host row of a cached
+  // row may have pending updates that rely on the cached row.)
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && found_[i + kAhead] != kNone)
       __builtin_prefetch(&cached_row_[found_[i + kAhead]], 1);
@@ -231,7 +235,7 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
     cache_slots->push_back(cache_slot);
     pinned_.push_back({cache_slot, next[i]});
   }
-  // Those of before are listed, unless that was passed over just now.
+  // Rows that were pinned before are listed already, unless their entry was skipped just now.
   for (size_t i = skipped_ ? 0 : pinned_before; i < pinned_.size(); ++i) {
     if (i + kAhead < pinned_.size())
       __builtin_prefetch(&cached_row_[pinned_[i + kAhead].cache_slot], 1);
@@ -241,9 +245,9 @@ void RowCache::plan_refresh(bool more, uint64_t step, const uint32_t* slots, con
   FRUGAL_ASSERT(pinned_.size() <= cache_slots_ && size_ + free_.size() == cache_slots_);
 }
 
-// A free line, or that of a row whose next read is later than `next_read`: first rows that nobody
-// has declared, then the farthest. What a list says may be out of date, since declarations came or
-// were taken back; then the line goes to its list and we look again.
+// Takes a free cache slot, or that of a row whose next read is later than `next_read`: first
+// undeclared rows, then the farthest. A list may be out of date, because declarations were added or
+// withdrawn. Then the cache slot moves to its list, and the search continues.
 template <class NextOf>
 uint32_t RowCache::take_cache_slot(uint64_t step, uint64_t next_read, NextOf next_of,
                                    Vector<uint32_t>* evicted) {
@@ -252,7 +256,7 @@ uint32_t RowCache::take_cache_slot(uint64_t step, uint64_t next_read, NextOf nex
     free_.pop_back();
     return cache_slot;
   }
-  if (next_read == UINT64_MAX) return kNone;  // no line is read later
+  if (next_read == UINT64_MAX) return kNone;  // no cached row is read later
   for (;;) {
     uint32_t at = kNever;
     for (uint32_t d = 63; lists_[at].empty() && d >= 1; --d)
@@ -266,7 +270,7 @@ uint32_t RowCache::take_cache_slot(uint64_t step, uint64_t next_read, NextOf nex
       ++list.first;
       continue;
     }
-    // A row that is read no sooner than the one that would go stays out.
+    // A row whose next read is no sooner than the candidate's is not admitted.
     if (cached_row_[candidate].next_read <= next_read) return kNone;
     ++list.first;
     evicted->push_back(cached_row_[candidate].slot);
@@ -275,8 +279,8 @@ uint32_t RowCache::take_cache_slot(uint64_t step, uint64_t next_read, NextOf nex
   }
 }
 
-// Asks for the next reads of the lines at the front of a list. Those that have another one go to
-// its list.
+// Looks up the next reads of the cache slots at the front of a list, and moves those that have
+// changed to their list.
 template <class NextOf>
 void RowCache::ask(uint32_t at, NextOf next_of) {
   constexpr size_t kAsked = 64;
@@ -293,7 +297,7 @@ void RowCache::ask(uint32_t at, NextOf next_of) {
     slots[n++] = cached_row_[list.cache_slots[i]].slot;
   }
   for (size_t i = 0; i < n; ++i)
-    __builtin_prefetch(&index_[place(slots[i])], 1);  // most of them go
+    __builtin_prefetch(&index_[place(slots[i])], 1);  // most of them are evicted
   next_of(slots, n, next);
   for (size_t i = 0; i < n; ++i)
     if (next[i] != cached_row_[cache_slot[i]].next_read) list_cache_slot(cache_slot[i], next[i]);

@@ -7,7 +7,7 @@ void Holders::carry(uint32_t slot) {
   at(slot) = static_cast<Count>(kMore | (kMost - 1 - kPiece));
 }
 
-// (Where the map has the place this takes no memory.)
+// (If the map has the slot, this takes no memory.)
 void Holders::hold(uint32_t slot, uint64_t times) {
   if (times >= kMost) more_[slot] = times / kPiece;
   at(slot) = static_cast<Count>(times < kMost ? times : kMore | times % kPiece);

@@ -1,4 +1,4 @@
-// Version words of rows that are read concurrently with writes (staleness > 0), by threads and by
+// Version words, for rows that are read concurrently with writes (staleness > 0), by threads and by
 // other processes.
 //
 // Several rows share a version word. A writer makes the word odd, stores the row and makes the word

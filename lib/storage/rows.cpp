@@ -29,7 +29,7 @@ void Rows::unpin() {
 }
 
 Status Rows::take_state(State* s) {
-  Lock lock(slots_.mu);  // no row is begun
+  Lock lock(slots_.mu);  // no row is begun meanwhile
   if (tier_ && tier_->stored(slots_) + tier_->being_written(slots_) != 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "rows of the table that are not in memory have state of its kind");
@@ -116,7 +116,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
     FRUGAL_ASSERT(missing != Missing::kCreate);
     return tier_->resolve(keys, n, padding, missing == Missing::kLeave, slots);
   }
-  size_t i = 0;  // places of slots[0, i) are held
+  size_t i = 0;  // slots[0, i) are held
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += SlotMap::kAtOnce) try {
     const size_t end = std::min(n, at + SlotMap::kAtOnce);
@@ -129,10 +129,10 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
       } else if (missing == Missing::kLeave) {
         if (s == KeyIndex::kNone || !slots_.exists(s)) s = kMissingSlot;
       } else {
-        // A duplicate within the chunk may have added it just now.
+        // A duplicate within the chunk may have added it.
         if (s == KeyIndex::kNone) s = slots_.index().find(keys[i]);
         if (s == KeyIndex::kNone && (status = slots_.add(keys[i], &s)) != FRUGAL_OK) break;
-        // Few tables have rows that are reserved only: nobody looks for them there.
+        // Few tables have reserved slots; the others skip this check.
         if (has_reserved() && slots_.flag(s) == SlotMap::kReserved) slots_.holders.hold(s);
       }
     }
@@ -179,7 +179,7 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   if (!hashed_) return;
   Lock lock(slots_.mu);
   if (created) {
-    // Room for the list first: no row exists that is not in it.
+    // Reserves the list first: each row that exists is in it.
     size_t most = 0;
     for (size_t i = 0; i < n; ++i)
       most += slots[i] < kMissingSlot && !slots_.exists(slots[i]);
@@ -199,14 +199,14 @@ void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_com
   Lock lock(slots_.mu);
   if (!has_reserved() && slots_.uncommitted() == 0) return;
   const uint8_t mark = SlotMap::mark_of(step);
-  // Marks are those of uncommitted steps: by how many steps they are behind the first of these.
+  // Marks in the order of their steps: the distance from the first uncommitted step.
   auto age = [first = SlotMap::mark_of(next_commit)](uint8_t m) {
     return (m + SlotMap::kMarks - first) % SlotMap::kMarks;
   };
   auto is_later = [&](uint8_t flag) {
     return SlotMap::flag_mark(flag) != 0 && age(SlotMap::flag_mark(flag)) > age(mark);
   };
-  // Room for the lists first: no row changes that is not in one.
+  // Reserves the lists first: each row that changes is in one.
   size_t most_created = 0, most_earlier = 0;
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
@@ -253,7 +253,7 @@ void Rows::tell_slots(std::atomic<uint64_t>* count) {
   slots_.tell_slots(count);
 }
 
-// A row that exists does so no longer.
+// An existing row ceases to exist.
 void Rows::remove(uint32_t s) {
   slots_.remove(s);
   if (tier_) return tier_->removed(slots_, s);
@@ -266,7 +266,8 @@ void Rows::remove(uint32_t s) {
   any_unknown_.store(true);
 }
 
-// Ascending, and each once. Throws where there is no memory; then it is made another time.
+// Makes the list ascending and complete, without duplicates. Throws when memory is lacking; a later
+// call does it then.
 void Rows::list_unknown() {
   if (unlisted_ == 0) {
     std::sort(holders_unknown_.begin(), holders_unknown_.end());
@@ -274,7 +275,7 @@ void Rows::list_unknown() {
                            holders_unknown_.end());
     return;
   }
-  // all are gone over only where there is room
+  // Searches all slots, only if the list has room for what it finds.
   holders_unknown_.reserve(holders_unknown_.size() + unlisted_);
   holders_unknown_.clear();
   for (uint32_t s = 0; s < slots_.handed_out(); ++s)
@@ -285,8 +286,8 @@ void Rows::list_unknown() {
 
 namespace {
 
-// The first place of an ascending list, from `at` on, whose slot is not below `slot`; n if there is
-// none. In growing strides, for one list may be much longer than the other.
+// Returns the first position of an ascending list, from `at` on, whose slot is not below `slot`; n
+// if there is none. Strides grow, because one list may be much longer than the other.
 size_t gallop(const uint32_t* list, size_t at, size_t n, uint32_t slot) {
   size_t stride = 1;
   for (; at + stride < n && list[at + stride] < slot; stride *= 2) at += stride;
@@ -296,8 +297,8 @@ size_t gallop(const uint32_t* list, size_t at, size_t n, uint32_t slot) {
 
 }  // namespace
 
-// Adds how often each slot of an ascending list is held by who holds `slots`, which ascend, too.
-// The shorter of the two lists makes the work.
+// Adds, for each slot of an ascending list, the holds of a holder of `slots`, which ascend too. The
+// work is proportional to the shorter list.
 void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n,
                        const uint32_t* start, Vector<uint64_t>* counts) {
   for (size_t i = 0, at = 0; i < of.size();) {
@@ -316,7 +317,7 @@ void Rows::free_unheld(const Vector<uint64_t>& counts) {
   size_t left = 0;
   for (size_t i = 0; i < counts.size(); ++i) {
     const uint32_t s = holders_unknown_[i];
-    // Others exist again, or have been free since.
+    // The other slots' rows exist again, or the slots have been free since.
     if (slots_.flag(s) != SlotMap::kReserved || !slots_.holders.unknown(s)) continue;
     slots_.holders.clear(s);
     if (counts[i] == 0) {
@@ -345,7 +346,7 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
     if (hashed_) remove(s);
     if (hashed_ && reinitialize) initialize(s, key);
   }
-  // Rows of a dense table are there all the time.
+  // Rows of a dense table always exist.
   if (reinitialize && !hashed_)
     write_outside(slots, n, [&](RowWrite& write, size_t from, size_t to) {
       for (size_t i = from; i < to; ++i) {

@@ -1,12 +1,12 @@
-// The rows of one table: which row is whose (places.h), in which memory (row_memory.h), and what
-// lies behind it (stored_rows.h).
+// The rows of one table: the map from keys to slots (slot_map.h), the rows' memory (row_memory.h),
+// and the storage tier, if there is one (stored_rows.h).
 //
 // A row is known by its slot, a 32-bit number below the capacity. Dense tables: slot = id. Hashed
-// tables: slots come from a free list, an index maps key -> slot, and a flag byte says whether the
-// row exists or is only reserved by a declaration. Everything that maps keys to slots goes through
+// tables: slots come from a free list, and an index maps key -> slot. A flag byte says whether the
+// row exists or is only reserved by a declaration. Every mapping of keys to slots goes through
 // resolve().
 //
-// Threads: the key mapping is guarded by the places' mutex, which is the rows' lock.
+// Threads: `SlotMap::mu` guards the key mapping. It is the rows' lock.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -19,31 +19,33 @@
 
 namespace frugal {
 
-// Fails with KEY_OUT_OF_RANGE naming the first id that is not below `capacity`, nor *padding.
+// Fails with KEY_OUT_OF_RANGE, which names the first id that is neither below `capacity` nor
+// *padding.
 Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity);
-// The same, and their slots, which a failure leaves in any state: kNoSlot for *padding, if that is
-// not null.
+// The same check, and the slots: kNoSlot for *padding, if `padding` is not null. After a failure
+// `slots` has any content.
 Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity,
                    uint32_t* slots);
 
 class Rows : public RowMemory {
  public:
-  // What resolve() may do with keys that have no row.
+  // What resolve() does with keys that have no row.
   enum class Missing { kLeave, kReserve, kCreate };
 
-  // `tier`: of a hashed table, what is behind the memory; capacity() is that in places then.
+  // `tier`: the storage tier of a hashed table. With one, capacity() is the number of slots in
+  // memory.
   Status open(const Config& config, MemoryBudget* budget, Tier tier = {});
-  // Another slab of values or state that is committed becomes visible to devices (*any: there was
-  // one), or none is so any more; what is committed later is, if there is a device. Not beside
-  // initialize_range.
+  // pin_next makes one more committed slab of values or state visible to devices (*any: there was
+  // one). unpin hides all of them. Slabs that are committed later become visible if there is a
+  // device. Neither may run concurrently with initialize_range.
   Status pin_next(bool* any);
   void unpin();
 
-  // Another optimizer's state. In turn: open_state; of eager dense tables fill_state of all rows,
-  // under the rules of initialize_range; take_state, beside which nobody reads or writes state. A
-  // failure changes nothing.
+  // Changes to another optimizer's state. The caller calls open_state; for eager dense tables
+  // fill_state of all rows, under the rules of initialize_range; then take_state. No thread may
+  // read or write state during take_state. A failure changes nothing.
   Status take_state(State* state);
-  // For who looks beside take_state.
+  // For reads that may run concurrently with take_state.
   device::RowsView ref_now() {
     Lock lock(slots_.mu);
     return ref();
@@ -57,27 +59,28 @@ class Rows : public RowMemory {
     return layout().exported_bytes(with_state);
   }
 
-  // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then
-  // begin_rows. Hashed, kLeave: kMissingSlot where missing. kReserve: missing rows are reserved,
-  // and each place is held as often as its key is named: release_hold() is to follow. (Of rows that
-  // exist nobody counts that.) kCreate: all exist afterwards, and none is held; newly existing
-  // slots are appended to `created`. After a failure nothing is held, and nothing exists that did
-  // not.
+  // Finds the slots of n keys. Keys equal to *padding (if not null) get kNoSlot. Dense tables:
+  // dense_slots, then begin_rows. Hashed tables, by `missing`:
+  // - kLeave: a missing key gets kMissingSlot.
+  // - kReserve: missing rows are reserved. Each slot is held as often as its key is named, and
+  //   release_hold() must follow. Holds of existing rows are not counted.
+  // - kCreate: all rows exist afterwards, and none is held. Slots that are new are appended to
+  //   `created`.
+  //
+  // After a failure no slot is held, and no row exists that did not exist before.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
-  // The places of `slots` are held once less; with `start`, that of slots[i] start[i + 1] -
-  // start[i] times. Those that are reserved only and that nobody holds any more are free. kNoSlot
-  // and kMissingSlot are no places.
+  // Releases one hold of each of `slots`; with `start`, start[i + 1] - start[i] holds of slots[i].
+  // Reserved slots without holders become free. kNoSlot and kMissingSlot are ignored.
   void release_hold(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
-  // Initializes rows of a lazy dense table that have not been used before; those of other tables
-  // are there.
+  // Initializes rows of a lazy dense table at their first use. Rows of other tables are there
+  // already.
   Status begin_rows(const uint32_t* slots, size_t n);
 
-  // What is behind the memory, or null. Where there is something, resolve() and release_hold() are
-  // its.
+  // The storage tier, or null. With one, it does the work of resolve() and release_hold().
   StoredRows* tier() const { return tier_.get(); }
-  // These are held once more, or less, where there is something. Throws where there is no memory,
-  // and none is then.
+  // With a storage tier: one more hold, or one less, of each of `slots`. hold() throws when memory
+  // is lacking, and then holds none.
   void hold(const uint32_t* slots, size_t n) {
     if (tier_) tier_->hold(slots, n);
   }
@@ -89,58 +92,62 @@ class Rows : public RowMemory {
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Turns reserved rows among `slots` into existing ones.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
-  // The same by an uncommitted step, of which `next_commit` is the first: they bear its mark, in
-  // their flag byte, for who reads that without us, too. Such rows are *uncommitted*. Those of a
-  // later step bear the mark of this one from now on, for its undoing takes them back: they are
-  // appended to `earlier`. Uncommitted steps are less than Places::kMarks. Throws where there is no
-  // memory, and changes nothing then.
+  // The same by an uncommitted step; `next_commit` is the first uncommitted one. The rows' flag
+  // bytes bear the step's mark, also for readers in other processes. Such rows are *uncommitted*.
+  //
+  // Rows that bear the mark of a later step get the mark of this one, because its undo removes them
+  // too. They are appended to `earlier`. There are fewer uncommitted steps than SlotMap::kMarks.
+  // Throws when memory is lacking, and changes nothing then.
   void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t next_commit,
            Vector<uint32_t>* created, Vector<uint32_t>* earlier);
-  // The step is committed: rows that bear its mark are there for good.
+  // The step is committed: rows that bear its mark become permanent.
   void commit(const uint32_t* slots, size_t n, uint64_t step);
-  // Uncommitted steps are undone: those of `slots` that are uncommitted exist no longer.
+  // Uncommitted steps are undone: the uncommitted rows among `slots` cease to exist.
   void undo(const uint32_t* slots, size_t n);
-  // Deleted rows (which get initial values again), or others, exist no longer: they are reserved,
-  // and whether somebody holds them is unknown until recount(). Returns how many existed.
+  // The rows cease to exist. With `reinitialize` (a deletion) they get initial values again. Their
+  // slots are reserved, and their holders are unknown until recount(). Returns how many rows
+  // existed.
   uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
   bool exists(uint32_t slot);
-  // Are there reserved rows of which nobody knows who holds them? (Sequentially consistent, as is
-  // the count of calls: whoever ends a call sees that there are, or who has made them so sees that
-  // no call is left.)
+  // Returns whether any reserved slots have unknown holders. The load is sequentially consistent,
+  // as is the count of calls. So either the thread that ends a call sees such slots, or the thread
+  // that made them sees that no call is left.
   bool holders_unknown() const { return any_unknown_.load(); }
-  // Finds out: each(visit) is to call visit(slots, n, start) for every holder, with ascending
-  // slots, as release_hold() has them. Throws where there is no memory, and does nothing then; nor
-  // if quiet() is false, which is asked with the rows' lock held: somebody else may be about to
-  // find rows, or to let go.
+  // Counts the unknown holders. each(visit) must call visit(slots, n, start) for every holder, with
+  // ascending slots and `start` as in release_hold(). Throws when memory is lacking, and does
+  // nothing then.
+  //
+  // Does nothing if quiet() is false. quiet() is called with the rows' lock held: another thread
+  // may be about to find rows or to release them.
   template <class Quiet, class Each>
   void recount(Quiet quiet, Each each);
   bool has_reserved() const { return slots_.reserved() != 0; }
-  // Those of `slots` that are reserved only, and those that are uncommitted: at one moment of each
-  // row's.
+  // Lists the slots among `slots` that are reserved only, and those that are uncommitted. Each row
+  // is seen at one moment.
   void collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
                    Vector<uint32_t>* uncommitted);
   bool any_reserved(const uint32_t* slots, size_t n);  // of `slots`
 
   uint64_t key_of(uint32_t slot) const { return hashed_ ? slots_.key_of(slot) : slot; }
   uint64_t count();
-  // Keys of existing rows from slot *cursor on.
+  // Returns keys of existing rows from slot *cursor on.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
-  // Who hears of each write from now on; while nobody writes. There may be kMostWatchers.
-  // `former` (or null) hears of none any more.
+  // Adds a watcher that is notified of each write from now on. No thread may write meanwhile. There
+  // may be kMostWatchers. `former` (or null) is removed.
   void watch(RowWatcher* watcher, RowWatcher* former = nullptr);
-  uint64_t capacity() const { return slots_.capacity(); }  // places in memory
-  // Which slot has a key: its own number; else resolve() finds it, and the place may become another
-  // row's.
+  uint64_t capacity() const { return slots_.capacity(); }  // slots in memory
+  // Whether a key's slot is its own number. Otherwise resolve() finds the slot, which another key
+  // may get later.
   bool keys_are_slots() const { return !hashed_; }
-  // Which keys may there be: any, whose rows come into being; else those below the capacity, which
-  // all exist.
+  // Whether any key is valid, and its row is created at use. Otherwise keys are below the capacity,
+  // and all rows exist.
   bool any_key() const { return hashed_; }
   bool lazy() const { return lazy_; }
-  // Where else it is told how many slots have been handed out, of a hashed table; or null.
+  // Where the number of used slots of a hashed table is also stored; or null.
   void tell_slots(std::atomic<uint64_t>* count);
   uint64_t memory_bytes();
-  // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared
+  // Appends the descriptors of the existing arrays, in the order of kArrays, if they are in shared
   // memory. Returns a bit for each.
   enum Arrays { kValues, kState, kKeys, kFlags, kArrays };
   uint32_t mappings(Vector<int>* descriptors) const;
@@ -156,9 +163,9 @@ class Rows : public RowMemory {
   bool hashed_ = false, lazy_ = false;
   SlotMap slots_{*this};
   std::unique_ptr<StoredRows> tier_;                // or null
-  Vector<uint32_t> holders_unknown_ GUARDED_BY(slots_.mu);  // slots that recount() is to look at
-  uint64_t unlisted_ GUARDED_BY(slots_.mu) = 0;    // so many others: there was no memory
-  std::atomic<bool> any_unknown_{false};            // either; changed with the lock held
+  Vector<uint32_t> holders_unknown_ GUARDED_BY(slots_.mu);  // slots that recount() must count
+  uint64_t unlisted_ GUARDED_BY(slots_.mu) = 0;    // further ones, not listed for lack of memory
+  std::atomic<bool> any_unknown_{false};            // either of the two; changed with the lock held
 };
 
 template <class Quiet, class Each>

@@ -59,8 +59,7 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
       committed_.fetch_add(slab_, std::memory_order_relaxed);
       done_[i] = kTaken;
     }
-    // Where it cannot be pinned its memory stays, for who asks again: a part of a table does not go
-    // back.
+    // If pinning fails, the memory stays for the next call: no part of a table is given back.
     bool pinned = false;
     if (pinner_) FRUGAL_TRY(pinner_->pin(mapping_.base + i * slab_, slab_, &pinned));
     done_[i] |= pinned ? kCommitted | kPinned : kCommitted;

@@ -1,6 +1,6 @@
-// Memory of rows: an array of fixed-size records in reserved address space, committed slab by
-// slab before a record is handed out. The one seam for huge pages, shared memory and pinning;
-// everything else sees base + index * stride.
+// Memory of rows: an array of fixed-size records in reserved address space. A slab is committed
+// before a record in it is used. Only this file handles huge pages, shared memory and pinning; all
+// other code sees base + index * stride.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -29,15 +29,15 @@ class SlabArray {
     return done_ && (done_[record * stride_ / slab_] & kCommitted);
   }
   void swap(SlabArray& other) noexcept;
-  // Pins one more of the slabs that were committed while there was no device (*any: there was one);
-  // or takes all pins back. Callers serialize these with ensure().
+  // pin_next pins one more slab that was committed while there was no device (*any: there was one).
+  // unpin removes all pins. Callers serialize both with ensure().
   Status pin_next(bool* any);
   void unpin();
   char* base() const { return mapping_.base; }
   int fd() const { return mapping_.fd; }
   size_t stride() const { return stride_; }
   uint64_t committed_bytes() const { return committed_.load(std::memory_order_relaxed); }
-  // Bytes of a slab: records are committed in such steps.
+  // Bytes of a slab, the unit of commitment.
   static constexpr size_t kSlab = size_t{8} << 20;
   static size_t slab_bytes(uint64_t count, size_t stride);
 

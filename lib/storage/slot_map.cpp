@@ -2,7 +2,8 @@
 
 namespace frugal {
 
-// (Addresses for all rows: so other processes expect it, who know of no places.)
+// Reserves addresses for all rows (`c.capacity`, not `slots`). Other processes expect that, because
+// they know nothing of the storage tier.
 Status SlotMap::open(const RowMemory::Config& c, uint64_t slots, MemoryBudget* budget) {
   capacity_ = slots;
   if (c.lazy || c.hashed) FRUGAL_TRY(flags_.reserve(c.capacity, 1, c.shared, budget));
@@ -48,23 +49,24 @@ Status SlotMap::add(uint64_t key, uint32_t* slot) {
   return FRUGAL_OK;
 }
 
-// The one function by which a free place becomes a row's. It begins clean. Who still looks there
-// for the row before takes nothing of this one for it:
-// - Values, state and what lies between their columns: all bytes are new. The row before was
-//   deleted between steps, or undone when no call that had found it was under way; or it has left
-//   (stored_rows.h), when nobody held its place: nobody reads it.
-// - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row
-//   is taken for whole that was begun before.
-// - Image (engine/ledger.h): one names a slot only while its row is being written. No row is
-//   deleted, undone or far while somebody writes it, so no image is of a free place.
-// - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in
-//   another process, finds no row until this one exists, and finds its key then, which was there
-//   before.
-// - Word of the window: its reads are those of declarations, which hold the place, so a free one
-//   has none of steps to come. Updates in it are written, or forgotten by an abort; where rows may
-//   leave, updates that are not written hold the place. Its bit of the cache went with the line.
-// - Lines of caches: dropped before a row is deleted. Young rows have none. Where rows may leave,
-//   a line holds the place.
+// The only function that gives a free slot to a row. The slot begins clean. A reader that still
+// expects the former row takes nothing of the new one for it:
+// - Values, state and the bytes between their columns: all bytes are new. The former row was
+//   deleted between steps. Or it was undone when no call that had found it was under way. Or it
+//   left memory (stored_rows.h) when its slot had no holder. So no thread reads it.
+// - Version word (staleness): other rows share it, and it only grows. So no copy that was begun
+//   before is valid.
+// - Image (engine/ledger.h): an image names a slot only while its row is being written. No row is
+//   deleted, undone or stored away during a write, so no image names a free slot.
+// - Flag byte: 0 while the slot is free, and no mark is left. A reader in another process that
+//   reads the flags alone finds no row until the new one exists. It then finds the new row's key,
+//   which was written before.
+// - Read set of the window: its reads are those of declarations, which hold the slot. So a free
+//   slot has no reads of future steps. Updates in it are written, or withdrawn by an abort. Where
+//   rows may leave memory, unwritten updates hold the slot. Its `cached` bit was cleared with the
+//   cached row.
+// - Caches: the cached row is dropped before the row is deleted. Uncommitted rows have none. Where
+//   rows may leave memory, a cached row holds the slot.
 void SlotMap::begin_slot(uint32_t slot, uint64_t key) {
   FRUGAL_ASSERT(flag(slot) == 0 && !holders.held(slot));
   index_.insert(key, slot);

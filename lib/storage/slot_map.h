@@ -1,14 +1,14 @@
-// What the places of a table are: a flag byte each, and of hashed tables the key, the index
-// key -> slot, and who holds it.
+// The slots of a table: a flag byte each. Slots of hashed tables also have the key, the index key
+// -> slot, and the count of holders.
 //
-// A place of a hashed table has one life: free; reserved, which lasts while somebody holds it
-// (storage/holders.h); here, from when the row exists. A row that exists no longer is reserved
-// again, or its place free at once. Where rows have a store behind the memory (stored_rows.h), a
-// place is loading before it is here, where the row comes from there, and leaving behind it; and
-// who holds a place is counted in each of these states.
+// A slot of a hashed table is free, reserved or present. It is reserved while it has holders
+// (storage/holders.h), and present once its row exists. When the row ceases to exist, the slot
+// becomes reserved again, or free at once. With a storage tier (stored_rows.h) there are two more
+// states. A slot is loading before it is present, if its row comes from storage. It is leaving
+// after it was present. There the holders are counted in every state.
 //
-// The functions of this class are the steps of that life, and they alone write flags and keys. When
-// to take one is for who calls. Of a lazy dense table a place is free until its row is first used.
+// The functions of this class are the transitions between these states. Only they write flags and
+// keys. Their callers decide when. A slot of a lazy dense table is free until its row's first use.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -26,10 +26,10 @@ constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
 
 class SlotMap {
  public:
-  // Keys under one lock: other threads get their turn in between.
+  // Keys per hold of the lock: other threads run in between.
   static constexpr size_t kAtOnce = 8192;
-  // A flag byte. A place that is leaving has a row that exists. One that is loading has none as
-  // yet; its mark is no step's.
+  // A flag byte. The row of a leaving slot exists. A loading slot has no row yet; its mark is no
+  // step's.
   static constexpr uint8_t kExists = 1, kReserved = 2, kLeaving = kExists | kReserved;
   static constexpr int kMarkAt = 2;
   static constexpr uint8_t kLoading = kReserved | 1 << kMarkAt;
@@ -42,7 +42,7 @@ class SlotMap {
   explicit SlotMap(RowMemory& memory) : memory_(memory) {}
   Status open(const RowMemory::Config& config, uint64_t slots, MemoryBudget* budget);
 
-  Mutex mu;  // of the key mapping and of the places, and of the memory that is committed for them
+  Mutex mu;  // the key mapping, the slots, and the memory that is committed for them
   Holders holders GUARDED_BY(mu);
 
   uint64_t capacity() const { return capacity_; }
@@ -50,30 +50,30 @@ class SlotMap {
   bool exists(uint32_t slot) const { return flag_exists(flag(slot)); }
   uint64_t key_of(uint32_t slot) const { return keys()[slot]; }
   const KeyIndex& index() const REQUIRES(mu) { return index_; }
-  // Slots that have been handed out: those below.
+  // Slots that have been used: those below.
   uint64_t handed_out() const REQUIRES(mu) { return next_slot_; }
   uint64_t existing() const REQUIRES(mu) { return existing_; }
   uint64_t uncommitted() const REQUIRES(mu) { return uncommitted_; }  // of them, that bear a mark
   uint64_t reserved() const { return reserved_.load(std::memory_order_relaxed); }  // or loading
 
-  // A row of a lazy dense table is there.
+  // The row of a lazy dense table becomes present.
   Status begin_dense(uint32_t slot) REQUIRES(mu);
-  // A free place is reserved for the key, which has none. TABLE_FULL: there is none.
+  // Reserves a free slot for the key, which must have none. TABLE_FULL: no slot is free.
   Status add(uint64_t key, uint32_t* slot) REQUIRES(mu);
-  // One that is reserved, and that nobody holds, is free. Takes no memory.
+  // Reserved -> free. The slot must have no holder. Takes no memory.
   void free(uint32_t slot) REQUIRES(mu);
-  // One that is reserved, or loading, is here. 0: without a mark.
+  // Reserved or loading -> present. Mark 0: no mark.
   void create(uint32_t slot, uint8_t mark) REQUIRES(mu);
-  // One that is here bears this mark, or none; and it does not leave.
+  // Present or leaving -> present, with this mark or none.
   void mark(uint32_t slot, uint8_t mark) REQUIRES(mu);
-  // One that is here is reserved.
+  // Present -> reserved.
   void remove(uint32_t slot) REQUIRES(mu);
-  // One that is reserved is loading.
+  // Reserved -> loading.
   void load(uint32_t slot) REQUIRES(mu);
-  // One that is here, and bears no mark, is leaving.
+  // Present, without a mark -> leaving.
   void leave(uint32_t slot) REQUIRES(mu);
 
-  // Where else it is told how many slots have been handed out; or null.
+  // Where the number of used slots is also stored; or null.
   void tell_slots(std::atomic<uint64_t>* count) REQUIRES(mu);
   const SlabArray& key_slabs() const { return keys_; }
   const SlabArray& flag_slabs() const { return flags_; }
@@ -91,7 +91,7 @@ class SlotMap {
   uint64_t capacity_ = 0;
   SlabArray keys_, flags_;
   KeyIndex index_ GUARDED_BY(mu);
-  // The place that became free last. In place of its key stands the one before.
+  // The slot that became free last. Its key field has the slot that became free before it.
   uint32_t free_ GUARDED_BY(mu) = kNoSlot;
   uint64_t next_slot_ GUARDED_BY(mu) = 0;
   std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu) = nullptr;

@@ -1,15 +1,17 @@
-// Where rows of a hashed table are that have no place in memory: the seam for what lies behind it.
+// The interface of a storage tier: it keeps rows of a hashed table that have no slot in memory.
 //
-// A record is a row with its state, as its bytes lie in memory. A key has one from when its row
-// leaves memory for the first time until the row is deleted. While the row has a place in memory
-// its record is an old one, which nobody reads.
+// A record is a row with its state, as its bytes lie in memory. A key gets a record when its row
+// leaves memory for the first time. The record remains until the row is deleted. While the row has
+// a slot in memory its record is out of date, and no thread reads it.
 //
 // Threads: StoredRows calls has(), forget() and keys() with a lock held, one at a time, so they
-// answer at once; load() and store() without, but for a store() outside steps, by several threads
-// at a time, so these may be slow. While a key's record is being written no other call writes it,
-// but each of the others may name the key: has() tells what was before or what is after, load()
-// gives one of the two, whole, and of a record that is forgotten meanwhile one may be left, which
-// is forgotten again when store() has ended. Any may throw std::bad_alloc, but forget().
+// must return at once. It calls load() and store() without the lock, from several threads at a
+// time, so they may be slow. A store() outside steps is called with the lock held.
+//
+// While a key's record is being written, no other call writes it, but other calls may name the key.
+// has() then returns the state before or after the write. load() gives the record before or after
+// it, whole. A record that is forgotten during its write may remain; it is forgotten again when
+// store() has ended. All calls but forget() may throw std::bad_alloc.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -28,25 +30,25 @@ class StorageTier {
   virtual bool has(uint64_t key) = 0;
   virtual void forget(uint64_t key) noexcept = 0;
   virtual void keys(Vector<uint64_t>* out) = 0;
-  // The record of keys[i] to row slots[i].
+  // Copies the record of keys[i] to row slots[i].
   virtual Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
                       const device::RowsRef& to) = 0;
-  // Row i becomes the record of keys[i]. After a failure a key may have its former one.
+  // Row i becomes the record of keys[i]. After a failure a key may have its former record.
   virtual Status store(const uint64_t* keys, size_t n, const device::RowsView& from) = 0;
 
-  // Rows that have come in, and gone out; and how often there was no place for rows.
+  // Rows loaded into memory, rows that left it, and rows that found no slot.
   std::atomic<uint64_t> loaded{0}, left{0}, refused{0};
 };
 
-// What a table's rows have behind the memory.
+// A table's storage tier and its size in memory.
 struct Tier {
-  std::unique_ptr<StorageTier> store;  // null: nothing
+  std::unique_ptr<StorageTier> store;  // null: no storage tier
   uint64_t slots = 0;              // in memory
-  // Rows wanted places in vain, and now there may be some. With the places' lock held.
+  // Called when slots may be available after a call found none. `SlotMap::mu` is held.
   std::function<void()> room;
 };
 
-// Makes what a table that is created has behind its memory, all but `room`. No product does: tests
+// Makes the storage tier of a new table, all of Tier but `room`. The product sets none: only tests
 // set it.
 extern std::atomic<Tier (*)(const frugal_table_config&)> g_make_tier;
 

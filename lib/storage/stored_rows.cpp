@@ -10,11 +10,11 @@ std::atomic<Tier (*)(const frugal_table_config&)> g_make_tier{nullptr};
 
 namespace {
 
-constexpr size_t kSome = 64;  // rows that are brought in, or put out, at a time
+constexpr size_t kSome = 64;  // rows that are loaded, or leave, at a time
 
 }  // namespace
 
-// --- Who holds a place ---------------------------------------------------------------------------
+// --- Holders -------------------------------------------------------------------------------------
 
 void StoredRows::become_idle(uint32_t s) {
   idle_.add(s);
@@ -31,14 +31,14 @@ void StoredRows::hold_slot(uint32_t s) {
   const bool idle = slots_.flag(s) == SlotMap::kExists && !slots_.holders.held(s);
   slots_.holders.hold(s);
   if (idle) idle_.remove(s);
-  if (slots_.flag(s) == SlotMap::kLeaving) slots_.mark(s, 0);  // it stays
+  if (slots_.flag(s) == SlotMap::kLeaving) slots_.mark(s, 0);  // its row stays in memory
 }
 
 void StoredRows::release(uint32_t s, uint64_t times) {
   FRUGAL_ASSERT(slots_.flag(s) != 0);
   if (slots_.holders.release_hold(s, times)) return;
   if (slots_.flag(s) == SlotMap::kExists) return become_idle(s);
-  // It is loading, or of a step that is not committed.
+  // The slot is loading, or its row is uncommitted.
   if (slots_.flag(s) != SlotMap::kReserved) return;
   slots_.free(s);
   tell_room();
@@ -94,11 +94,11 @@ uint64_t StoredRows::being_written(SlotMap& slots) const {
   return leaving_;
 }
 
-// --- Places --------------------------------------------------------------------------------------
+// --- Slots ---------------------------------------------------------------------------------------
 
-// A call that has found no places lets go of those that it holds. There were `could` for others
-// before it began: where there are no more now, nobody is told, for that would be the call itself,
-// for ever.
+// A call that found too few slots releases those that it holds. Before it began, `could` slots were
+// available to others. It calls room_ only if more are available now. Otherwise the call would
+// notify itself, without end.
 void StoredRows::give_back(uint32_t* slots, size_t n, uint64_t could) {
   lacking_.store(false);
   for (size_t i = 0; i < n; ++i)
@@ -108,7 +108,7 @@ void StoredRows::give_back(uint32_t* slots, size_t n, uint64_t could) {
   lacking_.store(true);
 }
 
-// A place for a key that has none: reserved, or loading.
+// Gives a slot to a key without one: reserved, or loading.
 Status StoredRows::add(uint64_t key, uint32_t* slot) {
   const bool stored = store_->has(key);
   if (!stored && taken() >= memory_.most_rows())
@@ -119,7 +119,7 @@ Status StoredRows::add(uint64_t key, uint32_t* slot) {
   const uint64_t next = slots_.handed_out();
   if (next < slots_.capacity()) FRUGAL_TRY(idle_.ensure(static_cast<uint32_t>(next)));
   if (!stored) return slots_.add(key, slot);
-  // Room for one more that is loading, and for those to come back that somebody is about to load.
+  // Room for one more loading slot, and for slots that a thread is loading and may put back.
   if (load_at_ * 2 > to_load_.size()) skip_loaded();
   const size_t least = load_at_ + loading_.load() + 1;
   if (to_load_.capacity() < least) to_load_.reserve(2 * least);
@@ -130,7 +130,7 @@ Status StoredRows::add(uint64_t key, uint32_t* slot) {
   return FRUGAL_OK;
 }
 
-// Places for keys that have none; all of them, or (*lacking) none. Others that are found are held.
+// Gives slots to all keys without one, or (*lacking) to none. Slots that are found are held.
 Status StoredRows::take_slots(const uint64_t* keys, size_t n, const uint64_t* padding,
                                uint64_t could, uint32_t* slots, uint64_t* lacking) {
   *lacking = 0;
@@ -180,14 +180,14 @@ Status StoredRows::take_slots(const uint64_t* keys, size_t n, const uint64_t* pa
 Status StoredRows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
                            uint32_t* slots) {
   std::fill_n(slots, n, KeyIndex::kNone);
-  std::optional<Lock> one;  // two would keep from each other what they need
+  std::optional<Lock> one;  // two calls would block each other
   if (!leaves) one.emplace(admit_);
   uint64_t could;
   {
     Lock lock(slots_.mu);
     could = idle_.size() + free();
   }
-  static_assert(KeyIndex::kNone == kNoSlot);  // which nobody holds
+  static_assert(KeyIndex::kNone == kNoSlot);  // no call holds it
   Status status = FRUGAL_OK;
   try {
     for (size_t at = 0; at < n; at += SlotMap::kAtOnce) {
@@ -262,8 +262,8 @@ void StoredRows::promise_no_more(uint64_t rows) {
 
 // --- Leaving -------------------------------------------------------------------------------------
 
-// Some rows that nobody holds leave, up to so many. The store holds a place until it has the row:
-// so nobody writes the same record beside it.
+// Up to `wanted` rows without holders leave memory. The call holds each slot until its record is
+// written, so no other thread writes the same record concurrently.
 Status StoredRows::leave(uint64_t wanted, uint64_t* gone) {
   *gone = 0;
   RowLayout layout;
@@ -281,7 +281,7 @@ Status StoredRows::leave(uint64_t wanted, uint64_t* gone) {
   const device::RowsRef copies = layout.at(aligned, aligned + most * layout.value_pitch);
   {
     Lock lock(slots_.mu);
-    // After a take_state the caller looks again.
+    // After a take_state the caller tries again.
     if (layout.state_pitch != memory_.layout().state_pitch) return FRUGAL_OK;
     while (slots.size() < most && idle_.size()) {
       const uint32_t s = idle_.oldest();
@@ -318,7 +318,7 @@ Status StoredRows::leave(uint64_t wanted, uint64_t* gone) {
       continue;
     }
     if (slots_.flag(s) == SlotMap::kLeaving) slots_.mark(s, 0);
-    // It was deleted meanwhile: what has been stored is a row no more.
+    // The row was deleted meanwhile: its record is no row any more.
     if (!slots_.exists(s)) store_->forget(slots_.key_of(s));
     release(s, 1);
   }
@@ -370,7 +370,7 @@ Status StoredRows::load_some(bool* any) {
   }
   Lock lock(slots_.mu);
   if (!memory || status != FRUGAL_OK) {
-    // Another time; there is room for them.
+    // A later call loads them; the list has room.
     skip_loaded();
     to_load_.insert(to_load_.end(), slots, slots + n);
     if (!memory) throw std::bad_alloc();
@@ -393,8 +393,8 @@ Status StoredRows::read(uint64_t key, const device::RowsRef& out, bool* there) {
   {
     Lock lock(slots_.mu);
     *there = store_->has(key);
-    // Of a row that was deleted while it was leaving a record may be being written as yet. One that
-    // has come in since the caller found no place has been what its record is.
+    // A row that was deleted while it was leaving may have a record that is still being written. A
+    // row that was loaded since the caller found no slot equals its record.
     const uint32_t s = *there ? slots_.index().find(key) : KeyIndex::kNone;
     if (s != KeyIndex::kNone && slots_.flag(s) == SlotMap::kReserved) *there = false;
   }
@@ -402,7 +402,8 @@ Status StoredRows::read(uint64_t key, const device::RowsRef& out, bool* there) {
   return *there ? store_->load(&key, &first, 1, out) : FRUGAL_OK;
 }
 
-// (Slow with the lock held, so that no row of the key comes in meanwhile. No step is under way.)
+// Holds the lock during a slow write, so that the key's row cannot be loaded meanwhile. No step is
+// under way.
 Status StoredRows::put(uint64_t key, const device::RowsView& row, bool* placed, bool* created) {
   Lock lock(slots_.mu);
   *placed = slots_.index().find(key) != KeyIndex::kNone;
@@ -424,13 +425,13 @@ void StoredRows::forget(uint64_t key, bool* placed, bool* was) {
   --stored_;
 }
 
-// In the order of the keys plus one, for which rows may come and go between two calls: the cursor
-// is the next. (So the greatest key but one ends none: it is told again.)
+// Rows may appear and vanish between two calls, so the order is that of key + 1, and the cursor is
+// the next value. (The greatest key but one therefore ends no enumeration: it is returned again.)
 size_t StoredRows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   Vector<uint64_t> all;
   Lock lock(slots_.mu);
   store_->keys(&all);
-  // A record of a row that is here is an old one.
+  // The record of a row in memory is out of date.
   std::erase_if(all, [&](uint64_t key) REQUIRES(slots_.mu) {
     const uint32_t s = slots_.index().find(key);
     return s != KeyIndex::kNone && slots_.flag(s) != SlotMap::kLoading;

@@ -1,9 +1,9 @@
-// Rows of a table that has a store behind its memory (storage_tier.h): how places are found for
-// rows that have none, and which rows leave theirs.
+// Rows of a table with a storage tier (storage_tier.h): how rows get slots in memory, and which
+// rows leave memory.
 //
-// A call gets places for all of its keys or for none, so nobody holds some and waits for the rest.
-// What it finds here it holds before the first row leaves, and a row comes back only when all have
-// their places: no two calls push each other's rows out without an end.
+// A call gets slots for all of its keys or for none, so no call holds some slots and waits for
+// more. It holds the slots that it finds before the first row leaves. A row is loaded only when all
+// rows of its call have slots. So two calls cannot evict each other's rows without end.
 #pragma once
 #include <functional>
 #include <memory>
@@ -27,42 +27,44 @@ class StoredRows : public HeapObject {
     return idle_.open(slots_.capacity(), budget);
   }
 
-  // As Rows::resolve(), but that places are held whether their rows exist or not, and where rows
-  // that are missing are left (`leaves`), too. A row that is far gets a place that is loading, or
-  // none. BUSY: there are not so many places now; Tier::room will tell.
+  // As Rows::resolve(), with two differences. Slots are held whether their rows exist or not, also
+  // where missing rows stay missing (`leaves`). A stored row gets a loading slot, or none. BUSY:
+  // there are too few slots now; Tier::room will be called.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
                  uint32_t* slots);
-  // These are held once more. Throws where there is no memory, and none is then.
+  // Adds one hold of each slot. Throws when memory is lacking, and then holds none.
   void hold(const uint32_t* slots, size_t n);
   // As Rows::release_hold().
   void release_hold(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
-  // Is any place loading? The first of slots[from, n) that is; n: none.
+  // loading() returns whether any slot is loading. first_loading() returns the position of the
+  // first of slots[from, n) that is; n: none.
   bool loading() const { return loading_.load() != 0; }
   size_t first_loading(const uint32_t* slots, size_t from, size_t n);
-  // Brings some rows in whose places are loading. *any: there were some. What fails, or throws
-  // where there is no memory, is to be done again.
+  // Loads some rows whose slots are loading. *any: there were some. Rows that fail, also by a throw
+  // for lack of memory, stay to be loaded.
   Status load_some(bool* any);
-  // Somebody has found no places, and nobody has let go of any since.
+  // A call has found too few slots, and no slot has been released since.
   bool lacking() const { return lacking_.load(); }
 
-  // Outside steps. For a key whose row had no place: a copy of its row, if it has one.
+  // Outside steps. Copies the row of a key without a slot, if the key has a row.
   Status read(uint64_t key, const device::RowsRef& out, bool* there);
-  // Keys that have a place, all at one moment, are held, and others get kMissingSlot. With
-  // `promised`, there is to be room for new rows of all that have neither a place nor a record, so
-  // many: put() uses it up, and what is left promise_no_more() takes back. Throws where there is no
-  // memory. After a failure nothing is held.
+  // Finds and holds the slots of keys, all at one moment; keys without a slot get kMissingSlot.
+  // With `promised`, room is reserved for as many new rows as there are keys with neither a slot
+  // nor a record. put() uses the room up, and promise_no_more() gives back the rest. Throws when
+  // memory is lacking. After a failure no slot is held.
   Status find_slots(const uint64_t* keys, size_t n, uint32_t* slots, uint64_t* promised = nullptr);
   void promise_no_more(uint64_t rows);
-  // What a row becomes that has no place, for which, if it is new, there is room promised; and that
-  // it is none any more. Where it has a place by now (*placed) nothing is done.
+  // put() writes the row of a key without a slot. A new row needs promised room. forget() removes
+  // such a row. If the key has a slot by now (*placed), neither does anything.
   Status put(uint64_t key, const device::RowsView& row, bool* placed, bool* created);
   void forget(uint64_t key, bool* placed, bool* was);
 
-  // For the table's Rows, whose places these are. The row here is there for good; or was, and its
-  // place is reserved.
+  // For the table's Rows, which owns the slots. committed(): the present row has become permanent.
+  // removed(): the row was permanent, and its slot is reserved now.
   void committed(SlotMap& slots, uint32_t slot) REQUIRES(slots.mu);
   void removed(SlotMap& slots, uint32_t slot) REQUIRES(slots.mu);
-  // Rows that are far, those that are loading included; records, of rows that are here.
+  // stored(): stored rows, including loading ones. being_written(): records that are being written
+  // of rows in memory.
   uint64_t stored(SlotMap& slots) const REQUIRES(slots.mu);
   uint64_t being_written(SlotMap& slots) const REQUIRES(slots.mu);
   uint64_t memory_bytes(SlotMap& slots) const REQUIRES(slots.mu);
@@ -88,25 +90,25 @@ class StoredRows : public HeapObject {
   uint64_t free() const REQUIRES(slots_.mu) {
     return slots_.capacity() - slots_.index().size();
   }
-  // Rows of the table, and places for which there may be one.
+  // Rows of the table, and rows that its reserved slots and promises may add.
   uint64_t taken() const REQUIRES(slots_.mu) {
     return slots_.existing() + stored_ + slots_.reserved() - loading_ + promised_;
   }
 
   SlotMap& slots_;
   RowMemory& memory_;
-  Mutex admit_;  // one call at a time looks for places; before the places' lock
+  Mutex admit_;  // one call at a time searches for slots; taken before `SlotMap::mu`
   const std::unique_ptr<StorageTier> store_;
   const std::function<void()> room_;
-  // Places that nobody has begun to load, from load_at_ on.
+  // Loading slots whose load no thread has begun, from load_at_ on.
   Vector<uint32_t> to_load_ GUARDED_BY(slots_.mu);
   size_t load_at_ GUARDED_BY(slots_.mu) = 0;
-  std::atomic<uint64_t> loading_{0};               // places; changed with the lock held
+  std::atomic<uint64_t> loading_{0};               // slots; changed with the lock held
   uint64_t stored_ GUARDED_BY(slots_.mu) = 0;
-  uint64_t leaving_ GUARDED_BY(slots_.mu) = 0;    // whose records are being written
-  uint64_t promised_ GUARDED_BY(slots_.mu) = 0;   // rows that puts are about to make
-  IdleSlots idle_ GUARDED_BY(slots_.mu);         // of rows that are here, and that nobody holds
-  std::atomic<bool> lacking_{false};  // room_ is to be called; changed with the lock held
+  uint64_t leaving_ GUARDED_BY(slots_.mu) = 0;    // slots whose records are being written
+  uint64_t promised_ GUARDED_BY(slots_.mu) = 0;   // rows that put() may still create
+  IdleSlots idle_ GUARDED_BY(slots_.mu);         // present rows without holders
+  std::atomic<bool> lacking_{false};  // room_ must be called; changed with the lock held
 };
 
 }  // namespace frugal

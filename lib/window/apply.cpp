@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-// With staleness a row may be read meanwhile: it is made elsewhere, and then stored.
+// With staleness a row may be read concurrently: it is computed elsewhere and then stored.
 void store_terms(const Rows& rows, const StepUpdate& u, RowWrite& write, ApplyScratch& scratch) {
   const RowLayout& layout = rows.layout();
   const TermList& terms = scratch.terms;

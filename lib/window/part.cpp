@@ -106,7 +106,7 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
     return s;
   }
   if (table.keys_are_slots()) keys.reset();
-  // Whoever has marked it as being resolved says when that is over.
+  // The thread that has marked the part as being resolved reports the end.
   if (state.load() != kResolving) state.store(kResolved, std::memory_order_release);
   return FRUGAL_OK;
 }

@@ -55,7 +55,7 @@ PendingUpdates::Entry PendingUpdates::find_pending(StepUpdate& u, uint32_t slot)
 
 PendingUpdates::Entry PendingUpdates::oldest(ReadSet current, uint32_t slot) {
   for (const UpdateRef& u : updates_) {
-    // Of old steps read sets know nothing.
+    // Read sets have no bits of old steps.
     if (u->step + ReadSets::kPast >= next_commit_ &&
         !(current >> (u->step + ReadSets::kPast - next_commit_) & 1))
       continue;
@@ -71,7 +71,7 @@ void PendingUpdates::reprioritize(const Entry& entry, uint8_t prio) noexcept {
   uint8_t state = state_[entry.id], old = state & ~kClaimed;
   FRUGAL_ASSERT(old <= kInfinity);
   if (old == prio) return;
-  // The queue first: it may want memory. Where there is none the row stays where it is.
+  // The queue comes first, because it may need memory. Without memory the row keeps its position.
   try {
     if (!entry.update->committed)
       queue_->prepare(&entry.id, 1, prio);
@@ -104,7 +104,7 @@ void PendingUpdates::add(const UpdateRef& update) {
   FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
   FRUGAL_ASSERT(std::adjacent_find(update->slots, update->slots + update->n,
                                    std::greater_equal<>()) == update->slots + update->n);
-  // First all that may want memory.
+  // All that may need memory comes first.
   const size_t wanted = (update->n + kPage - 1) / kPage;
   while (free_pages_.size() < wanted) {
     const size_t before = pages_.size(), pages = std::max<size_t>(4, before * 2);
@@ -127,7 +127,7 @@ void PendingUpdates::add(const UpdateRef& update) {
   live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-// By priority, so that a bag gets its rows at once. Most have none.
+// Ordered by priority, so that a bag gets its rows at once. Most rows have priority infinity.
 void PendingUpdates::prepare(StepUpdate& u, size_t n, const uint8_t* prio) {
   uint32_t ids[kPage];
   uint16_t read[kPage];
@@ -169,7 +169,7 @@ void PendingUpdates::prepared_for(uint8_t prio, const StepUpdate& u, size_t page
 void PendingUpdates::withdraw(StepUpdate& u) {
   FRUGAL_ASSERT(!u.committed);
   queue_->drop_prepared();
-  // (Of a piece that memory ran short for some rows are in.)
+  // (If memory ran out during a piece, some of its rows are prepared.)
   for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
   std::fill_n(u.prepared, kRing + 1, 0);
   u.blocked_at_prepare.clear();
@@ -197,7 +197,7 @@ uint64_t PendingUpdates::commit(StepUpdate& u) {
   return rows;
 }
 
-// Behind the older ones, so that updates of a row are applied in step order.
+// After the older ones, so that updates of a row are applied in step order.
 void PendingUpdates::chain(StepUpdate& u, uint32_t row, const Entry& before) {
   StepUpdate* last = before.update;
   uint32_t last_row = before.row;
@@ -211,7 +211,7 @@ void PendingUpdates::chain(StepUpdate& u, uint32_t row, const Entry& before) {
   last->next[last_row] = (uint64_t{u.seq} << 32 | row) + 1;
 }
 
-// A row that waited for nothing but its turn becomes pending.
+// A row whose only obstacle was the older update becomes pending.
 void PendingUpdates::enqueue(uint32_t id, uint8_t prio) noexcept {
   FRUGAL_ASSERT(state_[id] == kBlocked);
   state_[id] = prio;
@@ -256,7 +256,7 @@ uint32_t PendingUpdates::limit_distance(uint64_t step) const {
              : static_cast<uint32_t>(std::min<uint64_t>(step - next_commit_, kRing - 1));
 }
 
-// What pending_until() asks, once a section: gates look at many tables again and again.
+// The result of pending_until(), computed once a section: gates poll many tables.
 void PendingUpdates::note_soonest() {
   uint64_t soonest = unqueued_ ? 0 : UINT64_MAX;
   for (uint32_t r = 0; r < kRing && soonest == UINT64_MAX; ++r)
@@ -277,7 +277,7 @@ bool PendingUpdates::in_flight_until(uint64_t step) const {
 void PendingUpdates::pop(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(max);
   c->rows.resize(max);
-  // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
+  // Adjacent rows are mostly of one page and one priority, so their data are looked up once.
   uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
   StepUpdate* u = nullptr;
   uint8_t last = 0;
@@ -294,7 +294,7 @@ void PendingUpdates::pop(uint64_t step, size_t max, Claim* c) {
       if (i + kAhead < n) __builtin_prefetch(&state_[ids[i + kAhead]], 1);
       const uint32_t id = ids[i];
       const uint8_t prio = state_[id];
-      if (prio != lowest && !unqueued_) continue;  // a stale place
+      if (prio != lowest && !unqueued_) continue;  // a stale queue entry
       if (!u || id / kPage != first_id / kPage) {
         const Page& page = pages_[id / kPage];
         FRUGAL_ASSERT(page.update);
@@ -329,7 +329,7 @@ void PendingUpdates::pop(uint64_t step, size_t max, Claim* c) {
   stats_.dequeued += kept;
 }
 
-// Pending rows, wherever the queue has them.
+// Searches pending rows independently of the queue.
 size_t PendingUpdates::search(uint32_t* ids, size_t max) {
   size_t n = 0;
   for (size_t p = 0; p < pages_.size(); ++p) {

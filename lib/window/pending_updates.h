@@ -1,17 +1,17 @@
-// The updates of a window's rows that are not in the host rows yet: the W sets.
+// The pending updates of a window's rows, which are not in the host rows yet: the W sets.
 //
-// An update of a row is an entry (6 bytes, with the queue's). The oldest unwritten one of a row is
-// in the queue, with a priority that the window tells: it knows who reads the row next. Younger
-// entries of the row are blocked behind it, in a chain, and enter the queue one after the other.
+// An update of a row is an entry (6 bytes, with the queue's). A row's oldest unwritten entry is in
+// the queue. The window gives its priority, because it knows the row's next read. Later entries of
+// the row are blocked after it, in a chain, and enter the queue one after the other.
 //
-// Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
-// therefore means written, not merely taken (contract, gate condition c).
+// Counts per priority include rows that were claimed but not yet finished. So pending(rank) == 0
+// means that all rows are written, not only taken (the condition of the gate).
 //
-// Without memory for a place in the queue a row that has to become more urgent has gone astray:
-// until all that was pending then is written, every gate waits for all of it, and claims search the
-// entries.
+// Without memory for a queue entry, a row that must become more urgent is *unqueued*. Until all
+// updates that were pending then are written, every gate waits for all of them, and claims search
+// the entries.
 //
-// Threads: `mu`, by a Section. What says so takes no lock.
+// Threads: `mu`, by a Section. Some members take no lock; their comments say so.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -28,7 +28,7 @@ struct Claim {
   struct Run {
     StepUpdate* update;
     uint32_t begin, end;   // of ids and rows
-    UpdateRef finished;    // finish(): the update, if it is wholly written by now
+    UpdateRef finished;    // set by finish(): the update, if it is completely written
   };
   void reserve(size_t most) {
     ids.reserve(most);
@@ -37,7 +37,7 @@ struct Claim {
   }
   Vector<uint32_t> ids;    // entries
   Vector<uint32_t> rows;   // row of the update
-  Vector<Run> runs;        // neighbours of one update
+  Vector<Run> runs;        // adjacent rows of one update
 };
 
 struct WindowStats {
@@ -47,7 +47,7 @@ struct WindowStats {
 
 class PendingUpdates {
  public:
-  // Entries are handed out in pages, row i of an update lies in the update's page i / kPage.
+  // Entries are allocated in pages: row i of an update is in the update's page i / kPage.
   static constexpr uint32_t kPage = 1024;
   struct Entry {
     StepUpdate* update = nullptr;
@@ -66,33 +66,34 @@ class PendingUpdates {
     UrgentLock lock_;
   };
 
-  // `pending_rows`: where those of several windows are counted, or null.
+  // `pending_rows`: the common count of several windows, or null.
   void open(bool tree_heap, uint64_t next_commit, std::atomic<uint64_t>* pending_rows) REQUIRES(mu);
   void set_next_commit(uint64_t next_commit) REQUIRES(mu);
   uint64_t next_commit() const REQUIRES(mu) { return next_commit_; }
 
-  // Gives an update its number and entries. Without memory: nothing.
+  // Gives an update its number and entries. Throws when memory is lacking, and changes nothing
+  // then.
   void add(const UpdateRef& update) REQUIRES(mu);
-  // The next n rows of the update, a page, are prepared with these priorities, or kBlocked.
+  // Prepares the next n rows of the update, a page, with these priorities or kBlocked.
   static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
   void prepare(StepUpdate& u, size_t n, const uint8_t* prio) REQUIRES(mu);
-  // The rows among them, in a page, that have this priority.
+  // Finds the prepared rows in a page that have this priority.
   void prepared_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots)
       REQUIRES(mu);
   void withdraw(StepUpdate& u) REQUIRES(mu);
   void make_room() REQUIRES(mu);
-  // The prepared rows of the update are in the queue: so many.
+  // Puts the prepared rows of the update into the queue, and returns their number.
   uint64_t commit(StepUpdate& u) REQUIRES(mu);
-  // A row of a committed update that was blocked when it was prepared. `before`: its row's oldest
-  // unwritten entry.
+  // Chains a row of a committed update that was blocked when it was prepared. `before`: the row's
+  // oldest unwritten entry.
   void chain(StepUpdate& u, uint32_t row, const Entry& before) REQUIRES(mu);
   void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu);
   void now_pending(uint64_t rows) REQUIRES(mu);
 
-  // Bits of a read set's reads that stand for unwritten updates. `ancient`: there are some of older
-  // steps, too.
+  // The bits of a read set's reads that belong to unwritten updates. `ancient`: older steps have
+  // some too.
   uint64_t unwritten_reads(bool* ancient) const REQUIRES(mu);
-  // The row's oldest unwritten update.
+  // Returns the row's oldest unwritten update.
   Entry oldest(ReadSet current, uint32_t slot) REQUIRES(mu);
   void reprioritize(const Entry& entry, uint8_t prio) noexcept REQUIRES(mu);
   // Calls of(entry) for all entries of committed updates with this priority.
@@ -107,11 +108,13 @@ class PendingUpdates {
     }
   }
 
-  // Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last).
+  // Claims up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last).
   void pop(uint64_t step, size_t max, Claim* c) REQUIRES(mu);
-  // The rows of the claim are written. False, and nothing is done: there are rows behind them.
+  // The rows of the claim are written. Returns false, and does nothing, if other entries are
+  // blocked after them.
   bool finish(Claim& c) REQUIRES(mu);
-  // The same where there are: prio(update, row) is the priority of one that is the oldest now.
+  // The same where there are such entries: prio(update, row) is the priority of an entry that is
+  // now the oldest.
   template <class Priority>
   void finish_chained(Claim& c, Priority prio) REQUIRES(mu) {
     uint64_t done = 0;
@@ -151,8 +154,8 @@ class PendingUpdates {
   uint32_t updates() const { return live_.load(std::memory_order_relaxed); }
 
  private:
-  // What an entry is, one byte: a priority; with kClaimed, somebody is writing it; or kBlocked; or
-  // kDone.
+  // The state of an entry, one byte: a priority, with kClaimed while a thread is writing it; or
+  // kBlocked; or kDone.
   static constexpr uint8_t kClaimed = 0x80;
   static constexpr uint8_t kDone = 0x7f;     // nothing is pending
   struct Page {
@@ -171,9 +174,9 @@ class PendingUpdates {
   void note_soonest() REQUIRES(mu);
 
   std::atomic<uint64_t> pending_total_{0};
-  std::atomic<uint64_t>* pending_of_all_ = nullptr;  // never less than pending_total_
-  // The step that the most urgent pending row waits for; 0 if that is the next commit, or not
-  // known; UINT64_MAX if none waits for any. Set at the end of each section.
+  std::atomic<uint64_t>* pending_of_all_ = nullptr;  // never below pending_total_
+  // The step that waits for the most urgent pending row. 0 if that is the next commit or unknown;
+  // UINT64_MAX if no step waits. Set at the end of each section.
   std::atomic<uint64_t> soonest_{UINT64_MAX};
   std::atomic<uint32_t> live_{0};                  // updates_.size()
   uint64_t next_commit_ GUARDED_BY(mu) = 0;        // the window's
@@ -183,11 +186,11 @@ class PendingUpdates {
   std::unique_ptr<Queue> queue_ GUARDED_BY(mu);
   uint64_t count_[kRing + 1] GUARDED_BY(
       mu) = {};  // pending rows by priority, claimed ones included
-  uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, not claimed
+  uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, unclaimed
   // unwritten ones, and the prepared one; ascending steps
   Vector<UpdateRef> updates_ GUARDED_BY(mu);
   uint32_t next_seq_ GUARDED_BY(mu) = 0;
-  bool unqueued_ GUARDED_BY(mu) = false;           // a place in the queue is missing, or wrong
+  bool unqueued_ GUARDED_BY(mu) = false;           // a queue entry is missing, or wrong
   WindowStats stats_ GUARDED_BY(mu);
 };
 

@@ -1,5 +1,5 @@
-// Who may cache a row: one of the ranks, its owner, by a hash of its slot. A window keeps the
-// owner's reads apart, and caches let no other rows in.
+// The rank that may cache a row, its owner, by a hash of the row's slot. A window keeps the owner's
+// reads apart, and caches admit no other rows.
 #pragma once
 #include <cstdint>
 

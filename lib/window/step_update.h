@@ -1,10 +1,12 @@
 // The update of one table by one step: what all ranks pushed, and which rows are still unwritten.
 //
-// A rank's hand-over is the sum of its gradients for each distinct row, in row order; it owns its
-// bytes (contract: pending updates own their bytes). The update of a row is the serial sum of its
-// ranks' sums in ascending rank order, then the optimizer. With one rank the hand-over's list is
-// the update's list; with several, lists are merged over ranges of slots, in parallel where the
-// update is applied at once, and into arrays where rows become pending one by one.
+// What a rank submits is the sum of its gradients for each distinct row, in row order. It owns its
+// bytes. The update of a row is the serial sum of its ranks' sums in ascending rank order, then the
+// optimizer.
+//
+// With one rank, the list of its rows is the update's list. With several, lists are merged over
+// ranges of slots: in parallel where the update is applied at once, and into arrays where rows
+// become pending one by one.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -19,16 +21,16 @@
 
 namespace frugal {
 
-// What one rank hands over for one table in one step.
+// What one rank submits for one table in one step.
 struct RankGradients {
   uint32_t rank = 0;
   PartRef part;         // its distinct rows
   bool whole = false;   // `part` was declared and pushed exactly
   Buffer sums;          // distinct x stride floats, row order; empty if `lent`
   size_t stride = 0;    // floats
-  // Gradients in memory that the engine lent, which nobody writes any more, or copies of those of
-  // bags: they are summed when the rows are written. One rank's update only (`ranks` has no other),
-  // without caches.
+  // Gradients in memory that the engine lent and that no thread writes any more, or copies of
+  // gradients of bags. They are summed when the rows are written. Only for an update of one rank
+  // (`ranks` has no other), without caches.
   std::shared_ptr<Buffer> lent;
   device::GradSource source{};
   size_t bytes() const {
@@ -49,14 +51,15 @@ struct TermList {
   size_t count = 0;
   Vector<uint32_t> start;
   Vector<Cursor> cursors;  // of lists that are being merged
-  // For `rows` rows at a time, but for as many as have so many terms; no row has more than `ranks`.
+  // Reserves room for `rows` rows at a time, or for as many as have so many terms. No row has more
+  // than `ranks` terms.
   void reserve(size_t rows, size_t ranks) {
     slots.reserve(rows);
     start.reserve(rows + 1);
     terms.resize(std::max(4 * rows, ranks));
     cursors.reserve(ranks);
   }
-  // Is there no room for one more row, of at most `ranks` terms?
+  // Returns whether there is no room for one more row, of at most `ranks` terms.
   bool full(size_t ranks) const {
     return slots.size() == slots.capacity() || terms.size() - count < ranks;
   }
@@ -83,8 +86,8 @@ struct StepUpdate : HeapObject {
   Vector<RankGradients> ranks;    // ascending; ranks without gradients are not here
   size_t bytes = 0;               // of the sums: counted against the budget
 
-  // Rows as a list: filled when the rows become pending one by one (deferred), except that with
-  // one rank `slots` is its hand-over's list and a row's one term is its sum of the same index.
+  // Rows as a list, which is filled when the rows become pending one by one (deferred). With one
+  // rank, `slots` is its own list, and a row's one term is the sum of the same index.
   const uint32_t* slots = nullptr;
   size_t n = 0;
   Vector<uint32_t> merged_slots;
@@ -92,18 +95,19 @@ struct StepUpdate : HeapObject {
   // The window's, guarded by its locks.
   Vector<uint32_t> pages;         // of entries
   Vector<uint32_t> blocked_at_prepare;  // rows that had older pending updates
-  Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
+  Vector<uint64_t> next;          // of a row: seq << 32 | row of the next pending update + 1, or 0
   uint64_t prepared[kRing + 1] = {};
-  size_t prepared_rows = 0;       // rows taken in so far
+  size_t prepared_rows = 0;       // rows prepared so far
   bool committed = false;
-  bool unqueued = false;          // a row of it is more urgent than its place in the queue says
+  bool unqueued = false;          // a row of it is more urgent than its queue entry says
   size_t remaining = 0;           // rows not yet in the host rows
 
-  // What who watches the table's rows keeps of it until it is written; or null.
+  // The record that the table's watcher keeps until the update is written; or null.
   std::shared_ptr<UpdateRecord> record;
 
   ~StepUpdate() { release_bytes(); }
-  // All rows are in the host rows (a cache may still have to apply it): gives the bytes back.
+  // Called when all rows are in the host rows (a cache may still have to apply them). Gives the
+  // bytes back.
   void release_bytes() {
     record.reset();
     if (accounted_) accounted_->fetch_sub(bytes, std::memory_order_relaxed);
@@ -118,21 +122,21 @@ struct StepUpdate : HeapObject {
 
   void make_list();               // merges the ranks; fills slots, n and the terms
   void add_terms(size_t row, TermList* out) const;
-  // The rows with slots in [low, high) of all ranks, merged: whenever `out` is full, and in the
-  // end, take(last) makes use of them. Takes no memory.
+  // Merges the rows with slots in [low, high) of all ranks. take(last) uses them whenever `out` is
+  // full and at the end. Allocates nothing.
   template <class Take>
   void merge_range(uint64_t low, uint64_t high, TermList* out, Take take) const;
-  // Slot values that cut the rows into chunks of about `rows` rows.
+  // Returns slot values that cut the rows into chunks of about `rows` rows.
   void cut(size_t rows, Vector<uint64_t>* bounds) const;
 
  private:
   std::atomic<uint64_t>* accounted_ = nullptr;
 };
 
-// Walks the union of several ascending lists. visit(slot) for each distinct slot, then, in rank
-// order, term(has, rank index, row) for lists that are not at their end: whether they have it, and
-// the row if so. (Whether lists have the same slots cannot be guessed: no branch depends on it.)
-// `cursors` has room for one of each rank, or takes it.
+// Walks the union of several ascending lists. It calls visit(slot) for each distinct slot. Then it
+// calls term(has, rank index, row), in rank order, for each list that is not at its end: whether
+// the list has the slot, and the row if so. (Whether lists share slots is unpredictable, so no
+// branch depends on it.) `cursors` has room for one cursor a rank, or allocates it.
 template <class Visit, class Term>
 void merge(const Vector<RankGradients>& ranks, uint64_t low, uint64_t high,
            Vector<TermList::Cursor>* cursors, Visit visit, Term term) {

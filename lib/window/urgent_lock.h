@@ -1,6 +1,6 @@
-// A lock from which passes in the background step back while an urgent thread waits: a plain mutex
-// would let them take it again and again. It is held for tens of microseconds, a chunk of rows; to
-// sleep and to be woken costs as much, so threads look again for a while first.
+// A lock that background passes yield while an urgent thread waits. With a plain mutex they could
+// retake it again and again. It is held for tens of microseconds, a chunk of rows. Sleeping and
+// waking cost as much, so a waiting thread spins for a while first.
 #pragma once
 #include <atomic>
 
@@ -26,7 +26,7 @@ class CAPABILITY("mutex") UrgentMutex : public Mutex {
   }
 
  private:
-  std::atomic<int> urgent_{0};  // so many wait
+  std::atomic<int> urgent_{0};  // number of waiting urgent threads
 };
 
 class SCOPED_CAPABILITY UrgentLock {

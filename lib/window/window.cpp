@@ -56,12 +56,12 @@ void Window::set_next_commit(uint64_t next_commit) {
 
 // --- Read sets ----------------------------------------------------------------------------------
 
-// Of an update of `step` to the row: the first declared step that has to see it.
+// Returns the first declared step that must see an update of `step` to the row.
 inline uint8_t Window::deadline(ReadSet current, uint64_t step) const {
   return ReadSets::next_read(current, next_commit_, step + 1 + config_.staleness);
 }
 
-// The row is read in declared step `step`, and next with priority `prio`.
+// Declared step `step` reads the row, and the next read has priority `prio`.
 void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
   for (const PartRef& p : parts_[step & (kRing - 1)]) {
     if (!p->finder.built()) continue;
@@ -70,8 +70,7 @@ void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
   }
 }
 
-// In one piece: three passes over one chunk, under one lock, so that each brings the next one's
-// cache lines.
+// Three passes over one chunk, under one lock: each pass brings the next one's cache lines.
 bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency urgency) {
   constexpr size_t kChunk = std::extent_v<decltype(found_)>, kAhead = 96;
   Part& part = *ref;
@@ -93,9 +92,9 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     {
       PendingUpdates::Section section(pending_, urgency);
       written = pending_.unwritten_reads(
-          &ancient);  // who takes an update in holds both locks, so no bit is missing
+          &ancient);  // a preparing thread holds both locks, so no bit is missing
     }
-    // Earlier steps that will read, or that have an unwritten update.
+    // Earlier steps that will read the row, or that have an unwritten update of it.
     const uint64_t matters = ((bit << kPast) - 1) & (~ReadSets::kPassed | written);
     Found* const found = found_;
     size_t stop = std::min(end, at + kChunk), finds = 0;
@@ -140,9 +139,8 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
           learn_next(step, slot, prio);
         }
       }
-      // Its update may be there already.
-      // (Whatever the step before seems to be, if the update is so old that the stamp may have
-      // wrapped.)
+      // Its update may exist already. (This holds whatever the previous step appears to be: the
+      // update may be so old that the stamp has wrapped.)
       if (ancient || (found[f].step <= 0 && (read_sets_[slot] & written))) found[kept++] = found[f];
     }
     if (kept == 0) continue;
@@ -173,7 +171,7 @@ void Window::unlink(const PartRef& part) {
     }
   };
   set(*part, false);
-  // Others may read the same rows in the same step: their bits come back.
+  // Other ranks may read the same rows in the same step: their bits are set again.
   for (const PartRef& p : here) set(*p, true);
   for (size_t i = 0; i < part->distinct; ++i) {
     uint32_t slot = part->row_slots()[i];
@@ -212,8 +210,8 @@ bool Window::prepare(StepUpdate& u, bool declared, size_t most, Urgency urgency)
   return u.prepared_rows == u.n;
 }
 
-// Priorities of a page of the update's rows. All ranks have passed the gate of the step: the rows
-// that it reads have nothing unwritten.
+// Finds the priorities of a page of the update's rows. All ranks have passed the gate of the step,
+// so the rows that it reads have no unwritten updates.
 size_t Window::next_of(const StepUpdate& u, size_t at, uint8_t* prio) const {
   const size_t n = std::min<size_t>(PendingUpdates::kPage, u.n - at);
   if (u.ranks.size() == 1) {
@@ -227,7 +225,7 @@ size_t Window::next_of(const StepUpdate& u, size_t at, uint8_t* prio) const {
   return n;
 }
 
-// The same, where read sets tell.
+// The same, from the read sets.
 size_t Window::next_from_read_sets(StepUpdate& u, size_t at, uint8_t* prio) {
   constexpr size_t kAhead = 48;
   const size_t n = std::min<size_t>(PendingUpdates::kPage, u.n - at);
@@ -280,8 +278,8 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   served.swap(parts_[passed]);
   next_commit_ = step + 1;
   pending_.set_next_commit(next_commit_);
-  // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
-  // that it had forced can leave some: they must not seem to be 64 steps away.
+  // Normally no row is left at the committed step's own priority. A waiter that gave up on rows
+  // that it had forced can leave some. They must not appear to be 64 steps away.
   pending_.each_of(passed, [&](const Entry& entry) {
     links_mu_.assert_held();
     pending_.mu.assert_held();
@@ -298,7 +296,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
       pending_.chain(*u, row, entry);
       continue;
     }
-    // The older update was written meanwhile.
+    // The older update has been written meanwhile.
     pending_.enqueue(pending_.id_of(*u, row), deadline(w, u->step));
     ++rows;
   }
@@ -306,7 +304,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   pending_.now_pending(rows);
 }
 
-// --- Asking --------------------------------------------------------------------------------------
+// --- Queries -------------------------------------------------------------------------------------
 
 bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
   constexpr size_t kChunk = 512;
@@ -347,7 +345,7 @@ void Window::finish(Claim& c) {
     PendingUpdates::Section lock(pending_, Urgency::kUrgent);
     if (pending_.finish(c)) return;
   }
-  // What waits behind these rows gets its priority from the read sets.
+  // Entries that are blocked after these rows get their priority from the read sets.
   Both lock(*this, Urgency::kUrgent);
   pending_.finish_chained(c, [&](const StepUpdate& after, uint32_t row) {
     links_mu_.assert_held();
@@ -359,7 +357,7 @@ void Window::finish(Claim& c) {
 
 namespace {
 
-constexpr size_t kRowsAhead = 16;  // read sets on their way from memory
+constexpr size_t kRowsAhead = 16;  // read sets that are being fetched from memory
 constexpr size_t kLockedRows = 2048;
 
 }  // namespace

@@ -459,8 +459,8 @@ class Walk {
     }
   }
 
-  // Lines that were there and are updated: those first that the step reads, each with its terms by
-  // rank.
+  // Cached rows that existed and are updated: first those that the step reads, each with its terms
+  // by rank.
   void check_touched(const StepUpdate& update, const CachedRowUpdate& touched) {
     std::vector<uint32_t> wanted;
     size_t urgent = 0;

@@ -105,7 +105,7 @@ TEST_F(HoldersTest, WithoutMemory) {
   EXPECT_EQ(holders.count(5), 2 * kPiece - 1);
 }
 
-// Of a place whose holders nobody knows none can let it go.
+// A slot with unknown holders is not released by any of them.
 TEST_F(HoldersTest, Unknown) {
   for (const uint64_t before : {uint64_t{0}, uint64_t{5}, 3 * kPiece}) {
     hold(1, before);
@@ -209,8 +209,7 @@ TEST_F(SlotMapTest, FreeingTakesNoMemory) {
   }
 }
 
-// Declarations, calls, undone and deleted rows in any order, beside a model that knows each of
-// them.
+// Declarations, calls, undone and deleted rows in any order, against a model of each of them.
 TEST_F(SlotMapTest, RandomLives) {
   Random random(test_seed());
   constexpr uint64_t kCapacity = 30, kKeys = 60;

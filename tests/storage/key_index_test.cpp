@@ -79,8 +79,8 @@ TEST_F(KeyIndexTest, AnyKeyIsAKey) {
   index.find(nullptr, 0, nullptr);
 }
 
-// Keys of one home: five have places there, the others pass on, and what is erased between them
-// cuts nobody off.
+// Keys with one home bucket: five are in it, and the others pass it. Erasing keys between them
+// hides no key.
 TEST_F(KeyIndexTest, KeysOfOneBucket) {
   ASSERT_OK(index.open(100000, &budget));
   const uint64_t last = ~uint64_t{0};
@@ -185,7 +185,7 @@ TEST_F(KeyIndexTest, GrowthThatTheSystemRefuses) {
   EXPECT_EQ(other.open(10, nullptr), FRUGAL_ERR_OUT_OF_MEMORY);
 }
 
-// Whoever counts for nobody.
+// An index without a budget counts nothing.
 TEST_F(KeyIndexTest, WithoutABudget) {
   ASSERT_OK(index.open(2 * kAtFirst, nullptr));
   for (uint64_t i = 0; i < kAtFirst + 1; ++i) insert(i, static_cast<uint32_t>(i));

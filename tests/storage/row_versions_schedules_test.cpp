@@ -55,8 +55,8 @@ TEST(RowVersionsSchedules, ReadersBesideWriters) {
   });
 }
 
-// A writer that stops in the middle of a row: who reads gives up when it wants to, and a reader of
-// before has its copy.
+// A writer that stops in the middle of a row: a reader gives up at its own limit, and an earlier
+// reader has its copy.
 TEST(RowVersionsSchedules, AWriterThatNeverEnds) {
   explore("row_versions.unended", 10000, [](Schedule& s) {
     VersionWord word{0};

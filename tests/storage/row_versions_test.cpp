@@ -56,7 +56,8 @@ TEST(RowVersions, RowsOfATableShareFewWords) {
   EXPECT_NE(version_of(1, 5), version_of(2, 5));
 }
 
-// All floats, of odd numbers too, and none behind them but the one that makes the number even.
+// All floats are copied, also odd numbers of them, and none after them but the one that makes the
+// number even.
 TEST(RowVersions, WhatIsCopied) {
   for (const size_t n : {1, 2, 3, 16, 33}) {
     alignas(8) float from[64], to[64];
@@ -72,9 +73,8 @@ TEST(RowVersions, WhatIsCopied) {
   }
 }
 
-// A row that changes between a reader's two looks at its word is copied again. The change comes
-// from the reader's own question whether to go on, which it is asked for the write that it finds
-// first.
+// A row that changes between a reader's two loads of its word is copied again. The reader's own
+// go_on() makes the change. The reader calls it for the write that it finds first.
 TEST(RowVersions, ALookThatMissesIsRepeated) {
   VersionWord word{0};
   Row row, copy;
@@ -96,8 +96,8 @@ TEST(RowVersions, ALookThatMissesIsRepeated) {
   EXPECT_EQ(word.load(), 4u) << "a reader leaves the word alone";
 }
 
-// Two rows of one word, a writer each, and readers beside them: every copy is whole, and no reader
-// goes back in time.
+// Two rows of one word, a writer for each, and concurrent readers: every copy is whole, and no
+// reader returns to an earlier write.
 TEST(RowVersions, ReadersBesideWriters) {
   auto rows = std::make_unique<Row[]>(2);
   VersionWord word{0};
@@ -131,7 +131,7 @@ TEST(RowVersions, ReadersBesideWriters) {
   for (int r = 0; r < 2; ++r) EXPECT_EQ(rows[r].at[0], static_cast<float>(writes % 1000000));
 }
 
-// A process that is killed while it writes leaves the word odd for good: who reads decides how long
+// A process that is killed during a write leaves the word odd for good. A reader decides how long
 // it waits.
 TEST(RowVersions, AWriterThatDies) {
   struct Shared {

@@ -147,7 +147,8 @@ TEST_F(RowWriteTest, AWatcherHearsBeforeAndBehind) {
   expect_stored(9, 100);
 }
 
-// Whoever makes rows new, in all tables: rows that are reserved, begun, given up, deleted.
+// Every way in which rows become new, in all tables: rows that are reserved, begun, undone,
+// deleted.
 TEST_F(RowWriteTest, RowsThatBegin) {
   open(true, false);
   Watcher w(rows);
@@ -182,7 +183,7 @@ TEST_F(RowWriteTest, RowsThatBeginInALazyTable) {
   for (const Watcher::Heard& h : w.heard) EXPECT_EQ(h.what, What::kNew);
 }
 
-// A row of a dense table is there before it is deleted and behind that.
+// A row of a dense table exists before and after its deletion.
 TEST_F(RowWriteTest, DeletedRowsOfADenseTable) {
   open(false, false);
   const Slots slots{1, 2, 3, 8, 30};
@@ -232,7 +233,8 @@ TEST_F(RowWriteTest, RowsOutsideOfStepsInPieces) {
   }
 }
 
-// Each row as it was, before it changes; then it is told as written, by its place in the list.
+// Each row's former content is saved before the row changes. The row is then reported as written,
+// by its position in the list.
 TEST_F(RowWriteTest, AWatcherFollowsEachRow) {
   for (const int32_t optimizer :
        {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
@@ -284,8 +286,8 @@ TEST_F(RowWriteTest, NobodyFollowsWhereNobodyWants) {
   EXPECT_EQ(RowWrite(rows, &slot, 1, {What::kUpdate}).undo(), nullptr);
 }
 
-// A row that may be read meanwhile has a new version behind its write, and an odd one during that;
-// others keep theirs.
+// A row that may be read concurrently has an odd version during its write and a new one after it.
+// Other rows keep theirs.
 TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
   open(false, false);
   std::vector<VersionWord> words(kVersionWords);
@@ -314,9 +316,8 @@ TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
   EXPECT_EQ(changed, 3u);
 }
 
-// Rows that are copies have no watchers, and no versions.
-// The state of all rows is made anew at once: no list of rows, and the watchers are told when it is
-// there.
+// Copies of rows have no watchers, and no versions. The state of all rows is replaced at once,
+// without a list of rows. The watchers are notified when it is there.
 TEST_F(RowWriteTest, NewStateOfAllRows) {
   open(true, false);
   Watcher watcher(rows);

@@ -129,7 +129,7 @@ class World {
     if (rows_.resolve(&key, 1, nullptr, Rows::Missing::kLeave, &slot, nullptr) != FRUGAL_OK ||
         slot == kMissingSlot)
       return;
-    // Nobody lets a row exist meanwhile, or undoes it.
+    // No thread creates or undoes a row meanwhile.
     rows_.uncreate(&slot, 1, r_.one_in(2));
     Lock lock(control_);
     recount();

@@ -64,7 +64,7 @@ struct RowsTest : testing::Test {
     std::fill_n(rows.row(slot), rows.value_pitch / 4, 77.0f);
     std::fill_n(rows.state_row(slot), rows.state_pitch / 4, 78.0f);
   }
-  // Of rows that exist no longer: who holds them? Each of `held` once.
+  // Recounts the holders of rows that have ceased to exist: each of `held` once.
   void recount(Slots held = {}) {
     std::sort(held.begin(), held.end());
     Slots start(held.size() + 1);
@@ -220,7 +220,7 @@ TEST_F(RowsTest, KeysThatAreMissing) {
   EXPECT_EQ(slots[1], kNoSlot);
   EXPECT_TRUE(is_new(rows, slots[0], 7));
   EXPECT_TRUE(rows.has_reserved());
-  // Reserved rows exist for nobody.
+  // Reserved rows do not exist.
   EXPECT_EQ(slots_of(keys, Missing::kLeave),
             (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
   EXPECT_EQ(rows.count(), 0u);
@@ -281,8 +281,8 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
 }
 
-// A deleted row that a declaration names is reserved, and new. Nobody names the other one: its
-// place is free.
+// A deleted row that a declaration names is reserved, and new. The other row has no holder: its
+// slot is free.
 TEST_F(RowsTest, DeletedRows) {
   ASSERT_OK(rows.open(config(2, true), &budget));
   const Slots slots = slots_of({10, 11}, Missing::kCreate);
@@ -292,7 +292,7 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_TRUE(is_new(rows, slots[0], 10));
   EXPECT_EQ(rows.count(), 0u);
   EXPECT_TRUE(rows.holders_unknown());
-  // Nothing is free as long as somebody may hold it.
+  // No slot is free while it may have a holder.
   Slots full;
   rows.recount([] { return false; }, [](auto) { FAIL() << "while somebody is finding rows"; });
   EXPECT_EQ(resolve({12}, Missing::kReserve, &full), FRUGAL_ERR_TABLE_FULL);
@@ -334,7 +334,7 @@ TEST_F(RowsTest, DeletedWithoutMemory) {
   EXPECT_EQ(slots_of({22}, Missing::kReserve), Slots{slots[1]});
 }
 
-// For who reads the flags of shared memory: existing rows, and those that an uncommitted step has
+// For readers of the flags in shared memory: existing rows, and those that an uncommitted step has
 // created.
 TEST_F(RowsTest, MarkedRows) {
   Rows::Config c = config(100, true);
@@ -361,7 +361,8 @@ TEST_F(RowsTest, MarkedRows) {
     rows.commit(slots.data(), 3, step);
     EXPECT_EQ(SlotMap::flag_mark(flags[slots[0]]), 0u);
     EXPECT_TRUE(SlotMap::flag_exists(flags[slots[0]]));
-    EXPECT_FALSE(SlotMap::flag_exists(flags[slots[2]])) << "a step that is committed creates no row";
+    EXPECT_FALSE(SlotMap::flag_exists(flags[slots[2]]))
+        << "a step that is committed creates no row";
     rows.undo(slots.data(), 2);
     EXPECT_TRUE(SlotMap::flag_exists(flags[slots[0]])) << "what is there for good is not undone";
     EXPECT_EQ(rows.uncreate(slots.data(), 2, false), 2u);

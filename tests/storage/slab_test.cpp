@@ -106,7 +106,7 @@ TEST(Slabs, MemoryThatIsRefused) {
   EXPECT_NE(LastMessage().find("host_bytes"), std::string::npos) << LastMessage();
   EXPECT_FALSE(a.committed(kSlab));
   EXPECT_EQ(budget.used.load(), kSlab);
-  // Who counts for nobody is refused by the system alone.
+  // Without a budget only the system refuses memory.
   SlabArray free;
   ASSERT_OK(free.reserve(10, 1, false, nullptr));
   SystemFails fails(1);
@@ -144,7 +144,7 @@ TEST(Slabs, ArePinnedWhenThereIsADevice) {
   EXPECT_TRUE(pinner->pinned_now.empty()) << "before the memory goes";
 }
 
-// A slab that cannot be pinned keeps its memory, for who asks again.
+// A slab that cannot be pinned keeps its memory for the next call.
 TEST(Slabs, ThatCannotBePinned) {
   auto pinner = std::make_shared<FakePinner>();
   MemoryBudget budget;

@@ -101,7 +101,7 @@ class World {
       rows_.undo(created.data(), created.size());
       return rows_.release_hold(slots, n);
     }
-    // The commit: the update holds its rows, the declaration lets go, and somebody writes.
+    // The commit: the update holds its rows, the declaration releases them, and a thread writes.
     rows_.hold(slots, n);
     rows_.commit(created.data(), created.size(), step);
     rows_.release_hold(slots, n);
@@ -130,7 +130,7 @@ class World {
   Random& r_;
   Rows rows_;
   std::atomic<uint32_t> running_{0};
-  bool exists_[kKeys] = {};  // by who writes the row
+  bool exists_[kKeys] = {};  // of the thread that writes the row
   float now_[kKeys] = {};
 };
 

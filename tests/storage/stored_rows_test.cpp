@@ -59,7 +59,7 @@ class StoredRowsTest : public ::testing::Test {
   void load() {
     for (bool any = true; any;) ASSERT_OK(rows_.tier()->load_some(&any));
   }
-  // A row of the key, with this value, that nobody holds.
+  // A row of the key, with this value and without holders.
   void make(uint64_t key, float value) {
     std::vector<uint32_t> slots;
     ASSERT_OK(resolve({key}, &slots));
@@ -114,7 +114,7 @@ TEST_F(StoredRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
   EXPECT_EQ(resolve({1, 2, 3}, &more), FRUGAL_ERR_BUSY);
   EXPECT_TRUE(rows_.tier()->lacking());
   EXPECT_EQ(rows_.tier()->store().refused, 1);
-  // Nobody is told of what the call itself has let go of.
+  // A call does not report the slots that it releases itself.
   EXPECT_EQ(told_, 0);
   ASSERT_OK(resolve({4}, &other));
   EXPECT_EQ(rows_.key_of(held[0]), 0);
@@ -214,7 +214,7 @@ TEST_F(StoredRowsTest, PutsAndDeletionsWantNoPlace) {
   ASSERT_OK(resolve({1}, &slots));
   EXPECT_FALSE(rows_.tier()->loading());
   release_hold(slots);
-  // Room that is promised is nobody else's.
+  // Promised room is not available to other calls.
   const uint64_t fresh[] = {10, 11};
   ASSERT_OK(rows_.tier()->find_slots(fresh, 2, found, &promised));
   EXPECT_EQ(promised, 2);
@@ -267,7 +267,7 @@ TEST_F(StoredRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
                       : resolve(often, &slots);
       });
     release_hold(slots);
-    // Nobody holds it.
+    // It has no holder.
     make(3, 7);
     make(4, 8);
     EXPECT_EQ(rows_.count(), 4);
@@ -354,7 +354,7 @@ TEST_F(StoredRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   EXPECT_EQ(rows_.count(), 0);
   release_hold(slots);
   make(7, 6);
-  // One that somebody wants meanwhile stays.
+  // A row that gets a holder meanwhile stays.
   written_ = [&] {
     std::vector<uint32_t> again;
     ASSERT_OK(resolve({7}, &again, Missing::kLeave));
