@@ -311,6 +311,42 @@ def test_ranks_move_an_optimizer_s_state(controller: Any, tmp_path: Path) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+# What would share or average a table once more, and what takes a caller's gradient for one of all ranks.
+REFUSED = """
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
+def make():
+    model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    model(torch.arange(6)).sum().backward()
+    return model, averager, optimizer
+model, averager, optimizer = make()
+calls = {
+    "an optimizer of its own": lambda: optimizer.step(),
+    "nothing to average": lambda: averager.average_parameters(model.parameters()),
+    "ignored_params": lambda: fully_shard(make()[0], mesh=init_device_mesh("cpu", (2,))),
+    "2 ranks have a part": lambda: model[0].weight.grad.copy_(torch.tensor(5.0)),
+}
+for said, call in calls.items():
+    if sys.argv[2] == "torch":
+        continue
+    try:
+        call()
+    except NotImplementedError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+torch.save([], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_what_ranks_share_already_says_what_to_do(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(REFUSED, controller, tmp_path)
+
+
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])
 def test_a_rank_waits_for_nothing_that_rank_0_has_not_made(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = getattr(dist, "HashStore")()  # not among its types
