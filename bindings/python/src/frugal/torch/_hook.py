@@ -918,6 +918,30 @@ _with_tables("state_dict")
 _with_tables("load_state_dict")
 
 
+def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
+    """Join.__init__, whose block lets ranks make different numbers of steps. With tables the others would wait for ever."""
+
+    @functools.wraps(function)
+    def init(join: Any, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, **options: Any) -> None:
+        waits = enable and not throw_on_early_termination
+        for parameter in [each for joinable in joinables for each in getattr(joinable, "parameters", list)()] if waits else []:
+            if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1:
+                raise NotImplementedError(
+                    f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give them the"
+                    " same number of batches, as torch.utils.data.DistributedSampler does, or say"
+                    " throw_on_early_termination=True"
+                )
+        function(join, joinables, enable, throw_on_early_termination, **options)
+
+    return init
+
+
+if torch.distributed.is_available():
+    from torch.distributed.algorithms.join import Join
+
+    setattr(Join, "__init__", _without_tables(Join.__init__))
+
+
 def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:
     """The table takes in what an optimizer has loaded, or has had aside."""
     whole = dict.get(state, _STATE)
