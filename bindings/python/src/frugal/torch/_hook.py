@@ -843,10 +843,8 @@ def _take(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    numbers: Dict[int, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers.setdefault(id(parameter), len(numbers))
+    groups = zip(optimizer.param_groups, state_dict["param_groups"])
+    numbers = {id(p): number for group, saved in groups for p, number in zip(group["params"], saved["params"])}
     for entry in _known_of(optimizer).look(optimizer):
         number = numbers[id(entry.anchor)]
         saved = _saved(optimizer, entry.table, optimizer.state.get(entry.anchor) or {})
