@@ -1,4 +1,4 @@
-// The two shapes of sums of docs/arithmetic.md, section 1.
+// The two shapes of sums of docs/arithmetic.md, "Shapes of sums".
 //
 // What: fold32 adds the occurrences of a row, or the rows of a bag; sum16 adds over the elements
 // of a row. Both are fixed down to the order of each addition.

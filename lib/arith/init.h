@@ -1,4 +1,4 @@
-// Initial values of rows: section 5 of docs/arithmetic.md, the same on host and device.
+// Initial values of rows: docs/arithmetic.md, "Initial values", the same on host and device.
 //
 // What: a hash of (seed, table name, key, column) makes a uniform double, which a distribution
 // turns into the value. Nothing but + - * / and square root in double is used, so that every

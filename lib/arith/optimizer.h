@@ -1,4 +1,4 @@
-// Optimizers: section 3 of docs/arithmetic.md, once for the host and the device.
+// Optimizers: docs/arithmetic.md, "From the gradient to the update", once for host and device.
 //
 // What: StepScalars holds every number of a step that the equations need; the bodies below are
 // the equations, elementwise, for T = float or a vector of floats.
@@ -15,7 +15,7 @@
 
 namespace frugal::arith {
 
-// Steps of section 3 that are in force, as bits of StepScalars::flags.
+// Steps of the update that are in force, as bits of StepScalars::flags.
 enum StepFlags : uint32_t {
   kMeanRanks = 1u << 0,
   kGradScale = 1u << 1,
@@ -63,7 +63,7 @@ struct StepScalars {
 // --- What an optimizer is -----------------------------------------------------------------------
 // All that the library asks of a kind: its traits, and its equations (update_element). Whoever goes
 // by the kind has a switch over frugal_optimizer_kind without a default, and is compiled with
-// -Werror=switch; docs/arithmetic.md, section 3, has the list of them.
+// -Werror=switch; docs/changing.md has the list of them.
 
 // Hyper-parameters that some kinds look at, as bits of Optimizer::hypers.
 enum Hyper : uint32_t {
@@ -227,7 +227,7 @@ FRUGAL_HD T clamp(T x, float c) {
   return x > high ? high : (x < low ? low : x);
 }
 
-// Steps 1 and 2 of section 3, and 4: what needs nothing but the element. Step 3 (a NaN skips the
+// Steps 1, 2 and 4 of the update: what needs nothing but the element. Step 3 (a NaN skips the
 // row) looks at the result as well as at any point between, since step 4 keeps NaNs.
 template <class T>
 FRUGAL_HD T scale_gradient(const StepScalars& s, T g) {

@@ -106,9 +106,9 @@ struct Kernels {
   bool (*has_nan)(const float* grads, size_t n, uint32_t dim, size_t stride);
 
   // --- Updating rows --------------------------------------------------------------------------
-  // All of docs/arithmetic.md, section 3, for rows that no other thread touches meanwhile. Slots of
-  // a call are distinct; ascending order is fastest. Each returns the number of touched rows, which
-  // is n unless the NaN policy skips some. `undo` may be NULL.
+  // All of docs/arithmetic.md, "From the gradient to the update", for rows that no other thread
+  // touches meanwhile. Slots of a call are distinct; ascending order is fastest. Each returns the
+  // number of touched rows, which is n unless the NaN policy skips some. `undo` may be NULL.
 
   // Row slots[i] with the gradient sums + i * sums_stride (floats).
   size_t (*apply)(const RowsRef& rows, const arith::StepScalars& step, const uint32_t* slots,

@@ -176,6 +176,7 @@ void Workers::run_chunk(const JobRef& job, size_t chunk) {
 
 bool Workers::help(bool apply_only) {
   if (job_count_.load() == 0) return false;
+  if (apply_only && rules_.threads_apply && !callers_work() && !stopping_.load()) return false;
   JobRef job;
   {
     Lock lock(mu_);

@@ -64,6 +64,8 @@ class Workers {
     std::function<bool()> resting;  // flush threads do nothing now: callers do the work
     std::function<bool()> hold;     // what is kIdle is to wait
     std::function<void()> failed;   // after a failure, which has been noted
+    // Calls that wait leave the updates of committed steps to the flush threads (FRUGAL-SYNC).
+    bool threads_apply = false;
   };
 
   Workers(uint32_t threads, Rules rules, Trace* trace)
@@ -120,7 +122,7 @@ class Workers {
   void publish(List<JobRef>&& job) noexcept;
   // All of it in this thread, without anybody's help.
   void run_alone(const JobRef& job);
-  // Chunks of one job, if there is any.
+  // Chunks of one job, if there is any. `apply_only`: a call that waits for these.
   bool help(bool apply_only);
   // A chunk that fails does not stop the others; the status is that of the first to fail.
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);

@@ -18,13 +18,14 @@ struct WorkersTest : testing::Test {
   Trace trace;
   std::atomic<bool> resting{false}, hold{false};
   std::atomic<uint32_t> failures{0};
+  bool threads_apply = false;
   std::unique_ptr<Workers> workers;
 
   void make(uint32_t threads) {
     workers = std::make_unique<Workers>(
         threads,
         Workers::Rules{[this] { return resting.load(); }, [this] { return hold.load(); },
-                       [this] { ++failures; }},
+                       [this] { ++failures; }, threads_apply},
         &trace);
   }
   void TearDown() override {
@@ -211,6 +212,34 @@ TEST_F(WorkersTest, GatesWaitForUpdates) {
   EXPECT_TRUE(workers->help(false));
   EXPECT_FALSE(workers->applying());
   EXPECT_EQ(workers->health(), FRUGAL_ERR_OUT_OF_MEMORY);
+}
+
+// A call that waits helps with nothing, although a chunk is left; without flush threads, and after
+// their end, it does all.
+TEST_F(WorkersTest, UpdatesMayBeLeftToFlushThreads) {
+  threads_apply = true;
+  for (uint32_t threads : {1, 0}) {
+    make(threads);
+    std::atomic<bool> may{false};
+    std::atomic<int> finished{0};
+    workers->add(Urgency::kSoon, [&] {
+      return may && workers->help(false) ? Did::kWork : Did::kNothing;
+    });
+    workers->start();
+    Loop loop(3), last(2);
+    workers->publish({apply_job(loop, &finished)});
+    EXPECT_EQ(workers->help(true), threads == 0);
+    EXPECT_EQ(workers->applying(), threads != 0);
+    may = true;
+    workers->wake();
+    until([&] { return !workers->applying(); });
+    may = false;
+    workers->stop();
+    workers->publish({apply_job(last, &finished)});
+    EXPECT_TRUE(workers->help(true));
+    EXPECT_TRUE(loop.each_once() && last.each_once());
+    EXPECT_EQ(finished, 2);
+  }
 }
 
 // --- Chosen interleavings ------------------------------------------------------------------------

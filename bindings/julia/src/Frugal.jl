@@ -1,5 +1,5 @@
 """
-Frugal trains embedding tables that are larger than memory with the exact result of synchronous training.
+Frugal trains embedding tables that are larger than a GPU's memory, with the exact result of synchronous training.
 
 The package is a thin layer over the C ABI of `frugal.h`, which says what each call means. Functions have the names
 of the C functions without their prefix. A `!` says that arrays of the caller are written.

@@ -1,4 +1,4 @@
-// fold32 on a device: sums of runs, combined pairwise (docs/arithmetic.md, section 1).
+// fold32 on a device: sums of runs, combined pairwise (docs/arithmetic.md).
 //
 // What: runs that come one after the other are combined by a binary counter of partial sums, as in
 // arith/fold.h; its levels lie in shared memory, since an array that is indexed by a variable can

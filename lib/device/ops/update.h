@@ -1,4 +1,4 @@
-// Updating the lines of a cache: docs/cuda.md, section 8; docs/arithmetic.md, section 3.
+// Updating the lines of a cache: docs/cuda.md, section 8; docs/arithmetic.md.
 //
 // What: the rank sums of a row are added up into device memory (sum_terms: over the link, each
 // read once), then the row is updated with that sum (apply_<optimizer>: in device memory alone,

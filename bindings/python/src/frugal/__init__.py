@@ -1,5 +1,4 @@
-"""Frugal: embedding tables larger than the GPU, and larger than RAM, trained with the exact result of synchronous
-training.
+"""Frugal: embedding tables larger than a GPU's memory, trained with the exact result of synchronous training.
 
     import frugal
     with frugal.Engine() as engine:

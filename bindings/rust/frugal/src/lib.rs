@@ -1,5 +1,5 @@
-//! Trains embedding tables that are larger than the GPU and larger than memory, with the exact result of synchronous
-//! training.
+//! Trains embedding tables that are larger than a GPU's memory, with the exact result of
+//! synchronous training.
 //!
 //! An [`Engine`] owns [`Table`]s; each rank of training is a [`Trainer`], which declares the keys of later steps, and
 //! looks up rows and pushes gradients inside a step:
