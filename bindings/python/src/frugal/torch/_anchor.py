@@ -256,7 +256,7 @@ class Anchor(Copied, torch.nn.Parameter):
             value = value.dense()  # as a worker's is given to a copy of the model
         if isinstance(value, Gradient):
             set_grad(self, value)
-        elif value.shape == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
+        elif getattr(value, "shape", None) == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
             if float(value) != 0.0:
                 raise self.penalty()
             set_grad(self, self.begin())

@@ -99,9 +99,9 @@ def is_shared(table: "Table") -> bool:
     return table.steps.world_size > 1 or is_distributed()
 
 
-def is_of_a_bucket(value: torch.Tensor, table: "Table") -> bool:
-    """Whether a tensor is what a reducer with gradient_as_bucket_view puts in the gradient's place."""
-    return value.shape == SHAPE and (table.shape != SHAPE or value._base is not None)
+def is_of_a_bucket(value: Any, table: "Table") -> bool:
+    """Whether this is what a reducer with gradient_as_bucket_view puts in the gradient's place: an element of many."""
+    return getattr(value, "shape", None) == SHAPE and (table.shape != SHAPE or value._base is not None)
 
 
 @functools.lru_cache(maxsize=None)
