@@ -985,3 +985,82 @@ def test_means_of_gradients(trainer: frugal.Trainer) -> None:
     assert torch.equal(mine.grad.mean(), other.grad.mean())
     grad = ours.weight.grad
     assert grad is not None and torch.equal(grad.abs().mean(), other.grad.abs().mean())
+
+
+# --- Averages of models ---
+
+averages = torch.optim.swa_utils
+AVERAGES: Dict[str, Dict[str, Any]] = {
+    "usual": {},
+    "ema": {"avg_fn": averages.get_ema_avg_fn(0.9)},
+    "swa": {"avg_fn": averages.get_swa_avg_fn()},
+    "ema of lists": {"multi_avg_fn": averages.get_ema_multi_avg_fn(0.9)},
+    "swa of lists": {"multi_avg_fn": averages.get_swa_multi_avg_fn(), "use_buffers": True},
+}
+
+
+def averaged(kind: str, model_is_ours: bool, average_is_ours: bool, trainer: frugal.Trainer) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(ROWS, DIM), torch.nn.Linear(DIM, 2))
+    average: Any = averages.AveragedModel(model, **AVERAGES[kind])
+    for which in [model] * model_is_ours + [average.module] * average_is_ours:
+        ft.convert(which, trainer=trainer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(9)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return snapshot(average.module[0])
+
+
+@pytest.mark.parametrize("kind", list(AVERAGES))
+@pytest.mark.parametrize("ours", [(True, False), (False, True), (True, True)])
+def test_an_average_is_one_of_rows(kind: str, ours: Tuple[bool, bool], trainer: frugal.Trainer) -> None:
+    expected = averaged(kind, False, False, trainer)
+    torch.testing.assert_close(averaged(kind, *ours, trainer), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_functions_of_averages_take_parameters(pair: Pair) -> None:
+    found = []
+    for module in pair:
+        average = torch.zeros(ROWS, DIM)
+        averages.get_ema_multi_avg_fn(0.5)([average], list(module.parameters()), 1)
+        found.append(average)
+    assert torch.equal(*found)
+
+
+# --- PyTorch's own way to resume ---
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is not in this build")
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adagrad", "Adam", "AdamW", "RMSprop"])
+def test_a_fresh_optimizer_takes_state_by_names(kind: str, trainer: frugal.Trainer) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def make(ours: bool) -> Tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(ROWS, DIM), torch.nn.Linear(DIM, 2))
+        if ours:
+            ft.convert(model, trainer=trainer)
+        options = {"momentum": 0.9} if kind == "momentum" else {}
+        return model, getattr(torch.optim, "SGD" if options else kind)(model.parameters(), lr=0.1, **options)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.arange(ROWS)).square().mean().backward()
+            optimizer.step()
+
+    found = []
+    for ours in (False, True):
+        model, optimizer = make(ours)
+        train(model, optimizer)
+        saved = copy.deepcopy(get_state_dict(model, optimizer))
+        again, fresh = make(ours)
+        set_state_dict(again, fresh, model_state_dict=saved[0], optim_state_dict=saved[1])
+        weight = next(again.parameters())
+        assert weight.grad is None
+        train(again, fresh)
+        found.append([weight.detach().clone(), fresh.state_dict()["state"].get(0, {})])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -311,6 +311,89 @@ def test_ranks_move_an_optimizer_s_state(controller: Any, tmp_path: Path) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+# Between a backward and a step that never comes: ranks make another model, and roll back to what was saved before.
+ABANDONED = """
+def make(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.EmbeddingBag(6, 4), torch.nn.Linear(4, 1)])
+    model.forward = lambda keys: model[2](model[0](keys) + model[1](keys[:, None] % 6))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    return model, ddp, torch.optim.Adagrad(ddp.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(10 + rank)
+def backward(ddp):
+    if generator.get_state()[0] % 2 == rank:
+        time.sleep(0.02)
+    ddp(torch.randint(0, 12, (5,), generator=generator)).square().mean().backward()
+def train(ddp, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(ddp)
+        optimizer.step()
+found = []
+for seed in range(3):
+    model, ddp, optimizer = make(seed)
+    train(ddp, optimizer)
+    dist.barrier()
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(ddp, optimizer)
+    if seed == 1:
+        backward(ddp)  # and a gradient that stays for the next step
+    else:
+        ddp(torch.arange(rank + 1))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    found.append([parameter.detach().clone() for parameter in model.parameters()])
+    train(ddp, optimizer)
+    found.append([parameter.detach().clone() for parameter in model.parameters()])
+    backward(ddp)
+torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_ranks_abandon_a_step_together(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(ABANDONED, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# What would share or average a table once more, and what takes a caller's gradient for one of all ranks.
+REFUSED = """
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
+def make():
+    model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    model(torch.arange(6)).sum().backward()
+    return model, averager, optimizer
+model, averager, optimizer = make()
+calls = {
+    "an optimizer of its own": lambda: optimizer.step(),
+    "nothing to average": lambda: averager.average_parameters(model.parameters()),
+    "ignored_params": lambda: fully_shard(make()[0], mesh=init_device_mesh("cpu", (2,))),
+    "same number of steps": lambda: Join([torch.nn.parallel.DistributedDataParallel(model)]),
+    "2 ranks have a part": lambda: model[0].weight.grad.copy_(torch.tensor(5.0)),
+}
+for said, call in calls.items():
+    if sys.argv[2] == "torch":
+        continue
+    try:
+        call()
+    except NotImplementedError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+Join([torch.nn.parallel.DistributedDataParallel(model)], throw_on_early_termination=True)
+torch.save([], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_what_ranks_share_already_says_what_to_do(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(REFUSED, controller, tmp_path)
+
+
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])
 def test_a_rank_waits_for_nothing_that_rank_0_has_not_made(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = getattr(dist, "HashStore")()  # not among its types

@@ -530,6 +530,35 @@ def process_group(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
+GRADIENT_WRITES: List[Callable[[Any], Any]] = [
+    lambda weight: weight.grad.copy_(torch.tensor(5.0)),
+    lambda weight: weight.grad.copy_(torch.full((1, 1), 5.0)),
+    lambda weight: weight.grad.data.copy_(torch.tensor(5.0)),
+    lambda weight: torch._foreach_copy_([weight.grad], [torch.tensor(5.0)]),
+    lambda weight: setattr(weight, "grad", torch.full(tuple(weight.shape), 5.0)),
+    lambda weight: weight.grad.mul_(2.0),
+    lambda weight: torch.empty(tuple(weight.shape)).copy_(weight.grad),
+    lambda weight: torch.mul(weight.grad, 0.5, out=torch.empty(tuple(weight.shape))),
+]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+@pytest.mark.parametrize("write", range(len(GRADIENT_WRITES)))
+@pytest.mark.parametrize("shape", [(6, 3), (1, 1)])
+def test_copies_of_a_caller_are_none_of_a_reducer(
+    shape: Any, write: int, trainer: frugal.Trainer, process_group: Any
+) -> None:
+    found = []
+    for modules, options in ((torch.nn, {}), (ft, {"trainer": trainer})):
+        made: Any = modules.Embedding(*shape, _weight=torch.zeros(shape), **options)
+        optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+        (4.0 * made(torch.arange(shape[0]))).sum().backward()
+        out = GRADIENT_WRITES[write](made.weight)
+        optimizer.step()
+        found.append([snapshot(made), *([out[...].clone()] if isinstance(out, torch.Tensor) else [])])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer, process_group: Any) -> None:
     class Model(torch.nn.Module):

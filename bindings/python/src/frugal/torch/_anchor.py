@@ -17,9 +17,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import _usual
-from ._computed import SHAPE, VMAP, call_with, flat, is_of_torch, no_memory, no_number, refuse_values
+from ._computed import (
+    SHAPE, TRANSFORM, call_with, flat, is_of_torch, no_memory, no_number, refusal, refuse_values,
+)  # fmt: skip
 from ._gradient import (
-    Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_shared, of_a_reducer, set_grad,
+    Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_of_a_bucket, is_shared,
+    of_a_reducer, set_grad,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -148,12 +151,10 @@ class Anchor(Copied, torch.nn.Parameter):
         if func in _OF_THE_ELEMENT or is_of_torch():
             with as_itself():
                 return func(*args, **kwargs)
-        if _in_transform() or is_of_torch(2, VMAP):
+        why = TRANSFORM if _in_transform() else refusal()
+        if why is not None:
             anchor = next(value for value in flat([*args, *kwargs.values()]) if isinstance(value, Anchor))
-            raise NotImplementedError(
-                f"table {anchor.table.name!r}: a transform of torch.func of a function of the parameter, whose rows the engine"
-                " has: give it a tensor of them, module.weight.clone()"
-            )
+            raise NotImplementedError(f"table {anchor.table.name!r}: {why}")
         out = call_with(lambda value: value.rows() if isinstance(value, Anchor) else value, func, args, kwargs)
         return _parameter_of(out)
 
@@ -253,7 +254,13 @@ class Anchor(Copied, torch.nn.Parameter):
             value = value.show(cast(Gradient, value.clone())) if value.shows is None else value.shows
         if isinstance(value, Gradient) and value.table is not self.table:
             value = value.dense()  # as a worker's is given to a copy of the model
-        if isinstance(value, Gradient) or (is_shared(self.table) and value.shape == SHAPE):  # which is a reducer's
+        if isinstance(value, Gradient):
+            set_grad(self, value)
+        elif getattr(value, "shape", None) == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
+            if float(value) != 0.0:
+                raise self.penalty()
+            set_grad(self, self.begin())
+        elif is_shared(self.table) and is_of_a_bucket(value, self.table):
             set_grad(self, value)
         else:
             from . import _dense

@@ -72,15 +72,41 @@ def call_with(
 
 
 # Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
-# (Not where it stacks the parameters of several models, torch._functorch.functional_call.)
+# The rest of it gets rows, as averages of models and functional_call do.
 _OF_TORCH = (
-    "torch.optim.", "torch.distributed.", "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch.fx.",
+    *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},  # optimizers
+    "torch.distributed.utils", "torch.distributed.checkpoint.state_dict",
+    "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch.fx.",
     *["torch._functorch." + name for name in (
         "_aot_autograd", "aot_autograd", "apis", "autograd_function", "compile_utils", "compilers", "eager_transforms",
         "partitioners", "predispatch", "pyfunctorch",
     )],
 )  # fmt: skip
-VMAP = ("torch._functorch.vmap",)  # which asks for a dimension, and then makes batches of the element in C++
+
+TRANSFORM = (
+    "a transform of torch.func of a function of the parameter, whose rows the engine has: give it a tensor of them,"
+    " module.weight.clone()"
+)
+_SHARD = (
+    "ranks share its rows, of which each would get a part: leave the parameter out, as by"
+    " fully_shard(model, ignored_params=set(module.parameters()))"
+)
+# Where PyTorch would do something to the parameter for which a table is of no use, and what is to be done instead.
+_REFUSED = {
+    "torch._functorch.vmap": TRANSFORM,  # it asks for a dimension, and then makes batches of the element in C++
+    "torch.distributed.fsdp.": _SHARD,
+    "torch.distributed.tensor": _SHARD,
+    "torch.distributed.algorithms.model_averaging.": (
+        "ranks share its rows, and the step averages their gradients, so that there is nothing to average: leave the"
+        " parameter out, as by an optimizer of its own for tables"
+    ),
+}
+
+
+def refusal() -> Optional[str]:
+    """What is said to the caller's caller, if it is there."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return next((why for module, why in _REFUSED.items() if name.startswith(module)), None)
 
 
 TORCH = ("torch.",)  # all of it

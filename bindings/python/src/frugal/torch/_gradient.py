@@ -99,6 +99,11 @@ def is_shared(table: "Table") -> bool:
     return table.steps.world_size > 1 or is_distributed()
 
 
+def is_of_a_bucket(value: Any, table: "Table") -> bool:
+    """Whether this is what a reducer with gradient_as_bucket_view puts in the gradient's place: an element of many."""
+    return getattr(value, "shape", None) == SHAPE and (table.shape != SHAPE or value._base is not None)
+
+
 @functools.lru_cache(maxsize=None)
 def _element(dtype: torch.dtype, device: torch.device, is_seen: bool) -> torch.Tensor:
     """That of all gradients. `is_seen`: a reducer looks whether it has the memory."""
@@ -726,10 +731,16 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
     return torch.full(table.shape, not finite, dtype=torch.bool, device=grad.device)
 
 
+def _is_of_a_reducer(grad: Gradient, other: torch.Tensor) -> bool:
+    """Whether a copy from or to a tensor is a reducer's, which makes its copies in the backward. Those of a caller come
+    after it."""
+    return graph_task() >= 0 and other.numel() == 1 and is_shared(grad.table)
+
+
 def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:
     """What DistributedDataParallel sums over ranks, in a place of one element. The engine sums the rows' gradients by itself,
     so that each rank gives 1, or an infinity, which all ranks see then."""
-    if not is_shared(grad.table) or to.numel() != 1:
+    if not _is_of_a_reducer(grad, to):
         raise NoAnswer(f"table {grad.table.name!r}: a copy of its gradient's values")
     if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
         raise RuntimeError(
@@ -781,7 +792,7 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
             if source.origin() is not to:
                 to.become(source)
             return to
-        if not is_shared(to.table) or (to.table.steps.world_size == 1 and source.numel() != 1):
+        if not _is_of_a_reducer(to, source):
             if get_grad(to.table.anchor) is not to:
                 raise _no_answer(func, to)
             from ._dense import copy

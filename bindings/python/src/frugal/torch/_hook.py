@@ -843,10 +843,8 @@ def _take(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    numbers: Dict[int, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers.setdefault(id(parameter), len(numbers))
+    groups = zip(optimizer.param_groups, state_dict["param_groups"])
+    numbers = {id(p): number for group, saved in groups for p, number in zip(group["params"], saved["params"])}
     for entry in _known_of(optimizer).look(optimizer):
         number = numbers[id(entry.anchor)]
         saved = _saved(optimizer, entry.table, optimizer.state.get(entry.anchor) or {})
@@ -916,6 +914,30 @@ def _with_state_of_rows(function: Callable[..., None]) -> Callable[..., None]:
 setattr(torch.optim.Adagrad, "__init__", _with_state_of_rows(torch.optim.Adagrad.__init__))
 _with_tables("state_dict")
 _with_tables("load_state_dict")
+
+
+def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
+    """Join.__init__, whose block lets ranks make different numbers of steps. With tables the others would wait for ever."""
+
+    @functools.wraps(function)
+    def init(join: Any, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, **options: Any) -> None:
+        waits = enable and not throw_on_early_termination
+        for parameter in [each for joinable in joinables for each in getattr(joinable, "parameters", list)()] if waits else []:
+            if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1:
+                raise NotImplementedError(
+                    f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give them the"
+                    " same number of batches, as torch.utils.data.DistributedSampler does, or say"
+                    " throw_on_early_termination=True"
+                )
+        function(join, joinables, enable, throw_on_early_termination, **options)
+
+    return init
+
+
+if torch.distributed.is_available():
+    from torch.distributed.algorithms.join import Join
+
+    setattr(Join, "__init__", _without_tables(Join.__init__))
 
 
 def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:

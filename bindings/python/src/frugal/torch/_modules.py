@@ -361,7 +361,8 @@ class _Module(torch.nn.Module):
                 if assigns and single and isinstance(loaded, torch.nn.Parameter):
                     self.weight = loaded.requires_grad_(table.trains())  # the module's own, as it is in PyTorch
                     continue
-                _state.load_rows(self._steps, table, loaded, rows.get(begin + "keys"))
+                with table.by_all():
+                    _state.load_rows(self._steps, table, loaded, rows.get(begin + "keys"))
                 if assigns and loaded.dtype.is_floating_point:
                     table.anchor.become(loaded.dtype, None)  # outputs have the dtype of what is loaded
             except (ValueError, TypeError, RuntimeError, frugal.Error) as error:
@@ -456,6 +457,8 @@ class _Single(_Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         name, alone = table.name or self._steps.name(self._kind), self._steps.world_size == 1
         size = 1 if table.trainer else self._steps.world_size
+        if size > 1:
+            self._steps.end_together(name)
         with _ranks.in_turn(f"table {name!r}", self._trainer.rank, size) as in_turn:
             self._table = self._open(
                 name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed, table.mean_ranks,

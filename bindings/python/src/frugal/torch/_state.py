@@ -199,5 +199,5 @@ def _keys_of_load(table: Table, at: Optional[torch.Tensor], count: int) -> torch
 def _delete_others(table: Table, at: torch.Tensor) -> None:
     there = keys(table)
     others = there[~torch.isin(there, at)]
-    if others.numel():
+    if others.numel() and not table.steps.muted:
         table.steps.patiently(lambda: _native.delete(table.table, others))
