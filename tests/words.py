@@ -27,15 +27,16 @@ from words_cases import CASES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# The most findings of each check; None switches a check off. The aim is 0 for all of them.
-LIMITS = {'names': 4963, 'prose': 3203, 'sentences': 265, 'backticks': 3, 'lines': 2317, 'glossary': 1, 'sections': 4,
+# The most findings of each check; None switches a check off. The aim is 0 for all of them. What is left is in the
+# texts of messages and in bindings/python.
+LIMITS = {'names': 0, 'prose': 323, 'sentences': 0, 'backticks': 0, 'lines': 259, 'glossary': 0, 'sections': 0,
           'allowed': 0}
 SHOWN = 20
 SENTENCE_WORDS = 30
 GLOSSARY, GLOSSARY_ROWS = 'docs/architecture.md', 30
 COLUMNS = collections.defaultdict(lambda: 100, {'.py': 120, '.jl': 120, '.rs': 110})
 # Records, generated files and the lists of this script.
-UNREAD = re.compile(r'docs/(gpu-record\.md|words\.)|tests/(words_|record/record\.txt|install/frugal\.)|LICENSE')
+UNREAD = re.compile(r'docs/gpu-record\.md|tests/(words_|record/record\.txt|install/frugal\.)|LICENSE')
 
 Finding = collections.namedtuple('Finding', 'check path line text write')
 
