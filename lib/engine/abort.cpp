@@ -94,7 +94,7 @@ Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, 
       others_.push_back(t);
     }
   if (!leaving) by.undo_pending.store(true);
-  workers_.wait_until(lock, [&]() REQUIRES(control) { return records_.all_prepared(); });
+  workers_.await(lock, [&]() REQUIRES(control) { return records_.all_prepared(); });
   *records = records_.take();
   committer_.forget_stalled();
   workers_.progress();

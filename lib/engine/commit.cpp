@@ -53,7 +53,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
       ControlFree meanwhile(mu_);
       helped = flusher_.write(UINT64_MAX);
     }
-    if (!helped) workers_.wait_until(mu_, prepared);
+    if (!helped) workers_.await(mu_, prepared);
   }
   auto give_up = [&]() REQUIRES(control) {
     *status = workers_.health();

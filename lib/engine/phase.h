@@ -51,7 +51,7 @@ class Phase {
   // Waits until the activity may begin. Returns false if it never can, since the engine is closed.
   bool await(ControlLock& lock, Act act) REQUIRES(control) {
     const bool ends = kExcludes[act] >> kClosed & 1;
-    workers_.wait_until(lock, [&]() REQUIRES(control) { return may(act) || (ends && closed()); });
+    workers_.await(lock, [&]() REQUIRES(control) { return may(act) || (ends && closed()); });
     return may(act);
   }
   // Closes the engine. Returns whether it was closed before.

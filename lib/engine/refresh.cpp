@@ -176,7 +176,7 @@ void Engine::end_plan(Trainer& t) {
 void Engine::forbid_planning(Trainer& t) {
   ControlLock lock(mu_);
   t.refresh.stop_plans();
-  workers_.wait_until(lock, [&]() REQUIRES(control) { return !t.refresh.planning(); });
+  workers_.await(lock, [&]() REQUIRES(control) { return !t.refresh.planning(); });
   t.refresh.begin_refresh();
 }
 

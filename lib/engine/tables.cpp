@@ -329,7 +329,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     declarations_.close_table(*table);
-    workers_.wait_until(lock, [&] { return declarations_.drop_table(*table); });
+    workers_.await(lock, [&] { return declarations_.drop_table(*table); });
     tables_.remove(table);
     if (table->ledger) table->ledger->forget();
   }

@@ -129,7 +129,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   {
     ControlLock lock(mu_);
     // An operation outside steps, or a thread that plans, may be using the caches.
-    workers_.wait_until(lock, [&]() REQUIRES(control) {
+    workers_.await(lock, [&]() REQUIRES(control) {
       return phase_.may(Phase::kLeave) && !t->refresh.planning();
     });
     caches.swap(t->caches);
@@ -299,7 +299,7 @@ void Engine::give_up_reserved(Table& table) {
     });
     return none;
   };
-  workers_.wait_until(lock, [&]() REQUIRES(control) {
+  workers_.await(lock, [&]() REQUIRES(control) {
     if (closed() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
     if (!idle()) return false;
@@ -325,7 +325,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   const Declarations::Share share{step, rank, one};
   if (!declarations_.close(share)) return;
   ControlLock lock(mu_);
-  workers_.wait_until(lock, [&]() REQUIRES(control) {
+  workers_.await(lock, [&]() REQUIRES(control) {
     // The thread that prepares a step uses its declarations.
     const StepRecord* record = records_.find(step);
     return (!record || record->all_prepared()) && declarations_.take_out(share);

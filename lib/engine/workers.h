@@ -103,7 +103,7 @@ class Workers {
   // Waits until done(), which reads control state that `lock` guards. Background work that is under
   // way makes it true by itself. done() is called with the lock held.
   template <class AnyLock, class Done>
-  void wait_until(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
+  void await(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
     Counted waiting(waiters_);
     for (;;) {
       const uint64_t seen = progress_.load();

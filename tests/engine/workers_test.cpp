@@ -247,8 +247,8 @@ TEST_F(WorkersTest, UpdatesMayBeLeftToFlushThreads) {
 
 // --- Chosen interleavings ------------------------------------------------------------------------
 
-// Threads wait for control state, in wait_until() or in wait(), while two others change it, one
-// after the other. wait_until() never wakes by itself, so a lost wake-up is a deadlock.
+// Threads wait for control state, in await() or in wait(), while two others change it, one
+// after the other. await() never wakes by itself, so a lost wake-up is a deadlock.
 TEST(WorkersSchedules, NoWakeUpIsLost) {
   explore("workers.wait", 10000, [](Schedule& s) {
     Trace trace;
@@ -258,7 +258,7 @@ TEST(WorkersSchedules, NoWakeUpIsLost) {
     for (uint32_t r : {0, 1}) {
       s.thread(r ? "settles on 2" : "settles on 1", [&, r] {
         UniqueLock lock(mu);
-        workers.wait_until(lock, [&] { return reached >= 1 + r; });
+        workers.await(lock, [&] { return reached >= 1 + r; });
       });
       s.thread(r ? "waits for 2" : "waits for 1", [&, r] {
         const Status status = workers.wait(
