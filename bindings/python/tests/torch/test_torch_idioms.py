@@ -1021,6 +1021,17 @@ def test_an_average_is_one_of_rows(kind: str, ours: Tuple[bool, bool], trainer: 
     torch.testing.assert_close(averaged(kind, *ours, trainer), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_an_optimizer_of_each_backward_steps_tables(pair: Pair) -> None:
+    """It finds the parameter by the node that accumulates its gradient."""
+    from torch.distributed import optim
+
+    for module in pair:
+        getattr(optim, "_apply_optimizer_in_backward")(torch.optim.SGD, list(module.parameters()), {"lr": 0.5})
+        for seed in range(3):
+            backward(module, seed)
+    torch.testing.assert_close(*map(snapshot, pair), rtol=1e-5, atol=1e-6)
+
+
 def test_functions_of_averages_take_parameters(pair: Pair) -> None:
     found = []
     for module in pair:

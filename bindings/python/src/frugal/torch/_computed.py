@@ -75,7 +75,8 @@ def call_with(
 # The rest of it gets rows, as averages of models and functional_call do.
 _OF_TORCH = (
     *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},  # optimizers
-    "torch.distributed.utils", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.utils", "torch.distributed.checkpoint.state_dict", "torch.distributed.nn.",
+    "torch.distributed.optim.apply_optimizer_in_backward",
     "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch.fx.",
     *["torch._functorch." + name for name in (
         "_aot_autograd", "aot_autograd", "apis", "autograd_function", "compile_utils", "compilers", "eager_transforms",

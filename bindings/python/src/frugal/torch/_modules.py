@@ -457,8 +457,6 @@ class _Single(_Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         name, alone = table.name or self._steps.name(self._kind), self._steps.world_size == 1
         size = 1 if table.trainer else self._steps.world_size
-        if size > 1:
-            self._steps.end_together(name)
         with _ranks.in_turn(f"table {name!r}", self._trainer.rank, size) as in_turn:
             self._table = self._open(
                 name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed, table.mean_ranks,

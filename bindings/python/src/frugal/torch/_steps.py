@@ -849,14 +849,6 @@ class Steps:
                     with failed, _ranks.in_turn(what, self.rank, self.world_size):
                         pass
 
-    def end_together(self, name: str) -> None:
-        """Comes before all ranks of torch.distributed make a table. A step that they are in, as after a backward whose
-        step never comes, they end empty, when all have come."""
-        if self.open and _ranks.are_told(self.rank, self.world_size):
-            what = f"the step before table {name!r}"
-            with self.once(what, "ends", "make the same modules in the same order on all ranks, or behind step()"):
-                pass
-
     @contextlib.contextmanager
     def muting(self, muted: bool) -> Iterator[None]:
         """In it writes to rows are made, or are another rank's; ranks do not wait for each other at each of them."""
