@@ -970,9 +970,9 @@ typedef enum frugal_pooling {
 /* The keys of one table in a call. A call takes an array of ops, tables in any order. A table may
  * occur more than once. The fields are in groups:
  *
- *     which rows  table, batch, part, keys, count; padding_key with a flag
- *     pooling     pooling, offsets, bags, weights
- *     buffers     rows_out, grads, row_stride, weight_grads_out, found_out
+ * - which rows: table, batch, part, keys, count; padding_key with a flag
+ * - pooling: pooling, offsets, bags, weights
+ * - buffers: rows_out, grads, row_stride, weight_grads_out, found_out
  */
 typedef struct frugal_op {
   size_t struct_size;
