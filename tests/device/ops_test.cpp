@@ -293,7 +293,7 @@ Batch random_batch(Runtime& d, Random& random, uint32_t rows, uint32_t dim) {
 
 size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_stride; }
 
-// Where rows are read: in host rows, cached rows, or prepared rows. Cached rows hold other values
+// Where rows are read: in host rows, cached rows, or staged rows. Cached rows hold other values
 // than the host row of their slot, so that it shows which was read.
 struct RowSources {
   RowSources(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
