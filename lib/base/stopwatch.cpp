@@ -39,20 +39,33 @@ bool read_both(Both* out) {
   return now_ns() - out->ns <= kLongest;
 }
 
+// The first thread that asks finds out whether the counter is usable. Until then other threads read
+// the clock, and so does a forked child for ever, if the fork was in the middle of that. (With the
+// lock of a static variable's initialization the child would wait for a thread that it has not.)
 struct Counter {
+  enum State { kUnknown, kAsking, kUsable, kUnusable };
+  std::atomic<int> state{kUnknown};
   Both began{};
-  bool usable = os_clock_is(kSource) && read_both(&began);
   std::atomic<double> ns_per_tick{0};  // 0: it is not known yet
 
+  bool usable() {
+    int now = state.load(std::memory_order_acquire);
+    if (now == kUnknown && state.compare_exchange_strong(now, kAsking)) {
+      now = os_clock_is(kSource) && read_both(&began) ? kUsable : kUnusable;
+      state.store(now, std::memory_order_release);
+    }
+    return now == kUsable;
+  }
   uint64_t measure() {
     Both now;
     if (read_both(&now) && now.ns - began.ns >= kMeasured)
       ns_per_tick.store(static_cast<double>(now.ns - began.ns) /
                             static_cast<double>(now.ticks - began.ticks),
-                        std::memory_order_relaxed);
+                        std::memory_order_release);
     return now_ns();
   }
 };
+constinit Counter g_counter;
 
 }  // namespace
 
@@ -60,11 +73,10 @@ uint64_t stopwatch_ns() {
 #ifdef FRUGAL_SCHEDULES
   if (this_scheduler) return now_ns();
 #endif
-  static Counter counter;
-  const double rate = counter.ns_per_tick.load(std::memory_order_relaxed);
-  if (rate == 0) return counter.usable ? counter.measure() : now_ns();
-  return counter.began.ns +
-         static_cast<uint64_t>(static_cast<double>(ticks() - counter.began.ticks) * rate);
+  const double rate = g_counter.ns_per_tick.load(std::memory_order_acquire);
+  if (rate == 0) return g_counter.usable() ? g_counter.measure() : now_ns();
+  return g_counter.began.ns +
+         static_cast<uint64_t>(static_cast<double>(ticks() - g_counter.began.ticks) * rate);
 }
 
 }  // namespace frugal
