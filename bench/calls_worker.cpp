@@ -142,11 +142,6 @@ class Worker {
     CHECK_OK(frugal_flush(engine_, FRUGAL_TIMEOUT_DEFAULT));
   }
 
-  static double Median(std::vector<double>* values) {
-    std::sort(values->begin(), values->end());
-    return (*values)[values->size() / 2];
-  }
-
   Metrics Run(double seconds) {
     std::vector<double> lookups, others;
     const int64_t begin = NowNs(), end = begin + static_cast<int64_t>(seconds * 1e9);
@@ -154,8 +149,8 @@ class Worker {
     for (; NowNs() < end; steps += 50) Steps(50, &lookups, &others);
     const double took = static_cast<double>(NowNs() - begin) * 1e-9;
     Metrics metrics = {{"throughput", static_cast<double>(steps * tables_.size() * count_) / took},
-                       {"lookup_time", Median(&lookups)}};
-    if (again_) metrics.emplace_back("again_time", Median(&others));
+                       {"lookup_time", Median(lookups)}};
+    if (again_) metrics.emplace_back("again_time", Median(others));
     return metrics;
   }
 

@@ -124,12 +124,6 @@ class Engine {
   std::vector<frugal_trainer*> trainers_;
 };
 
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t n = values.size();
-  return n == 0 ? 0 : n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-}
-
 double Mean(const std::vector<double>& values) {
   double sum = 0;
   for (const double v : values) sum += v;

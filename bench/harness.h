@@ -91,6 +91,12 @@ class Params {
 
 using Metrics = std::vector<std::pair<std::string, double>>;
 
+inline double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t n = values.size();
+  return n == 0 ? 0 : n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
 inline std::string ToJson(const Metrics& metrics) {
   std::ostringstream out;
   out.precision(12);
