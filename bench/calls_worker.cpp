@@ -110,8 +110,7 @@ class Worker {
 
   double TimeLookups(uint64_t n) {
     const int64_t from = NowNs();
-    for (uint64_t i = 0; i < n; ++i)
-      CHECK_OK(frugal_lookup(trainer_, ops_.data(), ops_.size()));
+    for (uint64_t i = 0; i < n; ++i) CHECK_OK(frugal_lookup(trainer_, ops_.data(), ops_.size()));
     return static_cast<double>(NowNs() - from) * 1e-3 / static_cast<double>(n);
   }
 

@@ -223,8 +223,8 @@ class Worker {
     op.keys = batches_.Get(step) + begin;
     op.count = end - begin;
     Rank& rank = ranks_[r];
-    CHECK_OK(frugal_prefetch(engine_->trainer(r), step, &op, 1,
-                             &rank.ring[step % rank.ring.size()]));
+    CHECK_OK(
+        frugal_prefetch(engine_->trainer(r), step, &op, 1, &rank.ring[step % rank.ring.size()]));
   }
 
   // Steps step_ .. step_ + count - 1 on every trainer, declared and drained inside the clock.
@@ -324,18 +324,18 @@ class Worker {
     const Run run = Train(steps);
     const double updated = Delta(run, &frugal_stats::rows_updated);
     const double n = static_cast<double>(steps);
-    return {{"throughput", n * static_cast<double>(batch_) / run.seconds},
-            {"deferred_share", updated > 0 ? Delta(run, &frugal_stats::rows_deferred) / updated
-                                           : 0},
-            {"cpu_per_step", run.cpu_seconds / n * 1e6},
-            {"gate_wait", Delta(run, &frugal_stats::gate_wait_ns) / n * 1e-3},
-            {"entry_time", Delta(run, &frugal_stats::entry_ns) / n * 1e-3},
-            {"apply_time", Delta(run, &frugal_stats::apply_ns) / n * 1e-3},
-            {"lookup_time", Delta(run, &frugal_stats::lookup_ns) / n * 1e-3},
-            {"push_time", Delta(run, &frugal_stats::push_ns) / n * 1e-3},
-            {"prefetch_time", Delta(run, &frugal_stats::prefetch_ns) / n * 1e-3},
-            {"step_begin_time", Delta(run, &frugal_stats::step_begin_ns) / n * 1e-3},
-            {"step_end_time", Delta(run, &frugal_stats::step_end_ns) / n * 1e-3}};
+    return {
+        {"throughput", n * static_cast<double>(batch_) / run.seconds},
+        {"deferred_share", updated > 0 ? Delta(run, &frugal_stats::rows_deferred) / updated : 0},
+        {"cpu_per_step", run.cpu_seconds / n * 1e6},
+        {"gate_wait", Delta(run, &frugal_stats::gate_wait_ns) / n * 1e-3},
+        {"entry_time", Delta(run, &frugal_stats::entry_ns) / n * 1e-3},
+        {"apply_time", Delta(run, &frugal_stats::apply_ns) / n * 1e-3},
+        {"lookup_time", Delta(run, &frugal_stats::lookup_ns) / n * 1e-3},
+        {"push_time", Delta(run, &frugal_stats::push_ns) / n * 1e-3},
+        {"prefetch_time", Delta(run, &frugal_stats::prefetch_ns) / n * 1e-3},
+        {"step_begin_time", Delta(run, &frugal_stats::step_begin_ns) / n * 1e-3},
+        {"step_end_time", Delta(run, &frugal_stats::step_end_ns) / n * 1e-3}};
   }
 
   static double Delta(const Run& run, uint64_t frugal_stats::*field) {
@@ -375,19 +375,19 @@ class Worker {
     }
     const double updated = Delta(run, &frugal_stats::rows_updated);
     const double n = static_cast<double>(steps);
-    return {{"stall", Median(stall_us)},
-            {"stall_mean", Mean(busy_us) - Mean(quiet_us)},
-            {"calls", Median(busy_us)},
-            {"calls_nothing_pending", Median(quiet_us)},
-            {"throughput", n * static_cast<double>(batch_) / run.seconds},
-            {"entry_time", Delta(run, &frugal_stats::entry_ns) / n * 1e-3},
-            {"lookup_time", Delta(run, &frugal_stats::lookup_ns) / n * 1e-3},
-            {"push_time", Delta(run, &frugal_stats::push_ns) / n * 1e-3},
-            {"prefetch_time", Delta(run, &frugal_stats::prefetch_ns) / n * 1e-3},
-            {"step_begin_time", Delta(run, &frugal_stats::step_begin_ns) / n * 1e-3},
-            {"step_end_time", Delta(run, &frugal_stats::step_end_ns) / n * 1e-3},
-            {"deferred_share", updated > 0 ? Delta(run, &frugal_stats::rows_deferred) / updated
-                                           : 0}};
+    return {
+        {"stall", Median(stall_us)},
+        {"stall_mean", Mean(busy_us) - Mean(quiet_us)},
+        {"calls", Median(busy_us)},
+        {"calls_nothing_pending", Median(quiet_us)},
+        {"throughput", n * static_cast<double>(batch_) / run.seconds},
+        {"entry_time", Delta(run, &frugal_stats::entry_ns) / n * 1e-3},
+        {"lookup_time", Delta(run, &frugal_stats::lookup_ns) / n * 1e-3},
+        {"push_time", Delta(run, &frugal_stats::push_ns) / n * 1e-3},
+        {"prefetch_time", Delta(run, &frugal_stats::prefetch_ns) / n * 1e-3},
+        {"step_begin_time", Delta(run, &frugal_stats::step_begin_ns) / n * 1e-3},
+        {"step_end_time", Delta(run, &frugal_stats::step_end_ns) / n * 1e-3},
+        {"deferred_share", updated > 0 ? Delta(run, &frugal_stats::rows_deferred) / updated : 0}};
   }
 
   // All trainers look up their parts of a declared batch at once; only the lookups are timed.

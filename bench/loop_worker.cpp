@@ -171,8 +171,7 @@ class Worker {
   double Sort() {
     const double batches_a_second = Rate(kWindow / threads_, [&](int thread, size_t b) {
       const size_t at = b * threads_ + thread;
-      SortPairs(batches_.Get(next_ + at), batch_, &scratch_[batch_ * thread],
-                &pairs_[batch_ * at]);
+      SortPairs(batches_.Get(next_ + at), batch_, &scratch_[batch_ * thread], &pairs_[batch_ * at]);
     });
     return batches_a_second * threads_;
   }

@@ -92,8 +92,15 @@ frugal_engine* Open(const Setting& s) {
 class Rank {
  public:
   Rank(const Setting& s, frugal_engine* engine, uint32_t rank, const Batches& batches, Slot* slot)
-      : s_(s), engine_(engine), rank_(rank), batches_(batches), slot_(slot), gradients_(s.dim),
-        out_(s.batch * s.dim), grads_(s.batch * s.dim), ring_(s.window + 1) {
+      : s_(s),
+        engine_(engine),
+        rank_(rank),
+        batches_(batches),
+        slot_(slot),
+        gradients_(s.dim),
+        out_(s.batch * s.dim),
+        grads_(s.batch * s.dim),
+        ring_(s.window + 1) {
     frugal_table_config t = FRUGAL_TABLE_CONFIG_INIT;
     t.name = "bench";
     t.rows = s.rows;

@@ -7,13 +7,14 @@
 // The queue's owner serializes calls. So `threads` threads share one queue and one lock, which each
 // takes for a batch of operations, as the engine does. They read and change marks (flush/queue.h)
 // without the lock. Entries come in random order.
+#include "flush/queue.h"
+
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <mutex>
 #include <numeric>
 
-#include "flush/queue.h"
 #include "harness.h"
 
 namespace bench {

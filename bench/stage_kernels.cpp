@@ -74,12 +74,15 @@ struct V16 {
   }
   BENCH_INLINE void Store(float* p) const { memcpy(p, x, sizeof(x)); }
   BENCH_INLINE void Stream(float* p) const { Store(p); }
-#define BENCH_OP(op)                                              \
-  friend BENCH_INLINE V16 operator op(V16 a, V16 b) {             \
-    for (int i = 0; i < 16; ++i) a.x[i] = a.x[i] op b.x[i];       \
-    return a;                                                     \
+#define BENCH_OP(op)                                        \
+  friend BENCH_INLINE V16 operator op(V16 a, V16 b) {       \
+    for (int i = 0; i < 16; ++i) a.x[i] = a.x[i] op b.x[i]; \
+    return a;                                               \
   }
-  BENCH_OP(+) BENCH_OP(-) BENCH_OP(*) BENCH_OP(/)
+  BENCH_OP(+)
+  BENCH_OP(-)
+  BENCH_OP(*)
+  BENCH_OP(/)
 #undef BENCH_OP
   BENCH_INLINE V16 Sqrt() const {
     V16 r;

@@ -326,9 +326,11 @@ typedef struct frugal_config {
   const char *service;
 } frugal_config;
 
-#define FRUGAL_CONFIG_INIT                                                                      \
-  { sizeof(frugal_config), 1, 10, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \
-    1800000, FRUGAL_BACKING_PRIVATE, 0, 0, NULL, NULL, NULL }
+#define FRUGAL_CONFIG_INIT                                                                         \
+  {                                                                                                \
+    sizeof(frugal_config), 1, 10, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX, 1800000, \
+        FRUGAL_BACKING_PRIVATE, 0, 0, NULL, NULL, NULL                                             \
+  }
 
 /* Sets every default.
  *
@@ -444,9 +446,7 @@ typedef enum frugal_key_space {
   FRUGAL_HASHED = 1
 } frugal_key_space;
 
-typedef enum frugal_dtype {
-  FRUGAL_F32 = 0
-} frugal_dtype;
+typedef enum frugal_dtype { FRUGAL_F32 = 0 } frugal_dtype;
 
 /* Initial values of the elements, from the numbers a (init_a) and b (init_b). Numbers by which some
  * row could get a value that is not finite are INVALID_ARGUMENT. */
@@ -549,9 +549,11 @@ typedef struct frugal_optimizer {
 /* frugal_table_set_optimizer: all rows get the state of new ones. */
 #define FRUGAL_OPT_NEW_STATE 8u
 
-#define FRUGAL_OPTIMIZER_INIT                                                                   \
-  { sizeof(frugal_optimizer), FRUGAL_SGD, 0.01f, 1e-8f, 0.9f, 0.0f, 0.9f, 0.999f, 0.99f, 0.0f,   \
-    0.0f, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0 }
+#define FRUGAL_OPTIMIZER_INIT                                                                  \
+  {                                                                                            \
+    sizeof(frugal_optimizer), FRUGAL_SGD, 0.01f, 1e-8f, 0.9f, 0.0f, 0.9f, 0.999f, 0.99f, 0.0f, \
+        0.0f, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0                                \
+  }
 
 /* Sets every default.
  *
@@ -589,9 +591,11 @@ typedef struct frugal_table_config {
 /* Dense: a row gets its memory and initial values at its first use. */
 #define FRUGAL_TABLE_LAZY 1u
 
-#define FRUGAL_TABLE_CONFIG_INIT                                                                \
-  { sizeof(frugal_table_config), NULL, FRUGAL_DENSE, FRUGAL_F32, 0, 0, FRUGAL_INIT_CONSTANT,    \
-    0.0f, 0.0f, FRUGAL_NAN_REJECT, 0, FRUGAL_OPTIMIZER_INIT }
+#define FRUGAL_TABLE_CONFIG_INIT                                                                   \
+  {                                                                                                \
+    sizeof(frugal_table_config), NULL, FRUGAL_DENSE, FRUGAL_F32, 0, 0, FRUGAL_INIT_CONSTANT, 0.0f, \
+        0.0f, FRUGAL_NAN_REJECT, 0, FRUGAL_OPTIMIZER_INIT                                          \
+  }
 
 /* Sets every default.
  *
@@ -897,8 +901,7 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * Threads:  any
  * Owner:    the caller closes *trainer_out with frugal_trainer_close
  */
-FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
-                                         const frugal_trainer_config *config,
+FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine, const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);
 
 /* Leaves the rank.
@@ -1014,9 +1017,11 @@ typedef struct frugal_op {
 
 #define FRUGAL_OP_PADDING 1u
 
-#define FRUGAL_OP_INIT                                                                          \
-  { sizeof(frugal_op), NULL, NULL, 0, FRUGAL_POOL_NONE, NULL, 0, NULL, 0, NULL, NULL, NULL,     \
-    NULL, 0, NULL, 0, 0, 0 }
+#define FRUGAL_OP_INIT                                                                            \
+  {                                                                                               \
+    sizeof(frugal_op), NULL, NULL, 0, FRUGAL_POOL_NONE, NULL, 0, NULL, 0, NULL, NULL, NULL, NULL, \
+        0, NULL, 0, 0, 0                                                                          \
+  }
 
 /* Sets every default.
  *
@@ -1165,8 +1170,7 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
  * Waits:    never for another rank; for pending updates only where TIMEOUT is possible
  * Threads:  one at a time for a trainer
  */
-FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *ops,
-                                    size_t op_count);
+FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *ops, size_t op_count);
 
 /* A flag of frugal_step_end: the step commits without any update (an overflow was found). It is
  * enough that one rank gives it. */

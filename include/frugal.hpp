@@ -72,9 +72,8 @@ class Span {
   constexpr Span(T* data, size_t size) noexcept : data_(data), size_(size) {}
   template <size_t kSize>
   constexpr Span(T (&array)[kSize]) noexcept : data_(array), size_(kSize) {}
-  template <typename Container,
-            typename = std::enable_if_t<std::is_convertible_v<
-                decltype(std::declval<Container&>().data()), T*>>>
+  template <typename Container, typename = std::enable_if_t<std::is_convertible_v<
+                                    decltype(std::declval<Container&>().data()), T*>>>
   constexpr Span(Container&& container) noexcept
       : data_(container.data()), size_(container.size()) {}
 
@@ -186,9 +185,7 @@ inline void CheckSize(size_t have, size_t need, const char* what) {
 class Table {
  public:
   Table() noexcept = default;
-  explicit Table(frugal_table* handle) : handle_(handle) {
-    dim_ = Describe().dim;
-  }
+  explicit Table(frugal_table* handle) : handle_(handle) { dim_ = Describe().dim; }
 
   frugal_table* get() const noexcept { return handle_; }
   uint32_t dim() const noexcept { return dim_; }

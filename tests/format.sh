@@ -13,7 +13,7 @@ command -v clang-format-14 >/dev/null || {
 
 # Lists the files of the standard input that differ.
 differing() {
-  xargs -P "$(nproc)" -n 32 clang-format-14 --style=file --dry-run 2>&1 |
+  xargs clang-format-14 --style=file --dry-run 2>&1 |
     sed -n 's/:[0-9]*:[0-9]*: warning: .*//p' | LC_ALL=C sort -u
 }
 

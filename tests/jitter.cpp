@@ -86,17 +86,17 @@ extern "C" {
   }
 
 // After a lock, and after a wait, the thread sleeps with the mutex held: others come upon it.
-JITTERED(pthread_mutex_lock, (pthread_mutex_t* m), (m))
-JITTERED(pthread_mutex_trylock, (pthread_mutex_t* m), (m))
-JITTERED(pthread_mutex_unlock, (pthread_mutex_t* m), (m))
-JITTERED(pthread_cond_wait, (pthread_cond_t* c, pthread_mutex_t* m), (c, m))
+JITTERED(pthread_mutex_lock, (pthread_mutex_t * m), (m))
+JITTERED(pthread_mutex_trylock, (pthread_mutex_t * m), (m))
+JITTERED(pthread_mutex_unlock, (pthread_mutex_t * m), (m))
+JITTERED(pthread_cond_wait, (pthread_cond_t * c, pthread_mutex_t* m), (c, m))
 JITTERED(pthread_cond_timedwait, (pthread_cond_t * c, pthread_mutex_t* m, const timespec* t),
          (c, m, t))
 JITTERED(pthread_cond_clockwait,
          (pthread_cond_t * c, pthread_mutex_t* m, clockid_t clock, const timespec* t),
          (c, m, clock, t))
-JITTERED(pthread_cond_signal, (pthread_cond_t* c), (c))
-JITTERED(pthread_cond_broadcast, (pthread_cond_t* c), (c))
+JITTERED(pthread_cond_signal, (pthread_cond_t * c), (c))
+JITTERED(pthread_cond_broadcast, (pthread_cond_t * c), (c))
 // The engine reads the clock where it begins and ends what it counts: between two locks.
 JITTERED(clock_gettime, (clockid_t clock, timespec* t), (clock, t))
 

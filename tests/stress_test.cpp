@@ -15,9 +15,8 @@
 // - At the end nothing is pending, and a table has room for as many rows as it reports.
 //
 //    stress_test [--seeds N] [--first SEED] [--verbose] [gtest's arguments]
-#include <unistd.h>
-
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -262,18 +261,18 @@ class Scene {
   const uint64_t seed_;
   Random random_;
   frugal_config config_ = FRUGAL_CONFIG_INIT;
-  bool orderly_ = false;  // the engine is closed when all others have ended
+  bool orderly_ = false;   // the engine is closed when all others have ended
   size_t most_keys_ = 24;  // of an op
-  double cached_ = 0;  // share of trainers with a cache
+  double cached_ = 0;      // share of trainers with a cache
   frugal_engine* engine_ = nullptr;
   std::array<TableSpec, 4> tables_;
   std::mutex sessions_mu_;
   std::vector<std::shared_ptr<Session>> sessions_;
   std::vector<std::unique_ptr<std::atomic<bool>>> joined_;
-  std::atomic<uint64_t> begun_{0};                // latest step that some rank has begun
-  std::atomic<uint64_t> hold_from_{UINT64_MAX};   // trainers begin no step from this one on
+  std::atomic<uint64_t> begun_{0};               // latest step that some rank has begun
+  std::atomic<uint64_t> hold_from_{UINT64_MAX};  // trainers begin no step from this one on
   std::atomic<bool> stop_{false};
-  std::atomic<bool> closing_{false};              // set before frugal_close
+  std::atomic<bool> closing_{false};  // set before frugal_close
   std::atomic<uint64_t> calls_{0};
   std::mutex fault_mu_;
   std::string fault_;
@@ -352,7 +351,7 @@ void Scene::Caller::EngineCall(const char* call, int32_t status,
 }
 
 void Scene::Caller::TableCall(const TableUse& use, const char* call, int32_t status,
-                            std::initializer_list<int32_t> own) {
+                              std::initializer_list<int32_t> own) {
   Answer(call, status, own);
   if (status == FRUGAL_ERR_BAD_HANDLE && (use.Dropped() || run_.closing_)) return;
   if (status == FRUGAL_ERR_CLOSED && run_.closing_) return;
@@ -362,8 +361,8 @@ void Scene::Caller::TableCall(const TableUse& use, const char* call, int32_t sta
 
 // What a trainer's call has returned. `ops`: their tables may have been dropped.
 Scene::Caller::In Scene::Caller::Told(Life* life, const char* call, int32_t status,
-                                  std::initializer_list<int32_t> own,
-                                  const std::vector<std::unique_ptr<RowOp>>* ops) {
+                                      std::initializer_list<int32_t> own,
+                                      const std::vector<std::unique_ptr<RowOp>>* ops) {
   Answer(call, status, own);
   if (status == FRUGAL_ERR_STEP_ABORTED) return In::kAborted;
   if (status != FRUGAL_ERR_BAD_HANDLE && status != FRUGAL_ERR_CLOSED) return In::kGoesOn;

@@ -158,7 +158,7 @@ FRUGAL_HD double normal_quantile(double p) {
 
 // What new rows of a table are filled with. A plain struct: device kernels take it by value.
 struct InitSpec {
-  int32_t kind;   // frugal_init_kind, with Xavier turned into uniform
+  int32_t kind;  // frugal_init_kind, with Xavier turned into uniform
   uint32_t dim;
   uint64_t table;  // table_hash()
   double origin;   // a; Xavier: -x
@@ -227,9 +227,8 @@ FRUGAL_HD float initial_value(const InitSpec& s, uint64_t bits) {
       value = s.origin + s.spread * normal_quantile(open_unit_value(bits));
       break;
     case FRUGAL_INIT_TRUNCATED_NORMAL:
-      value = s.origin + s.spread * normal_quantile(
-                                        kTailOfTwo +
-                                        open_unit_value(bits) * (1.0 - 2.0 * kTailOfTwo));
+      value = s.origin + s.spread * normal_quantile(kTailOfTwo + open_unit_value(bits) *
+                                                                     (1.0 - 2.0 * kTailOfTwo));
       break;
     default:
       return s.constant;

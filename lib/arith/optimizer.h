@@ -28,8 +28,8 @@ enum StepFlags : uint32_t {
   kNesterov = 1u << 8,  // the only one that is part of an optimizer's own equations
 };
 // Everything but the optimizer itself. With none of these the kernels take their short path.
-inline constexpr uint32_t kAroundOptimizer = kMeanRanks | kGradScale | kNanSkip | kClipValue |
-                                             kClipNorm | kL2 | kDecay | kBound;
+inline constexpr uint32_t kAroundOptimizer =
+    kMeanRanks | kGradScale | kNanSkip | kClipValue | kClipNorm | kL2 | kDecay | kBound;
 
 // A plain struct: it is passed to device kernels by value.
 struct StepScalars {

@@ -184,8 +184,10 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
 void Arena::count() noexcept {
   if (!budget_) return;
   const size_t idle = bytes_idle();
-  if (idle > counted_) budget_->hold(idle - counted_);
-  else budget_->release(counted_ - idle);
+  if (idle > counted_)
+    budget_->hold(idle - counted_);
+  else
+    budget_->release(counted_ - idle);
   counted_ = idle;
 }
 

@@ -77,9 +77,9 @@ class Arena {
   Mapping mapping_;
   bool own_ = false;
   Vector<Segment> segments_ GUARDED_BY(mu_);  // ascending; after open() no two are adjacent
-  Vector<Range> free_ GUARDED_BY(mu_);  // ranges of segments, ascending, no two adjacent
+  Vector<Range> free_ GUARDED_BY(mu_);        // ranges of segments, ascending, no two adjacent
   size_t taken_ GUARDED_BY(mu_) = 0;  // pieces: there can be as many free ranges between them
-  size_t next_ GUARDED_BY(mu_) = 0;  // where a segment is tried first: addresses are reused late
+  size_t next_ GUARDED_BY(mu_) = 0;   // where a segment is tried first: addresses are reused late
   size_t counted_ GUARDED_BY(mu_) = 0;
   std::atomic<size_t> held_{0}, used_{0};  // bytes; changed with mu_
   MemoryBudget* budget_ GUARDED_BY(mu_) = nullptr;

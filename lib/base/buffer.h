@@ -29,7 +29,7 @@ struct MemoryBudget {
   uint64_t limit = UINT64_MAX;
   std::atomic<uint64_t> used{0};
   std::atomic<uint64_t> idle{0};  // of `used`: shared memory that no buffer uses
-  BufferPool* spares[2] = {};  // pools that release free buffers in take()
+  BufferPool* spares[2] = {};     // pools that release free buffers in take()
   bool add(uint64_t bytes) {
     // A refused request is never counted, not even briefly: a smaller one may fit meanwhile.
     uint64_t now = used.load(std::memory_order_relaxed);

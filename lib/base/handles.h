@@ -13,7 +13,7 @@ enum class HandleKind : uint32_t { kFree, kEngine, kTable, kTrainer, kBatch };
 
 uint64_t handle_add(HandleKind kind,
                     std::shared_ptr<void> object);  // 0: OUT_OF_MEMORY, there are too many
-std::shared_ptr<void> handle_get(HandleKind kind, uint64_t handle);   // null if it is not one
+std::shared_ptr<void> handle_get(HandleKind kind, uint64_t handle);  // null if it is not one
 std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle);
 
 // Differs between a process and its fork() children.

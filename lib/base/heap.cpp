@@ -35,8 +35,8 @@ Functions load() {
     void* b = dlsym(library, "mi_malloc_aligned");
     void* c = dlsym(library, "mi_free");
     if (a && b && c)
-      f = {reinterpret_cast<void* (*)(size_t)>(a),
-           reinterpret_cast<void* (*)(size_t, size_t)>(b), reinterpret_cast<void (*)(void*)>(c)};
+      f = {reinterpret_cast<void* (*)(size_t)>(a), reinterpret_cast<void* (*)(size_t, size_t)>(b),
+           reinterpret_cast<void (*)(void*)>(c)};
   }
 #endif
   return f;

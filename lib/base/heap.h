@@ -20,7 +20,7 @@
 
 namespace frugal {
 
-void* heap_alloc(size_t bytes);  // throws std::bad_alloc
+void* heap_alloc(size_t bytes);                                     // throws std::bad_alloc
 void* heap_alloc_aligned(size_t alignment, size_t bytes) noexcept;  // null: no memory
 void heap_free(void* memory) noexcept;
 

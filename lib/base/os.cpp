@@ -69,8 +69,7 @@ Status make_memfd(size_t bytes, int* out) {
                 "(ulimit -f)",
                 bytes, static_cast<unsigned long long>(most));
   }
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
-      fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
     const int code = errno;
     close(fd);
     return fail_errno(
@@ -138,7 +137,8 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
     if (code == EPERM || code == EACCES)
       return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
                         "%zu bytes of shared memory are not to be mapped so: another version of "
-                        "this library sent them", bytes);
+                        "this library sent them",
+                        bytes);
     return fail_errno(
         FRUGAL_ERR_OUT_OF_MEMORY, code,
         "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
@@ -262,8 +262,10 @@ Status os_reserve_to_read(size_t bytes, Mapping* out) {
   Mapping made{nullptr, bytes, -1};
   FRUGAL_TRY(make_memfd(bytes, &made.fd));
   const Status s = map_fd(made.fd, bytes, bytes, false, &made.base);
-  if (s == FRUGAL_OK) *out = made;
-  else os_release(&made);
+  if (s == FRUGAL_OK)
+    *out = made;
+  else
+    os_release(&made);
   return s;
 }
 
@@ -303,7 +305,8 @@ Status os_make_read_only(const Mapping& m) {
   if (mprotect(m.base, m.bytes, PROT_READ) != 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
                       "%zu bytes of shared memory cannot be protected: free memory of the machine, "
-                      "or raise the limit of mappings (vm.max_map_count)", m.bytes);
+                      "or raise the limit of mappings (vm.max_map_count)",
+                      m.bytes);
   return FRUGAL_OK;
 }
 
@@ -379,8 +382,8 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
     // pieces are done. Pieces that were had before a failure stay.
     for (size_t done = 0; done < bytes;) {
       const size_t piece = std::min(bytes - done, kHugePage);
-      const int code = posix_fallocate(m.fd, static_cast<off_t>(offset + done),
-                                       static_cast<off_t>(piece));
+      const int code =
+          posix_fallocate(m.fd, static_cast<off_t>(offset + done), static_cast<off_t>(piece));
       if (code == EINTR) continue;
       if (code != 0)
         return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
@@ -472,8 +475,8 @@ NewFile::~NewFile() {
 
 Status NewFile::refused(int code, const char* what) const {
   return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
-                    "'%.300s' cannot be %s: choose another path, or make room there",
-                    path_.c_str(), what);
+                    "'%.300s' cannot be %s: choose another path, or make room there", path_.c_str(),
+                    what);
 }
 
 Status NewFile::open(const char* path) {

@@ -13,7 +13,7 @@
 
 namespace frugal {
 
-uint64_t now_ns();          // monotonic
+uint64_t now_ns();  // monotonic
 // Whether the kernel's clock is the counter of this name. The kernel chooses a counter that runs
 // evenly, and alike on all processors.
 bool os_clock_is(const char* counter);
@@ -47,7 +47,7 @@ struct Processors {
   bool bind(Thread* thread = nullptr) const;
 };
 uint64_t os_memory_bytes();  // that the machine has
-uint64_t available_bytes(); // memory that can be had without swapping
+uint64_t available_bytes();  // memory that can be had without swapping
 // Reports that no file descriptor could be had for `what`, with errno `code`: OUT_OF_MEMORY. The
 // message has the limit and a remedy.
 Status os_no_descriptor(int code, const char* what);

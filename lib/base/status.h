@@ -58,8 +58,8 @@ class KeepError {
   CallError met_;
 };
 
-#define FRUGAL_TRY(expression)                                       \
-  do {                                                               \
+#define FRUGAL_TRY(expression)                                           \
+  do {                                                                   \
     if (::frugal::Status try_status_ = (expression)) return try_status_; \
   } while (0)
 

@@ -59,9 +59,9 @@ struct Counter {
   uint64_t measure() {
     Both now;
     if (read_both(&now) && now.ns - began.ns >= kMeasured)
-      ns_per_tick.store(static_cast<double>(now.ns - began.ns) /
-                            static_cast<double>(now.ticks - began.ticks),
-                        std::memory_order_release);
+      ns_per_tick.store(
+          static_cast<double>(now.ns - began.ns) / static_cast<double>(now.ticks - began.ticks),
+          std::memory_order_release);
     return now_ns();
   }
 };

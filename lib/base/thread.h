@@ -112,7 +112,8 @@ Thread quiet_thread(Body body) {
 inline Status no_thread(const char* what, int code = EAGAIN, const char* else_ = "") {
   return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
                     "%s cannot be started: %sraise the limits of threads and of addresses "
-                    "(ulimit -u, -v)", what, else_);
+                    "(ulimit -u, -v)",
+                    what, else_);
 }
 inline Status no_threads(uint32_t n) {
   char what[40];

@@ -24,6 +24,7 @@
 namespace frugal {
 
 // The kinds of spans: identifier, name in the file, what the count counts.
+// clang-format off
 #define FRUGAL_SPANS(X)                                                                            \
   X(kPrefetch, "prefetch", "keys") X(kResolve, "resolve", "keys") X(kLink, "link", "rows")         \
   X(kPrepare, "prepare", "rows") X(kPlan, "plan", "") X(kWarm, "warm", "rows")                     \
@@ -31,6 +32,7 @@ namespace frugal {
   X(kLookup, "lookup", "keys") X(kPush, "push", "keys") X(kStepEnd, "step_end", "")                \
   X(kCommit, "commit", "rows") X(kFlush, "flush", "rows") X(kApply, "apply", "rows")               \
   X(kHelp, "help", "chunks") X(kAbort, "abort", "")
+// clang-format on
 
 enum class SpanKind : uint8_t {
 #define X(name, text, count) name,
@@ -39,10 +41,12 @@ enum class SpanKind : uint8_t {
 };
 
 // What a gate can wait for; its span has a bit for each.
+// clang-format off
 #define FRUGAL_WAITED_FOR(X)                                                                       \
   X(kOutside, "operation outside steps") X(kAborting, "abort") X(kRanks, "ranks")                  \
   X(kJobs, "apply") X(kDeclared, "declarations") X(kAllPending, "all pending rows")                \
   X(kPending, "pending rows of the step") X(kLoading, "rows that are loading")
+// clang-format on
 
 enum class WaitedFor : uint8_t {
 #define X(name, text) name,
@@ -58,12 +62,12 @@ constexpr uint32_t kNoTraceTable = UINT32_MAX;
 struct TraceEvent {
   uint64_t begin = 0, end = 0;  // now_ns()
   uint64_t step = kNoTraceStep;
-  uint64_t count = 0;           // of what FRUGAL_SPANS says
+  uint64_t count = 0;  // of what FRUGAL_SPANS says
   uint32_t rank = kNoTraceRank;
   uint32_t table = kNoTraceTable;
-  uint32_t thread = 0;          // the system's number
-  uint16_t worker = 0;          // 1 + the number of a flush thread; 0: another thread
-  uint8_t waited = 0;           // bits of WaitedFor
+  uint32_t thread = 0;  // the system's number
+  uint16_t worker = 0;  // 1 + the number of a flush thread; 0: another thread
+  uint8_t waited = 0;   // bits of WaitedFor
   SpanKind span = SpanKind::kPrefetch;
 };
 
@@ -81,7 +85,7 @@ class Trace {
   Trace& operator=(const Trace&) = delete;
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  void record(TraceEvent event) noexcept;  // an event that ends now, in this thread
+  void record(TraceEvent event) noexcept;       // an event that ends now, in this thread
   void keep(const TraceEvent& event) noexcept;  // a complete event, of another process
 
   // EXISTS: there is one already. name_table() gives tables their names. `id`: of this recording.
@@ -117,10 +121,10 @@ class Trace {
   std::atomic<bool> on_{false};
   std::atomic<Ring*> ring_{nullptr};  // while recording
   std::atomic<uint32_t> users_{0};
-  Mutex mu_;                          // one start or stop at a time, with the writing of the file
+  Mutex mu_;  // one start or stop at a time, with the writing of the file
   std::unique_ptr<Ring> kept_ GUARDED_BY(mu_);  // the ring, recording or not
   uint64_t last_id_ GUARDED_BY(mu_) = 0;
-  Mutex names_mu_;                    // held for a moment only: creating a table takes it
+  Mutex names_mu_;  // held for a moment only: creating a table takes it
   Map<uint32_t, String> names_ GUARDED_BY(names_mu_);
 };
 
@@ -136,11 +140,21 @@ class TraceSpan {
   TraceSpan(const TraceSpan&) = delete;
   TraceSpan& operator=(const TraceSpan&) = delete;
 
-  TraceSpan& step(uint64_t step) { return set([&] { event_.step = step; }); }
-  TraceSpan& rank(uint32_t rank) { return set([&] { event_.rank = rank; }); }
-  TraceSpan& table(uint32_t table) { return set([&] { event_.table = table; }); }
-  TraceSpan& count(uint64_t count) { return set([&] { event_.count = count; }); }
-  TraceSpan& more(uint64_t count) { return set([&] { event_.count += count; }); }
+  TraceSpan& step(uint64_t step) {
+    return set([&] { event_.step = step; });
+  }
+  TraceSpan& rank(uint32_t rank) {
+    return set([&] { event_.rank = rank; });
+  }
+  TraceSpan& table(uint32_t table) {
+    return set([&] { event_.table = table; });
+  }
+  TraceSpan& count(uint64_t count) {
+    return set([&] { event_.count = count; });
+  }
+  TraceSpan& more(uint64_t count) {
+    return set([&] { event_.count += count; });
+  }
   TraceSpan& waited(uint32_t bits) {
     return set([&] { event_.waited |= static_cast<uint8_t>(bits); });
   }

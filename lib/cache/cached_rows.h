@@ -18,14 +18,14 @@ namespace frugal {
 // Where cached rows are read.
 struct CachedRowsAt {
   const device::Element* host = nullptr;  // cache slot 0, in memory of this process
-  device::RowsPtr device{};     // on the trainer's GPU
+  device::RowsPtr device{};               // on the trainer's GPU
   explicit operator bool() const { return host || device.values; }
 };
 
 // A committed update that a refresh applies to cached rows.
 struct DueUpdate {
   UpdateRef update;
-  bool planned = false;  // touched() is the plan's update
+  bool planned = false;   // touched() is the plan's update
   CachedRowUpdate other;  // touched() otherwise
   // so many cached rows before the step reads; the others until the next refresh
   size_t now = 0;

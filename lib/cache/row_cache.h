@@ -160,9 +160,7 @@ class RowCache : public HeapObject {
   }
   void index_insert(uint32_t slot, uint32_t cache_slot);
   void index_erase(uint32_t slot);
-  uint64_t place(uint32_t slot) const {
-    return ((slot + 1) * 0x9e3779b97f4a7c15ull) >> shift_;
-  }
+  uint64_t place(uint32_t slot) const { return ((slot + 1) * 0x9e3779b97f4a7c15ull) >> shift_; }
   void remove(uint32_t cache_slot);
   static uint64_t places_for(uint64_t cache_slots);
 
@@ -175,8 +173,8 @@ class RowCache : public HeapObject {
   List lists_[kLists];
   Vector<uint32_t> passed_;  // cache slots that were listed for the step of this refresh
   Vector<uint32_t> spare_;   // memory of a used list
-  bool unlisted_ = false;  // a cache slot is in no list, for lack of memory
-  bool skipped_ = false;   // the list entry of a cache slot that the step reads was skipped
+  bool unlisted_ = false;    // a cache slot is in no list, for lack of memory
+  bool skipped_ = false;     // the list entry of a cache slot that the step reads was skipped
   // Next reads of this list's entries before position `asked_end_` are up to date.
   uint32_t asked_list_ = kLists;
   size_t asked_end_ = 0;
@@ -188,7 +186,7 @@ class RowCache : public HeapObject {
     CachedRowUpdate::Term term;
     bool urgent;
   };
-  Vector<Hit> hits_;             // used by touched()
+  Vector<Hit> hits_;  // used by touched()
   Vector<device::Source> hit_sources_;
 };
 

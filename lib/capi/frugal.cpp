@@ -7,9 +7,9 @@
 #include <cstring>
 
 #include "base/fpenv.h"
-#include "engine/config_check.h"
 #include "capi/serving.h"
 #include "device/pointers.h"
+#include "engine/config_check.h"
 #include "engine/engine.h"
 #include "engine/session.h"
 #include "process/client.h"
@@ -222,9 +222,7 @@ int32_t frugal_close(frugal_engine* engine) {
 }
 
 int32_t frugal_health(const frugal_engine* engine) {
-  return with<Session>(engine, [&](const SessionRef& e) -> Status {
-    return e->health();
-  });
+  return with<Session>(engine, [&](const SessionRef& e) -> Status { return e->health(); });
 }
 
 int32_t frugal_flush(const frugal_engine* engine, int64_t timeout_ms) {
@@ -272,8 +270,7 @@ int32_t frugal_table_drop(frugal_table* table) {
   });
 }
 
-int32_t frugal_table_find(const frugal_engine* engine, const char* name,
-                          frugal_table** table_out) {
+int32_t frugal_table_find(const frugal_engine* engine, const char* name, frugal_table** table_out) {
   return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!name) return null("name");
     if (!table_out) return null("table_out");
@@ -370,9 +367,9 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
                 KeyIndex::peak_bytes(table_config->rows);
     else if (table_config->flags & FRUGAL_TABLE_LAZY)
       m.index = slabs(1);
-    bool deferred = (c.flush_mode != FRUGAL_FLUSH_AT_ONCE &&
-                     c.flush_mode != FRUGAL_FLUSH_WRITE_THROUGH) ||
-                    c.staleness != 0;
+    bool deferred =
+        (c.flush_mode != FRUGAL_FLUSH_AT_ONCE && c.flush_mode != FRUGAL_FLUSH_WRITE_THROUGH) ||
+        c.staleness != 0;
     if (deferred || cache_rows) m.window = table_config->rows * 8;
     m.cache = RowCache::bytes_for(l, std::min<uint64_t>(cache_rows, table_config->rows));
     m.total = m.values + m.state + m.index + m.window + m.cache;
@@ -501,9 +498,8 @@ int32_t frugal_step_end(frugal_trainer* trainer, uint64_t step, uint32_t flags) 
 }
 
 int32_t frugal_step_abort(frugal_trainer* trainer) {
-  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
-    return t->session->abort_call(*t);
-  });
+  return with<AnyTrainer>(
+      trainer, [&](const AnyTrainerRef& t) -> Status { return t->session->abort_call(*t); });
 }
 
 int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const frugal_op* ops,
@@ -547,15 +543,12 @@ int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capac
 }
 
 int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
-  return with<Session>(engine, [&](const SessionRef& e) -> Status {
-    return e->start_trace(events);
-  });
+  return with<Session>(engine,
+                       [&](const SessionRef& e) -> Status { return e->start_trace(events); });
 }
 
 int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
-  return with<Session>(engine, [&](const SessionRef& e) -> Status {
-    return e->stop_trace(path);
-  });
+  return with<Session>(engine, [&](const SessionRef& e) -> Status { return e->stop_trace(path); });
 }
 
 }  // extern "C"

@@ -1,6 +1,5 @@
 #include "capi/serving.h"
 
-
 #include "base/sync.h"
 #include "engine/engine.h"
 #include "process/server.h"

@@ -38,12 +38,14 @@ FRUGAL_HD T stored_as(float x) {
 
 // Convert n elements.
 inline void load_elements(const Element* from, float* to, size_t n) {
-  if constexpr (kIsFloat<Element>) memcpy(to, from, n * sizeof(float));
+  if constexpr (kIsFloat<Element>)
+    memcpy(to, from, n * sizeof(float));
   else
     for (size_t i = 0; i < n; ++i) to[i] = as_float(from[i]);
 }
 inline void store_elements(const float* from, Element* to, size_t n) {
-  if constexpr (kIsFloat<Element>) memcpy(to, from, n * sizeof(float));
+  if constexpr (kIsFloat<Element>)
+    memcpy(to, from, n * sizeof(float));
   else
     for (size_t i = 0; i < n; ++i) to[i] = stored_as<Element>(from[i]);
 }

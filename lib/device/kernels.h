@@ -35,7 +35,7 @@ template <class E>
 struct RowsAt {
   E* values;
   size_t value_pitch;
-  E* state;             // NULL for optimizers without state
+  E* state;  // NULL for optimizers without state
   size_t state_pitch;
   size_t state_second;  // bytes from the first state column to the second
   uint32_t dim;
@@ -115,23 +115,23 @@ struct Kernels {
                   size_t n, const float* sums, size_t sums_stride, const Undo* undo);
   // Row slots[index[i]] with the gradient sums + index[i] * sums_stride.
   size_t (*apply_indexed)(const RowsRef& rows, const arith::StepScalars& step,
-                          const uint32_t* slots, const uint32_t* index, size_t n,
-                          const float* sums, size_t sums_stride, const Undo* undo);
+                          const uint32_t* slots, const uint32_t* index, size_t n, const float* sums,
+                          size_t sums_stride, const Undo* undo);
   // Row slots[i] with the serial sum of terms[term_start[i]] .. terms[term_start[i + 1] - 1], the
   // rank sums in ascending rank order, at least one a row.
-  size_t (*apply_terms)(const RowsRef& rows, const arith::StepScalars& step,
-                        const uint32_t* slots, size_t n, const float* const* terms,
-                        const uint32_t* term_start, const Undo* undo);
+  size_t (*apply_terms)(const RowsRef& rows, const arith::StepScalars& step, const uint32_t* slots,
+                        size_t n, const float* const* terms, const uint32_t* term_start,
+                        const Undo* undo);
   // Reduce and apply in one pass: row slots[i] for i in first .. last - 1 of a sorted list, slots
   // and start as sort.h makes them.
-  size_t (*apply_fused)(const RowsRef& rows, const arith::StepScalars& step,
-                        const uint64_t* pairs, const uint32_t* slots, const uint32_t* start,
-                        size_t first, size_t last, const GradSource& source, const Undo* undo);
+  size_t (*apply_fused)(const RowsRef& rows, const arith::StepScalars& step, const uint64_t* pairs,
+                        const uint32_t* slots, const uint32_t* start, size_t first, size_t last,
+                        const GradSource& source, const Undo* undo);
   // apply_fused for the distinct rows index[0 .. n - 1] of the sorted list.
   size_t (*apply_fused_indexed)(const RowsRef& rows, const arith::StepScalars& step,
-                                const uint64_t* pairs, const uint32_t* slots,
-                                const uint32_t* start, const uint32_t* index, size_t n,
-                                const GradSource& source, const Undo* undo);
+                                const uint64_t* pairs, const uint32_t* slots, const uint32_t* start,
+                                const uint32_t* index, size_t n, const GradSource& source,
+                                const Undo* undo);
 
   // --- Making rows ----------------------------------------------------------------------------
 

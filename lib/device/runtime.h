@@ -55,8 +55,8 @@ struct Result {
 struct DeviceInfo {
   char name[128];
   uint64_t memory_bytes;
-  uint32_t processors;  // streaming multiprocessors
-  uint32_t compute;     // 90 for sm_90
+  uint32_t processors;           // streaming multiprocessors
+  uint32_t compute;              // 90 for sm_90
   uint32_t block_threads = 256;  // that suit it; results do not depend on them
   bool pins_read_only = true;    // memory that the process cannot write
 };
@@ -66,7 +66,7 @@ enum class Memory : int32_t {
   kPinned,    // host memory that kernels may use
   kDevice,    // of this device
   kManaged,
-  kOther      // memory of another device
+  kOther  // memory of another device
 };
 
 struct Stream {
@@ -108,8 +108,8 @@ class Runtime {
   virtual Result create_event(Event* out) = 0;
   virtual void destroy_event(Event e) = 0;
   virtual Result record(Event e, Stream s) = 0;
-  virtual Result wait(Stream s, Event e) = 0;         // what follows in `s` comes after `e`
-  virtual Result query(Event e, bool* passed) = 0;    // never waits
+  virtual Result wait(Stream s, Event e) = 0;       // what follows in `s` comes after `e`
+  virtual Result query(Event e, bool* passed) = 0;  // never waits
   // Waits until `e` has passed (then *passed is true) or about `timeout_ns` are over. Sleeps.
   virtual Result synchronize(Event e, uint64_t timeout_ns, bool* passed) = 0;
   virtual Result capturing(Stream s, bool* out) = 0;
@@ -119,8 +119,8 @@ class Runtime {
   virtual Result fill(Ptr<char> to, int value, size_t bytes, Stream s) = 0;
 
   // Runs kernel number `kernel` of ops/kernels.h; `arguments` (its argument struct) is copied.
-  virtual Result launch(uint32_t kernel, const Shape& shape, const void* arguments,
-                        size_t bytes, Stream s) = 0;
+  virtual Result launch(uint32_t kernel, const Shape& shape, const void* arguments, size_t bytes,
+                        Stream s) = 0;
 };
 
 // Devices that are not the library's own: "NAME:N".

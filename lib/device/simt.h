@@ -16,10 +16,9 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "device/runtime.h"
-
-#include <string.h>
 
 #if defined(__CUDACC__)
 #define FRUGAL_DEVICE __device__ __forceinline__
@@ -115,7 +114,7 @@ namespace sim {  // tests/sim/block.cpp
 struct Position {
   uint32_t thread, threads, block, blocks;
 };
-const Position& position();              // of the running fiber
+const Position& position();  // of the running fiber
 void meet_block();
 uint32_t meet_ballot(bool p);
 uint64_t meet_exchange(uint64_t v, uint32_t from);  // lane `from` of the warp

@@ -29,9 +29,9 @@ struct Source {
   static FRUGAL_HD constexpr Source cache_slot(uint32_t index) { return {kOwn | index}; }
   static FRUGAL_HD constexpr Source staged(uint32_t index) { return {kOwn | kStaged | index}; }
 
-  FRUGAL_HD constexpr bool is_own() const { return word & kOwn; }  // a cached or a staged row
-  FRUGAL_HD constexpr bool is_staged() const { return word & kStaged; }    // if it is own
-  FRUGAL_HD constexpr uint32_t index() const { return word & kIndex; }  // if it is own
+  FRUGAL_HD constexpr bool is_own() const { return word & kOwn; }        // a cached or a staged row
+  FRUGAL_HD constexpr bool is_staged() const { return word & kStaged; }  // if it is own
+  FRUGAL_HD constexpr uint32_t index() const { return word & kIndex; }   // if it is own
   FRUGAL_HD constexpr bool is_padding() const { return word == kPaddingSlot; }
   FRUGAL_HD constexpr bool is_missing() const { return word == kMissingSlot; }
 };

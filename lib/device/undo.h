@@ -16,8 +16,8 @@
 namespace frugal::device {
 
 struct Undo {
-  Element* values;     // of one row, as in the table
-  Element* state;      // the same, state_pitch bytes; or NULL
+  Element* values;  // of one row, as in the table
+  Element* state;   // the same, state_pitch bytes; or NULL
   uint32_t* slot;
   uint64_t* progress;  // becomes a written row's slot + 1; or NULL, and then ...
   uint8_t* marks;      // ... marks[rows[i]] becomes 1 for entry i of the call; or NULL, too

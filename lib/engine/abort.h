@@ -18,8 +18,14 @@ class Aborter {
 
   Aborter(ControlMutex& mu, Phase& phase, StepRecords& records, Ranks& ranks, Committer& committer,
           Declarations& declarations, Workers& workers, Meters& meters)
-      : mu_(mu), phase_(phase), records_(records), ranks_(ranks), committer_(committer),
-        declarations_(declarations), workers_(workers), meters_(meters) {
+      : mu_(mu),
+        phase_(phase),
+        records_(records),
+        ranks_(ranks),
+        committer_(committer),
+        declarations_(declarations),
+        workers_(workers),
+        meters_(meters) {
     others_.reserve(ranks.size());
   }
 
@@ -54,7 +60,7 @@ class Aborter {
   Declarations& declarations_;
   Workers& workers_;
   Meters& meters_;
-  Mutex one_;             // One abort at a time. Taken before all other locks.
+  Mutex one_;  // One abort at a time. Taken before all other locks.
   // All ranks but the aborting one. Its capacity is reserved: an abort needs no memory.
   Vector<TrainerRef> others_ GUARDED_BY(one_);
   std::atomic<bool> retries_{true};

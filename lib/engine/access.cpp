@@ -89,22 +89,22 @@ Status Engine::wait_written(Trainer* t, Table& table, const uint32_t* slots, siz
                             uint64_t step, Deadline deadline) {
   Status s = FRUGAL_OK;
   if (workers_.applying())
-    s = wait(deadline, t, [&] { return !workers_.applying(); },
-             [&] { return workers_.help(true); });
+    s = wait(
+        deadline, t, [&] { return !workers_.applying(); }, [&] { return workers_.help(true); });
   // A failed job also counts as done, after health() reports the failure.
   if (s == FRUGAL_OK) s = check();
   if (s == FRUGAL_OK && table.window.opened() && table.window.any_pending()) {
     uint64_t before = step;
-    if (step != UINT64_MAX)
-      before = config_.staleness >= step ? 0 : step - config_.staleness;
+    if (step != UINT64_MAX) before = config_.staleness >= step ? 0 : step - config_.staleness;
     bool waited = false;
     // One round for each unwritten update of a row.
     while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
       if (!waited) meters_.counters.lookup_waits.fetch_add(1, std::memory_order_relaxed);
       waited = true;
       const uint64_t next_commit = ranks_.next_commit();
-      s = wait(deadline, t, [&] { return !table.window.pending_until(next_commit); },
-               [&] { return flusher_.write(next_commit); });
+      s = wait(
+          deadline, t, [&] { return !table.window.pending_until(next_commit); },
+          [&] { return flusher_.write(next_commit); });
     }
   }
   if (s == FRUGAL_ERR_STEP_ABORTED && t) {
@@ -136,8 +136,8 @@ Status Engine::with_slots(Trainer& t, const Vector<Access>& accesses, Call call)
       return !a.whole && own(*a.table).rows.tier() && free_slots(own(*a.table), t.step);
     });
   };
-  const Status waited = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t,
-                             [&] { return (s = call()) != FRUGAL_ERR_BUSY; }, help);
+  const Status waited = wait(
+      deadline(FRUGAL_TIMEOUT_DEFAULT), &t, [&] { return (s = call()) != FRUGAL_ERR_BUSY; }, help);
   if (waited == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
   if (waited == FRUGAL_ERR_TIMEOUT)
     return fail(waited, "rows that were not declared waited for places in memory; call again");
@@ -200,7 +200,11 @@ void Engine::host_rows(const Table& table, RowSource* from) const {
 Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, TimedLookup* timed,
                              const OpNumbers* numbers)
     : StepView(engine, t, engine, engine.memory_.pool, engine.memory_.pinned, true),
-      engine_(engine), t_(t), span_(span), timed_(timed), numbers_(numbers) {}
+      engine_(engine),
+      t_(t),
+      span_(span),
+      timed_(timed),
+      numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
   t_.call_mu.assert_held();
@@ -365,10 +369,9 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
   DeviceWork device_work;
   device_work.gpu = t.gpu;
   const RowLayout& layout = table.rows.layout();
-  FRUGAL_TRY(t.gpu->send_rows(device_work, op, n, layout.dim, layout.sums_stride,
-                              [&](const frugal_op& host) {
-                                return read_rows(table, slots, n, host, stored);
-                              }));
+  FRUGAL_TRY(t.gpu->send_rows(
+      device_work, op, n, layout.dim, layout.sums_stride,
+      [&](const frugal_op& host) { return read_rows(table, slots, n, host, stored); }));
   return t.gpu->wait_stream();
 }
 

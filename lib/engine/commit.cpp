@@ -34,8 +34,10 @@ bool Committer::one(Status* status) {
                    static_cast<unsigned long long>(step));
     const bool news = !stalled_.exchange(true);
     // A commit that did not begin has changed nothing that a thread waits for.
-    if (begun) phase_.end(Phase::kCommit);
-    else if (news) workers_.progress();
+    if (begun)
+      phase_.end(Phase::kCommit);
+    else if (news)
+      workers_.progress();
     if (news) workers_.wake();  // once: waiting threads try again after a while
     return false;
   }

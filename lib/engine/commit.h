@@ -26,8 +26,16 @@ class Committer {
   Committer(ControlMutex& mu, Phase& phase, StepRecords& records, Ranks& ranks, Pacing& pacing,
             Tables& tables, Declarations& declarations, Flusher& flusher, Workers& workers,
             EngineMemory& memory, Meters& meters)
-      : mu_(mu), phase_(phase), records_(records), ranks_(ranks), pacing_(pacing), tables_(tables),
-        declarations_(declarations), flusher_(flusher), workers_(workers), memory_(memory),
+      : mu_(mu),
+        phase_(phase),
+        records_(records),
+        ranks_(ranks),
+        pacing_(pacing),
+        tables_(tables),
+        declarations_(declarations),
+        flusher_(flusher),
+        workers_(workers),
+        memory_(memory),
         meters_(meters) {}
 
   // Commits all complete steps. OUT_OF_MEMORY: the next one is stalled.

@@ -33,8 +33,8 @@ Status known_flags(const char* option, uint32_t flags, uint32_t known) {
 }
 
 Status unknown_device(const char* name) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-              "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"", name);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"",
+              name);
 }
 
 // The hyper-parameters, in the order in which they are checked.
@@ -103,7 +103,8 @@ Status check_optimizer(const frugal_optimizer& o) {
     const char* bounds = h.bound == kMore   ? "0 or more"
                          : h.bound == kUnit ? "0..1"
                                             : "0 or more and less than 1";
-    if (!std::isfinite(value)) bounds = "finite";
+    if (!std::isfinite(value))
+      bounds = "finite";
     else if (h.bound == kAny || !(h.bounded_for_all || (is.hypers & h.of)) ||
              (value >= 0 && value <= h.bound))
       continue;
@@ -112,9 +113,10 @@ Status check_optimizer(const frugal_optimizer& o) {
   }
   const bool state_of_0 = !(is.hypers & arith::kInitialAccumulator) || !(o.initial_accumulator > 0);
   if ((is.hypers & arith::kEps) && o.eps == 0 && state_of_0)
-    return refused("optimizer.eps", 0.0,
-                   text("above 0 for %s: a gradient of 0 makes NaNs where a row's state is 0",
-                        is.name).c_str());
+    return refused(
+        "optimizer.eps", 0.0,
+        text("above 0 for %s: a gradient of 0 makes NaNs where a row's state is 0", is.name)
+            .c_str());
   if (is.divides_by_lr && o.lr == 0)
     return refused("optimizer.lr", 0.0, text("above 0 for %s", is.name).c_str());
   return FRUGAL_OK;

@@ -7,7 +7,7 @@ namespace frugal {
 
 struct Table;
 
-constexpr size_t kMostName = 255;  // bytes of a table's name
+constexpr size_t kMostName = 255;   // bytes of a table's name
 constexpr size_t kMostDevice = 32;  // bytes of a device's name
 
 template <class T>

@@ -10,7 +10,7 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kGatherRows = 4096;   // rows of a chunk
+constexpr size_t kGatherRows = 4096;  // rows of a chunk
 constexpr size_t kReduceRows = 2048;
 // Outputs of this size do not stay in the processor's caches: write them past the caches.
 constexpr size_t kStreamBytes = size_t{24} << 20;
@@ -107,8 +107,7 @@ void reduce_chunk(void* context, size_t i) {
   while (at < end) {
     size_t stop = h != last && h->row < end ? h->row : end;
     if (at < stop)
-      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums, c.stride,
-                      c.streaming);
+      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums, c.stride, c.streaming);
     at = stop;
     if (at == end) break;
     // First each run, as if it were a row of its own; then the runs pairwise.
@@ -118,8 +117,7 @@ void reduce_chunk(void* context, size_t i) {
     uint32_t cuts[65];
     for (uint32_t r = 0; r < runs; r += 64) {
       uint32_t m = std::min<uint32_t>(64, runs - r);
-      for (uint32_t q = 0; q <= m; ++q)
-        cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
+      for (uint32_t q = 0; q <= m; ++q) cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
       nan |= k.reduce(pairs, cuts, 0, m, c.dim, c.source, to + size_t{r} * c.dim, c.dim, false);
     }
     // Combine them in the space after all run sums, where no other thread works.
@@ -214,15 +212,17 @@ Status DataPath::find_nan(const device::GradSource& source, size_t n, uint32_t d
     uint32_t dim;
     std::atomic<bool> nan{false};
   } c{source, n, std::max<size_t>(64, size_t{kParallelBytes} / (dim * sizeof(float))), dim};
-  FRUGAL_TRY(parallel((n + c.chunk - 1) / c.chunk, [](void* context, size_t i) {
-    auto& at = *static_cast<Context*>(context);
-    const char* from =
-        reinterpret_cast<const char*>(at.source.grads) + i * at.chunk * at.source.stride;
-    size_t rows = std::min(at.chunk, at.n - i * at.chunk);
-    if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows, at.dim,
-                                  at.source.stride))
-      at.nan.store(true, std::memory_order_relaxed);
-  }, &c));
+  FRUGAL_TRY(parallel((n + c.chunk - 1) / c.chunk,
+                      [](void* context, size_t i) {
+                        auto& at = *static_cast<Context*>(context);
+                        const char* from = reinterpret_cast<const char*>(at.source.grads) +
+                                           i * at.chunk * at.source.stride;
+                        size_t rows = std::min(at.chunk, at.n - i * at.chunk);
+                        if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows,
+                                                      at.dim, at.source.stride))
+                          at.nan.store(true, std::memory_order_relaxed);
+                      },
+                      &c));
   *nan = c.nan.load();
   return FRUGAL_OK;
 }

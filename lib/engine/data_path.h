@@ -17,7 +17,7 @@ struct PushSums {
   // Rows with more than kFoldRun occurrences, and the offset of their first run in `runs`. Later
   // pushes may have to continue fold32 of the first push from their run sums.
   Vector<device::FrequentRow> frequent_list;
-  Buffer runs;          // all run sums, and as much scratch space again
+  Buffer runs;  // all run sums, and as much scratch space again
   uint32_t all_runs = 0;
   // Later pushes, expanded to a gradient for each key.
   struct Tail {

@@ -22,8 +22,8 @@ Status device_status(const device::Result& result, const char* what);
 // Pins host memory while there are trainers on GPUs: through any of their devices, for all of them.
 class DevicePinner : public Pinner {
  public:
-  void add(std::shared_ptr<device::Runtime> runtime);      // a trainer joins
-  void remove(const device::Runtime* runtime) noexcept;    // it has left, or its device has failed
+  void add(std::shared_ptr<device::Runtime> runtime);    // a trainer joins
+  void remove(const device::Runtime* runtime) noexcept;  // it has left, or its device has failed
   bool any() const { return count_.load() != 0; }
   Status pin(void* p, size_t bytes, bool* pinned) override { return pin(p, bytes, false, pinned); }
   // For memory that this process cannot write and that kernels read.
@@ -84,8 +84,8 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   void keep(size_t bytes) noexcept;
   std::shared_ptr<device::Runtime> runtime_;
   Mutex mu_;
-  using BySize = std::multimap<size_t, Free, std::less<size_t>,
-                               HeapAllocator<std::pair<const size_t, Free>>>;
+  using BySize =
+      std::multimap<size_t, Free, std::less<size_t>, HeapAllocator<std::pair<const size_t, Free>>>;
   BySize free_ GUARDED_BY(mu_);
   Circulation circulation_ GUARDED_BY(mu_){size_t{8} << 20};  // its clock counts requests
 };

@@ -31,7 +31,8 @@ bool Engine::pin_one() {
 // Called before a rank's kernels may read rows.
 Status Engine::await_pins(Trainer& t, Deadline deadline) {
   if (pins_.done(t)) return FRUGAL_OK;
-  Status s = wait(deadline, &t, [&] { return !pins_.waits(t); }, [&] { return pin_one(); });
+  Status s = wait(
+      deadline, &t, [&] { return !pins_.waits(t); }, [&] { return pin_one(); });
   if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "step_begin waited for the tables' memory to be pinned for %s; call again",

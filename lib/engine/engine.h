@@ -27,8 +27,8 @@
 #include "base/buffer.h"
 #include "base/condition.h"
 #include "base/heap.h"
-#include "base/status.h"
 #include "base/os.h"
+#include "base/status.h"
 #include "base/thread.h"
 #include "base/trace.h"
 #include "cache/row_cache.h"
@@ -61,16 +61,16 @@ namespace frugal {
 
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
-  uint64_t batch = 0;   // the declaration, if it is one: its handle, then the trainer's number
-  uint32_t index = 0;   // of the part in the batch
+  uint64_t batch = 0;  // the declaration, if it is one: its handle, then the trainer's number
+  uint32_t index = 0;  // of the part in the batch
   TableRef table;
   PartRef part;
-  bool whole = false;   // a whole declaration, resolved
-  bool used = false;    // its rows exist: the trainer may submit sums for them
+  bool whole = false;  // a whole declaration, resolved
+  bool used = false;   // its rows exist: the trainer may submit sums for them
   // The rows are up to date. If not, the trainer asks for them as if they were undeclared.
   bool up_to_date = false;
-  bool cached = false;  // the trainer caches rows of the table
-  uint64_t stale = 0;   // keys of rows with pending updates
+  bool cached = false;                             // the trainer caches rows of the table
+  uint64_t stale = 0;                              // keys of rows with pending updates
   bool in_cached_rows = false;                     // some rows of the part are cached
   const device::Element* cached_values = nullptr;  // of cache slot 0; null: on the trainer's device
 };
@@ -244,9 +244,9 @@ class Engine final : public Session, private DataPath {
 
   // --- device_work.cpp: device work in flight
   Status join_gpu(const char* device, Trainer& t);
-  bool pin_one();                    // one slab of memory from before the first GPU
+  bool pin_one();  // one slab of memory from before the first GPU
   Status await_pins(Trainer& t, Deadline deadline) REQUIRES(t.call_mu);
-  bool poll_device_work();           // takes in what has completed since the last poll
+  bool poll_device_work();                      // takes in what has completed since the last poll
   Status await_device_work(Deadline deadline);  // waits for all that is in flight
   Status end_device_work(Trainer& leaving);
   Status end_device_work(Trainer& t, DeviceWork::Found* found) REQUIRES(t.call_mu);
@@ -365,7 +365,7 @@ class Engine final : public Session, private DataPath {
   const uint64_t opened_ns_ = now_ns();
   EngineMemory memory_;
   Meters meters_;
-  std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
+  std::atomic<uint32_t> calls_{0};  // lookups and pushes under way
   Workers workers_;
 
   const Liveness liveness_ = Liveness::of(config_.timeout_ms);
@@ -379,13 +379,12 @@ class Engine final : public Session, private DataPath {
   Flusher flusher_;
   TimedMutex outside_mu_;
   Declarations declarations_;
-  StepGate gate_{
-      {config_, phase_, ranks_, workers_, declarations_, pacing_, tables_, flusher_},
-      {[this](uint64_t step) {
-         return resolve_one(step, true) || (need_links() && link_one(step));
-       },
-       [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
-       [this] { return load_one(); }}};
+  StepGate gate_{{config_, phase_, ranks_, workers_, declarations_, pacing_, tables_, flusher_},
+                 {[this](uint64_t step) {
+                    return resolve_one(step, true) || (need_links() && link_one(step));
+                  },
+                  [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
+                  [this] { return load_one(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.has_device_work() || declarations_.downloading(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed

@@ -56,7 +56,10 @@ class Scratches {
 class Flusher {
  public:
   Flusher(Tables& tables, const Ranks& ranks, Workers& workers, Meters& meters)
-      : tables_(tables), ranks_(ranks), workers_(workers), meters_(meters),
+      : tables_(tables),
+        ranks_(ranks),
+        workers_(workers),
+        meters_(meters),
         scratches_(ranks.size()) {}
 
   // From now on written rows have at most so many bytes. Throws if there is no memory.

@@ -20,11 +20,9 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Timed timed(meters_.counters.gate_wait_ns);
   std::optional<Timed> its;
   if (t) its.emplace(t->counts.gate_wait_ns);
-  if (pacing_.over_budget())
-    meters_.counters.back_pressure.fetch_add(1, std::memory_order_relaxed);
-  Status s = wait_for_ranks(deadline, t, open, [&] {
-    return gate_.help(pass) || (t && give_up_own_cached_rows(*t));
-  });
+  if (pacing_.over_budget()) meters_.counters.back_pressure.fetch_add(1, std::memory_order_relaxed);
+  Status s = wait_for_ranks(deadline, t, open,
+                            [&] { return gate_.help(pass) || (t && give_up_own_cached_rows(*t)); });
   span.waited(pass.waited);
   if (pass.in_flight) meters_.counters.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {

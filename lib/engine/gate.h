@@ -16,12 +16,12 @@ class Gate {
   // A step that is to begin, and what its conditions found at the last check.
   struct Pass {
     uint64_t step = 0;
-    size_t at = 0;              // the first condition that is closed
-    uint32_t waited = 0;        // bits of conditions that were closed at a check
-    bool in_flight = false;     // it waited for rows that were being written
-    bool everything = false;    // everything that is pending has to be written
-    uint64_t declared = 0;      // the first step with a part that is not resolved or linked
-    size_t table = 0;           // the table whose updates it waits for
+    size_t at = 0;            // the first condition that is closed
+    uint32_t waited = 0;      // bits of conditions that were closed at a check
+    bool in_flight = false;   // it waited for rows that were being written
+    bool everything = false;  // everything that is pending has to be written
+    uint64_t declared = 0;    // the first step with a part that is not resolved or linked
+    size_t table = 0;         // the table whose updates it waits for
   };
   struct Condition {
     uint32_t bit;  // for Pass::waited

@@ -67,7 +67,7 @@ struct PlanOnDevice : OnDevice {
 struct PartOnDevice : OnDevice {
   device::PartPtr part{};
   Vector<device::FrequentRow> frequent;  // rows with more than one run of positions
-  uint32_t runs = 0;                // of the frequent rows
+  uint32_t runs = 0;                     // of the frequent rows
   // If some row is frequent: all runs of all rows, frequent ones last; the source of each row,
   // frequent ones staged; and the rows to stage, in order. Else null: item i is row i.
   device::Ptr<device::Item> items;
@@ -102,7 +102,7 @@ struct DeviceWork : HeapObject {
   Vector<PartRef> parts;
   Vector<Buffer> pinned;
   Vector<DeviceBuffer> memory;
-  Vector<UpdateRef> updates;  // the refresh reads their sums
+  Vector<UpdateRef> updates;               // the refresh reads their sums
   Vector<std::shared_ptr<OnDevice>> sent;  // lists of the refresh
   Vector<std::shared_ptr<void>> kept;      // other objects that its kernels need
   bool after_refresh = false;
@@ -110,7 +110,7 @@ struct DeviceWork : HeapObject {
   // Flags in pinned memory. Not 0: a gradient has a NaN that must be refused; offsets are wrong.
   Vector<const uint32_t*> nans, wrong_offsets;
   bool must_complete = false;  // before the step's end returns
-  Mutex mu;           // guards events, once the step has ended
+  Mutex mu;                    // guards events, once the step has ended
   std::atomic<int> errors{0};  // failed polls in a row
   std::atomic<bool> completed{false};
   std::atomic<bool> failed{false};
@@ -122,8 +122,8 @@ struct DeviceWork : HeapObject {
   Status use(device::Stream s);
   // Adds a flag that the end of the step checks.
   Status look_at(Vector<const uint32_t*>* words, const uint32_t** out);
-  Status mark();    // records events of the streams used since the last time
-  Status end();     // the same at the step's end; refuses captured streams
+  Status mark();  // records events of the streams used since the last time
+  Status end();   // the same at the step's end; refuses captured streams
   // Waits until it completes or fails. A status of `go_on` ends the wait.
   template <class GoOn>
   Status poll(GoOn go_on) {
@@ -144,15 +144,15 @@ struct KeyDownload : HeapObject {
   std::atomic<bool> downloaded{false};
   std::atomic<bool> failed{false};
   std::atomic<int> errors{0};  // failed polls in a row
-  bool ask();  // true: received, or failed
+  bool ask();                  // true: received, or failed
   ~KeyDownload();
 };
 
 // An op of a trainer on a GPU, with its keys and offsets on the host.
 struct GpuOp {
   frugal_op op = FRUGAL_OP_INIT;
-  bool rows_on_device = false;  // rows_out or grads
-  Buffer keys, offsets, weights;  // pinned copies
+  bool rows_on_device = false;           // rows_out or grads
+  Buffer keys, offsets, weights;         // pinned copies
   device::Ptr<uint64_t> device_offsets;  // op.offsets is then null, or a copy
   device::Ptr<float> device_weights, device_weight_grads;
 };
@@ -318,9 +318,9 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   BufferPool& pinned_;
   device::Extent extent_;
   std::shared_ptr<DevicePool> memory_;
-  device::Stream stream_;  // call_mu
+  device::Stream stream_;      // call_mu
   DeviceWorkRef device_work_;  // call_mu
-  Buffer identity_;        // call_mu
+  Buffer identity_;            // call_mu
   Vector<Buffer> outgrown_;
   Mutex upload_mu_;
   device::Stream upload_ GUARDED_BY(upload_mu_);
@@ -396,8 +396,10 @@ Status Gpu::wait_stream(GoOn go_on) {
   bool over = s != FRUGAL_OK;
   while (!over && !(over = await(e, &errors)))
     if ((s = go_on()) != FRUGAL_OK) break;
-  if (over) give_back(e);
-  else runtime_->destroy_event(e);
+  if (over)
+    give_back(e);
+  else
+    runtime_->destroy_event(e);
   FRUGAL_TRY(s);
   return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
 }

@@ -23,7 +23,7 @@ Status Gpu::send(size_t bytes, OnDevice* out) {
   if (bytes == 0) return FRUGAL_OK;
   FRUGAL_TRY(create_event(&out->sent));
   Result r = runtime_->copy(out->memory.as<char>(), device::Runtime::visible(out->staging.data()),
-                             bytes, upload_);
+                            bytes, upload_);
   if (r.ok()) r = runtime_->record(out->sent, upload_);
   if (r.ok()) return FRUGAL_OK;
   drain(upload_);

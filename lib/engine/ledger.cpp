@@ -121,8 +121,10 @@ uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept
       break;
   }
   const uint32_t i = take();
-  if (record) begin_update(write, *record, i, undo);
-  else begin_outside(write, at(i));
+  if (record)
+    begin_update(write, *record, i, undo);
+  else
+    begin_outside(write, at(i));
   return i;
 }
 
@@ -135,8 +137,10 @@ void TableLedger::begin_update(const RowWrite& write, const Record& record, uint
   const device::RowsView rows = write.rows();
   if (rows.state_pitch) undo->state = device::behind(undo->values, rows_ * rows.value_pitch);
   undo->rows = write.purpose().entries;
-  if (undo->rows) undo->marks = record.marks;
-  else undo->progress = record.progress + LedgerUpdate::kApart * write.purpose().chunk;
+  if (undo->rows)
+    undo->marks = record.marks;
+  else
+    undo->progress = record.progress + LedgerUpdate::kApart * write.purpose().chunk;
   if (g_ledger_points.load(std::memory_order_relaxed) != 0) {
     Taken& taken = taken_[i];
     taken.progress = std::exchange(undo->progress, nullptr);
@@ -195,13 +199,17 @@ void TableLedger::tell(const device::Undo& undo, const device::RowsRef& of, uint
   const auto* t = static_cast<const Taken*>(undo.context);
   ledger_point();
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  if (!written) std::atomic_ref(*undo.slot).store(slot, std::memory_order_release);
+  if (!written)
+    std::atomic_ref(*undo.slot).store(slot, std::memory_order_release);
   else if (t->progress)
     std::atomic_ref(*t->progress).store(slot + uint64_t{1}, std::memory_order_release);
-  else std::atomic_ref(t->marks[undo.rows[i]]).store(1, std::memory_order_release);
+  else
+    std::atomic_ref(t->marks[undo.rows[i]]).store(1, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  if (written) ledger_point();
-  else ledger_point(&of, &slot, 1);
+  if (written)
+    ledger_point();
+  else
+    ledger_point(&of, &slot, 1);
 }
 
 // A before-image for the calling thread. Usually the one that it had before, which is in its cache.

@@ -46,7 +46,7 @@ struct LedgerRoot {
 
 struct LedgerTerms {  // of one rank in an update
   uint64_t rank;
-  uint64_t slots;       // shared address of uint32_t[rows], ascending
+  uint64_t slots;  // shared address of uint32_t[rows], ascending
   uint64_t rows;
   // shared address, one every `stride` floats; kNoShmAddress: other processes cannot read them
   uint64_t sums;
@@ -74,13 +74,13 @@ struct BeforeImage {
   std::atomic<uint64_t>
       // shared address of the update being written; kOutside; kNoShmAddress: free
       update;
-  uint64_t rows;                 // 1 for an update
+  uint64_t rows;  // 1 for an update
   // After it: uint32_t slots[before_image_rows]; at values_at() values, one every value_pitch; then
   // state, one every state_pitch.
   static constexpr size_t values_at(size_t before_image_rows) {
     return (sizeof(BeforeImage) + before_image_rows * sizeof(uint32_t) + 63) / 64 * 64;
   }
-  static constexpr uint64_t kMost = 64;  // before-images of a table, and rows in one
+  static constexpr uint64_t kMost = 64;           // before-images of a table, and rows in one
   static constexpr uint32_t kNoRow = UINT32_MAX;  // as a slot
 };
 
@@ -93,7 +93,7 @@ struct LedgerTable {
   std::atomic<uint64_t> slots;  // handed out so far, of a hashed table
   uint64_t before_images;       // shared address of the first
   uint64_t before_image_bytes, before_image_count, before_image_rows;
-  arith::InitSpec init;         // of rows that were never written
+  arith::InitSpec init;  // of rows that were never written
 };
 
 // --- The writing process -------------------------------------------------------------------------
@@ -164,8 +164,8 @@ class TableLedger final : public HeapObject,
   std::shared_ptr<Ledger> ledger_;
   Buffer memory_, before_images_;
   LedgerTable* table_ = nullptr;
-  uint32_t rows_ = 0, count_ = 0;           // rows of a before-image; before-images
-  Vector<Taken> taken_;                     // by before-image
+  uint32_t rows_ = 0, count_ = 0;  // rows of a before-image; before-images
+  Vector<Taken> taken_;            // by before-image
   Mutex mu_;
   Vector<Record*> records_ GUARDED_BY(mu_);  // in ascending order of steps
 };

@@ -75,7 +75,7 @@ class Engine::LocalStep final : public StepView {
   TraceSpan* const span_;  // may be null, as the next two
   TimedLookup* const timed_;
   const OpNumbers* const numbers_;
-  Deadline until_;         // of waiting for rows that are being written
+  Deadline until_;  // of waiting for rows that are being written
   std::optional<Counted> busy_;
   std::optional<CallHold> hold_;  // until the rows exist
 };

@@ -50,7 +50,7 @@ struct EngineMemory {
   }
 
   MemoryBudget budget;
-  Arena arena;        // with shared memory: `pool` is cut from it
+  Arena arena;  // with shared memory: `pool` is cut from it
   BufferPool pool;
   BufferPool own;     // with shared memory: for data that no other process reads
   BufferPool pinned;  // memory that devices see; used once a trainer on a GPU has joined

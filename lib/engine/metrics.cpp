@@ -1,8 +1,8 @@
 // The metrics of an engine, as the text that Prometheus scrapes, and the start of a trace.
-#include "engine/engine.h"
-
 #include <cstdarg>
 #include <cstdio>
+
+#include "engine/engine.h"
 
 namespace frugal {
 namespace {

@@ -90,9 +90,8 @@ Status Engine::flush(Deadline deadline) {
     ControlLock lock(mu_);
     return phase_.may(Phase::kWhole) && !tables_.any_pending();
   };
-  Status s = wait(deadline, nullptr, written, [&] {
-    return workers_.help(true) || flusher_.write(UINT64_MAX);
-  });
+  Status s = wait(deadline, nullptr, written,
+                  [&] { return workers_.help(true) || flusher_.write(UINT64_MAX); });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again",
               static_cast<unsigned long long>(tables_.pending_rows()));

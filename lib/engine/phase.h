@@ -13,21 +13,21 @@ namespace frugal {
 class Phase {
  public:
   enum Act : uint32_t {
-    kStep,      // a rank begins a step
-    kPrepare,   // a step's updates are prepared
-    kCommit,    // of a step that all ranks have ended
-    kAbort,     // uncommitted steps are undone
-    kOutside,   // an operation outside steps
-    kAlone,     // such an operation has rows and caches for itself
-    kRead,      // a trainer between steps reads rows
-    kGet,       // rows are read as of the last committed step, whatever ranks are inside of
-    kPlan,      // a cache refresh is planned, or a cache is given up
-    kJoin,      // a rank that joined before joins again
-    kLeave,     // the caches of a leaving rank are taken away
-    kRevoke,    // parts of later steps give up their slots
-    kWhole,     // whole steps are needed: none that all ranks have ended is half committed
-    kEnd,       // the engine's tables and records are taken away
-    kClosed,    // the engine is closed: calls end, and no step is committed any more. For good
+    kStep,     // a rank begins a step
+    kPrepare,  // a step's updates are prepared
+    kCommit,   // of a step that all ranks have ended
+    kAbort,    // uncommitted steps are undone
+    kOutside,  // an operation outside steps
+    kAlone,    // such an operation has rows and caches for itself
+    kRead,     // a trainer between steps reads rows
+    kGet,      // rows are read as of the last committed step, whatever ranks are inside of
+    kPlan,     // a cache refresh is planned, or a cache is given up
+    kJoin,     // a rank that joined before joins again
+    kLeave,    // the caches of a leaving rank are taken away
+    kRevoke,   // parts of later steps give up their slots
+    kWhole,    // whole steps are needed: none that all ranks have ended is half committed
+    kEnd,      // the engine's tables and records are taken away
+    kClosed,   // the engine is closed: calls end, and no step is committed any more. For good
     kActs
   };
   Phase(ControlMutex& mu, Workers& workers) : mu_(mu), workers_(workers) {}

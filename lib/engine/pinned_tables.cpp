@@ -36,8 +36,7 @@ bool PinnedTables::one(bool* changed) {
   *changed = false;
   if (waiting_.load() == 0) return false;
   // Only these trainers can be marked as pinned below, and not ones that join from here on.
-  const Vector<TrainerRef> waiting =
-      ranks_.those([this](const Trainer& t) { return waits(t); });
+  const Vector<TrainerRef> waiting = ranks_.those([this](const Trainer& t) { return waits(t); });
   if (waiting.empty()) return false;
   bool any;
   const Status status = next(&any);

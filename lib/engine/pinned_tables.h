@@ -42,7 +42,7 @@ class PinnedTables {
   const Ranks& ranks_;
   DevicePinner& pinner_;
   std::atomic<uint32_t> waiting_{0};  // trainers for which memory is being pinned
-  Mutex joins_mu_;               // excludes joins during unpin()
+  Mutex joins_mu_;                    // excludes joins during unpin()
 };
 
 }  // namespace frugal

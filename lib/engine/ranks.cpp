@@ -119,8 +119,10 @@ void Ranks::count(const Trainer& t, uint32_t by, Counts* to) {
 Ranks::Counts Ranks::counted() const {
   Counts all;
   for (uint32_t r = 0; r < size(); ++r) {
-    if (trainers_[r]) count(*trainers_[r], 1, &all);
-    else all.awaited += !joined(r);
+    if (trainers_[r])
+      count(*trainers_[r], 1, &all);
+    else
+      all.awaited += !joined(r);
   }
   return all;
 }
@@ -136,8 +138,8 @@ Status Ranks::check_inside(const Trainer& t) const {
   ControlLock lock(mu_);
   if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
-                "the process of rank %u is gone and the step undone: begin %s",
-                lost, step_again().c_str());
+                "the process of rank %u is gone and the step undone: begin %s", lost,
+                step_again().c_str());
   return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first",
               t.rank);
 }

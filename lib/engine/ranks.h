@@ -40,7 +40,10 @@ struct Liveness {
 class Ranks {
  public:
   Ranks(uint32_t world_size, ControlMutex& mu)
-      : mu_(mu), size_(world_size), trainers_(world_size), joined_(world_size, 0),
+      : mu_(mu),
+        size_(world_size),
+        trainers_(world_size),
+        joined_(world_size, 0),
         lost_(world_size, 0) {
     counts_.awaited = world_size;
   }
@@ -91,7 +94,7 @@ class Ranks {
     ControlLock lock(mu_);
     on_unresponsive_ = std::move(callback);
   }
-  bool find_unresponsive(const Liveness& liveness);  // was there one?
+  bool find_unresponsive(const Liveness& liveness);    // was there one?
   void note_awaited(uint64_t step) REQUIRES(control);  // a call waits for all ranks to end it
 
   // --- Steps of all

@@ -75,7 +75,8 @@ Status RowPath::part_of_batch(const frugal_op& op, const AnyTable& table,
   if (batch->trainer && batch->trainer != &t_)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the batch was declared by another trainer than this one of rank %u: give one of "
-                "its own", t_.rank);
+                "its own",
+                t_.rank);
   if (batch->rank != t_.rank || batch->step != t_.step)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the batch was declared for step %llu of rank %u; this is step %llu of rank %u: "
@@ -92,14 +93,15 @@ Status RowPath::part_of_batch(const frugal_op& op, const AnyTable& table,
   if (&batch->table(op.part) != &table)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "frugal_op.part %u of the batch is of table '%s': give that table, or another "
-                "part", op.part, batch->table(op.part).name.c_str());
+                "part",
+                op.part, batch->table(op.part).name.c_str());
   const StepPart* p = declared_part(batch->id, op.part);
   if (!p) return FRUGAL_OK;
   if (!op.keys && padded(op) && !same_padding(op, *p->part))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the padding key differs from the declared one; give the keys too");
-  if (!op.keys || (p->part->resolved() && same_padding(op, *p->part) &&
-                   p->part->same_keys(op.keys, op.count)))
+  if (!op.keys ||
+      (p->part->resolved() && same_padding(op, *p->part) && p->part->same_keys(op.keys, op.count)))
     *out = p;
   return FRUGAL_OK;
 }

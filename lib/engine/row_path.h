@@ -67,7 +67,12 @@ class StepView {
   // `handles`: the ids of the step's batches are their handles.
   StepView(Session& s, AnyTrainer& t, DataPath& d, BufferPool& p, BufferPool& pinned_memory,
            bool handles)
-      : session(s), trainer(t), data(d), pool(p), pinned(pinned_memory), ids_are_handles(handles),
+      : session(s),
+        trainer(t),
+        data(d),
+        pool(p),
+        pinned(pinned_memory),
+        ids_are_handles(handles),
         accesses(t.accesses) {
     accesses.clear();
   }

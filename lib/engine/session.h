@@ -36,10 +36,10 @@ struct AnyTable : HeapObject {
   uint64_t handle = 0;
   String name;
   uint32_t dim = 0;
-  size_t stride = 0;          // floats between rows
+  size_t stride = 0;           // floats between rows
   bool keys_are_slots = true;  // each key has its own slot; as in Rows
   bool any_key = false;        // all 64-bit keys are allowed; as in Rows
-  uint64_t capacity = 0;      // rows
+  uint64_t capacity = 0;       // rows
   int32_t nan_policy = 0;
   std::atomic<bool> dropped{false};
   std::atomic<bool> created_here{false};  // this process has created it, which it may do once
@@ -49,31 +49,31 @@ using AnyTableRef = std::shared_ptr<AnyTable>;
 // A part of the step that a rank is inside of.
 struct StepPart {
   uint64_t batch = 0;  // its AnyBatch::id; 0: it was not declared, or has no handle
-  uint32_t index = 0;         // of the part in it
+  uint32_t index = 0;  // of the part in it
   AnyTableRef table;
   PartRef part;
-  bool whole = false;         // declared and resolved
-  bool up_to_date = false;    // its rows may be read without asking the engine
+  bool whole = false;       // declared and resolved
+  bool up_to_date = false;  // its rows may be read without asking the engine
   // Of attached trainers:
-  bool cached = false;        // the trainer caches rows of the table
-  bool used = false;          // the controller knows that it is used, or need not know
-  uint64_t stale_keys = 0;    // keys of rows that had updates pending
+  bool cached = false;      // the trainer caches rows of the table
+  bool used = false;        // the controller knows that it is used, or need not know
+  uint64_t stale_keys = 0;  // keys of rows that had updates pending
   const device::Element* cached_values = nullptr;  // of cache slot 0, in host memory
 };
 
 // The keys of an op in this step.
 struct Access {
   AnyTableRef table;
-  PartRef part;          // resolved; null: the keys are not declared as they are used
-  PartRef declared;      // what the op names without keys, which may not be resolved
-  bool whole = false;    // `part` was declared, and the op names exactly its keys
-  size_t number = 0;     // of the part in the step
+  PartRef part;        // resolved; null: the keys are not declared as they are used
+  PartRef declared;    // what the op names without keys, which may not be resolved
+  bool whole = false;  // `part` was declared, and the op names exactly its keys
+  size_t number = 0;   // of the part in the step
 };
 
 // What a rank has pushed for a table in its current step.
 struct PushState : PushSums {
-  AnyTableRef table;          // null: nothing yet
-  uint32_t number = 0;        // of the first push's part in the step
+  AnyTableRef table;    // null: nothing yet
+  uint32_t number = 0;  // of the first push's part in the step
 };
 
 struct AnyTrainer : HeapObject {
@@ -82,10 +82,10 @@ struct AnyTrainer : HeapObject {
   std::shared_ptr<Session> session;
   uint64_t handle = 0;
   uint32_t rank = 0;
-  std::shared_ptr<Gpu> gpu;   // null: the cpu device
-  Mutex call_mu;         // held by a call of this trainer; taken by an abort to undo its step
+  std::shared_ptr<Gpu> gpu;  // null: the cpu device
+  Mutex call_mu;             // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
-  uint64_t step = kNoStep;    // begun last
+  uint64_t step = kNoStep;  // begun last
   // Of the step that it is inside of, with call_mu held:
   // What is declared; then what an attached trainer has asked for.
   Vector<StepPart> parts GUARDED_BY(call_mu);
@@ -102,10 +102,10 @@ struct AnyBatch : HeapObject {
   const Session* session = nullptr;
   uint64_t step = 0;
   uint32_t rank = 0;
-  uint64_t handle = 0;        // 0: the caller wants none
-  uint64_t id = 0;            // by which a step's parts name it
+  uint64_t handle = 0;                  // 0: the caller wants none
+  uint64_t id = 0;                      // by which a step's parts name it
   const AnyTrainer* trainer = nullptr;  // that has numbered the id; null: it is a handle
-  Status failed = FRUGAL_OK;  // it could not be declared after all, and why
+  Status failed = FRUGAL_OK;            // it could not be declared after all, and why
   String why;
   virtual size_t size() const = 0;
   virtual const AnyTable& table(size_t part) const = 0;

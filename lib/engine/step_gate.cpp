@@ -38,8 +38,8 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
   add({waited_for(WaitedFor::kDeclared),
        [this](Pass& p) REQUIRES(control) {
          // With unlimited staleness nothing is urgent, so links do not matter to a gate.
-         const bool links = (of_.pacing.deferred() || of_.ranks.caches_exist()) &&
-                            of_.config.staleness < kRing;
+         const bool links =
+             (of_.pacing.deferred() || of_.ranks.caches_exist()) && of_.config.staleness < kRing;
          p.declared = of_.declarations.unready(p.step, links ? of_.ranks.next_commit() : kNoStep);
          return p.declared == kNoStep;
        },

@@ -32,31 +32,31 @@ struct RewarmRows : HeapObject {
   size_t bytes = 0;        // of all rows, with their state
   // Rows before this have been brought into the processor's caches in this round.
   size_t table = 0, row = 0;
-  uint32_t rounds = 0;     // that are over
-  uint64_t since = 0;      // the end of the last one
+  uint32_t rounds = 0;  // that are over
+  uint64_t since = 0;   // the end of the last one
 };
 
 // What a step does to a table. Commits are made for all tables first, in pieces if memory is short.
 // They take effect when the step is committed.
 struct Commit {
   TableRef table;
-  UpdateRef update;         // null: nothing is pushed
-  bool taken = false;       // it has the rank gradients
-  bool held = false;        // the slots of these rows are held
-  bool added = false;       // it is in the table's window
-  bool prepared = false;    // the window has entered all of its rows
-  List<JobRef> job;         // if it is applied at once
+  UpdateRef update;       // null: nothing is pushed
+  bool taken = false;     // it has the rank gradients
+  bool held = false;      // the slots of these rows are held
+  bool added = false;     // it is in the table's window
+  bool prepared = false;  // the window has entered all of its rows
+  List<JobRef> job;       // if it is applied at once
 };
 
 struct StepRecord {
   bool skip = false;
-  bool deferred = false;    // its updates are queued, not applied at once
-  bool small = false;       // at once, by the committing thread alone
-  Vector<Commit> commits;   // once its commit has begun
+  bool deferred = false;   // its updates are queued, not applied at once
+  bool small = false;      // at once, by the committing thread alone
+  Vector<Commit> commits;  // once its commit has begun
   struct TableGradients {
     TableRef table;
-    Vector<RankGradients> ranks;  // in order of submission
-    void add(RankGradients&& h);  // there is room for it
+    Vector<RankGradients> ranks;        // in order of submission
+    void add(RankGradients&& h);        // there is room for it
     Vector<RankGradients>& in_order();  // by rank: for the commit, when all have come
   };
   Map<const Table*, TableGradients> rank_gradients;
@@ -68,7 +68,7 @@ struct StepRecord {
   // Of ranks that have ended the step: device work that is not complete yet.
   Vector<DeviceWorkRef> device_work;
 
-  bool all_prepared() const;  // nothing is still being prepared
+  bool all_prepared() const;   // nothing is still being prepared
   uint64_t row_bytes() const;  // of rows that have submitted gradients
   // The step will not be committed: withdraws its updates from the windows, and waits for devices.
   void undo();

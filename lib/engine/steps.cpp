@@ -16,7 +16,8 @@ Status Engine::begin_call(Trainer& t, bool tells) {
   if (t.closing.load() && t.lost_peer.load() == t.rank)
     return fail(FRUGAL_ERR_PEER_LOST,
                 "rank %u did not answer while others waited for it, and has lost its place: close "
-                "it and join again", t.rank);
+                "it and join again",
+                t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);
@@ -122,8 +123,7 @@ void Engine::schedule_prepare(const Trainer& t, uint64_t step) {
     ControlLock lock(mu_);
     // After an abort that this rank has not received yet, all ranks begin the step again. They may
     // declare for it meanwhile, and what is prepared must have passed the gates.
-    schedule = phase_.may(Phase::kPrepare) && !t.abort_notice.load() &&
-               records_.schedule(step);
+    schedule = phase_.may(Phase::kPrepare) && !t.abort_notice.load() && records_.schedule(step);
   } catch (const std::bad_alloc&) {
     schedule = false;  // preparing is optional
   }

@@ -145,9 +145,10 @@ Status Engine::read_stored(Table& table, const uint64_t* keys, size_t n, const u
 
 // Waits until none of these slots is loading.
 Status Engine::await_loading(Table& table, const uint32_t* slots, size_t n) {
-  const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
-                        [&] { return table.rows.tier()->first_loading(slots, 0, n) == n; },
-                        [this] { return load_one(); });
+  const Status s = wait(
+      deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
+      [&] { return table.rows.tier()->first_loading(slots, 0, n) == n; },
+      [this] { return load_one(); });
   return s == FRUGAL_ERR_TIMEOUT ? fail(s, "waited for rows to be loaded; call again") : s;
 }
 

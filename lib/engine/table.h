@@ -37,7 +37,7 @@ struct Table : AnyTable {
   // to another process.
   Mutex kind_mu;
   uint64_t kinds GUARDED_BY(kind_mu) = 0;  // how often the kind has changed
-  LoadingParts loading_parts;           // where rows may be stored
+  LoadingParts loading_parts;              // where rows may be stored
 };
 using TableRef = std::shared_ptr<Table>;
 
@@ -72,7 +72,7 @@ struct Batch final : AnyBatch {
   // `to_link` none to link.
   bool entered = false, own = false;
   uint32_t to_resolve = 0, to_link = 0;
-  uint32_t at = 0;                             // its index among those of its step
+  uint32_t at = 0;                            // its index among those of its step
   Batch *before = nullptr, *after = nullptr;  // those of its rank next to it
 };
 using BatchRef = std::shared_ptr<Batch>;

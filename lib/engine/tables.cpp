@@ -350,8 +350,7 @@ Status Engine::first_step_allowed(uint64_t first_step) const {
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
-  if ((!phase_.may(Phase::kWhole) || committer_.stalled()) &&
-      first_step <= ranks_.next_commit())
+  if ((!phase_.may(Phase::kWhole) || committer_.stalled()) && first_step <= ranks_.next_commit())
     return fail(FRUGAL_ERR_STEP_RANGE,
                 "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));

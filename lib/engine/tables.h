@@ -108,7 +108,7 @@ class Tables {
   bool none_pending() const { return pending_rows() == 0; }
 
   Vector<TableRef> all_ GUARDED_BY(control);  // by number
-  std::atomic<uint64_t> pending_rows_{0};  // of all windows
+  std::atomic<uint64_t> pending_rows_{0};     // of all windows
   uint32_t numbers_ GUARDED_BY(control) = 0;
   size_t next_ GUARDED_BY(control) = 0;
 };

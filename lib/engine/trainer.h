@@ -25,9 +25,9 @@ struct RemoteRefresh {
     uint64_t shm_address, bytes;
   };
   struct Update {
-    UpdateRef update;      // the process reads its sums
-    Vector<Sums> sums;     // of its ranks
-    Vector<Buffer> copies; // of those that other processes do not see
+    UpdateRef update;                  // the process reads its sums
+    Vector<Sums> sums;                 // of its ranks
+    Vector<Buffer> copies;             // of those that other processes do not see
     Buffer cache_slots, start, terms;  // CachedRowUpdate
     uint64_t count = 0, term_count = 0, now = 0;
   };
@@ -98,12 +98,12 @@ struct CreatedRows {
 // process reports which refreshes it has carried out. Guarded by the trainer's call_mu.
 struct RemoteCachedRows {
   bool exist = false;
-  uint64_t refreshes = 0, done = 0;   // numbers of the last
-  Vector<uint64_t> refused;           // tables for whose cached rows that device has no memory
+  uint64_t refreshes = 0, done = 0;  // numbers of the last
+  Vector<uint64_t> refused;          // tables for whose cached rows that device has no memory
   bool has_refused(uint64_t table) const {
     return std::find(refused.begin(), refused.end(), table) != refused.end();
   }
-  RemoteRefresh refresh;              // to be sent next
+  RemoteRefresh refresh;  // to be sent next
 };
 
 // The process of a trainer, where that is another one.

@@ -30,8 +30,10 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
-    if (attached) t->remote_cached_rows.exist = true;
-    else FRUGAL_TRY(join_gpu(config.device, *t));
+    if (attached)
+      t->remote_cached_rows.exist = true;
+    else
+      FRUGAL_TRY(join_gpu(config.device, *t));
     // With staleness the host gathers rows and checks their versions: it would not read a device's
     // cached rows.
     if (stale()) {
@@ -53,8 +55,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   ControlLock lock(mu_);
   // A rank that has joined before joins again between steps, so that it misses none. Nothing is
   // decided before this wait: another thread may take the rank meanwhile.
-  if (ranks_.joined(config.rank) && !ranks_[config.rank])
-    phase_.await(lock, Phase::kJoin);
+  if (ranks_.joined(config.rank) && !ranks_[config.rank]) phase_.await(lock, Phase::kJoin);
   if (closed()) return engine_closed();
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
@@ -191,8 +192,8 @@ Status Engine::may_declare(const Trainer& t, uint64_t step, bool late) {
 
 // Long for its order: all that can fail comes before the batch is entered. A failed call waits at
 // the end for keys that are on their way to the host.
-Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
-                        bool want_handle, uint64_t* batch_out, Buffer* copies, bool late) {
+Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                        uint64_t* batch_out, Buffer* copies, bool late) {
   Timed timed(meters_.counters.prefetch_ns, !late);
   TraceSpan span(meters_.trace, SpanKind::kPrefetch);
   span.step(step).rank(t.rank);
@@ -294,9 +295,8 @@ void Engine::give_up_reserved(Table& table) {
   auto idle = [&] {
     declarations_.mutex().assert_held();
     bool none = declarations_.quiet(table);
-    declarations_.each(of_table, [&](const Batch& b, size_t i) {
-      none = none && !b.parts[i]->linking;
-    });
+    declarations_.each(of_table,
+                       [&](const Batch& b, size_t i) { none = none && !b.parts[i]->linking; });
     return none;
   };
   workers_.await(lock, [&]() REQUIRES(control) {
@@ -343,8 +343,8 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   if (batch->rank != t.rank)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "the batch was declared by rank %u, not rank %u: give one of its own",
-                batch->rank, t.rank);
+                "the batch was declared by rank %u, not rank %u: give one of its own", batch->rank,
+                t.rank);
   {
     ControlLock lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)

@@ -48,7 +48,8 @@ Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, 
   while (s == FRUGAL_ERR_TIMEOUT && !deadline.passed());
   // As a rule that is at the end of the time-out. The abort with its notice is on its way.
   if (s == FRUGAL_ERR_TIMEOUT && found && trainer)
-    s = wait({now_ns() + kToldNs}, trainer, [] { return false; }, [] { return false; });
+    s = wait(
+        {now_ns() + kToldNs}, trainer, [] { return false; }, [] { return false; });
   return s;
 }
 

@@ -7,7 +7,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kNearSteps = 3;   // steps whose declarations do not wait for idle time
+constexpr uint64_t kNearSteps = 3;      // steps whose declarations do not wait for idle time
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
 constexpr uint32_t kWarmRounds = 32;
 constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would evict each other
@@ -46,9 +46,8 @@ void Engine::list_work() {
   add(Urgency::kSoon, [this] { return pacing_.deferred() && prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
   add(Urgency::kIdle, [this] { return flusher_.write(ranks_.soonest() + 1); });
-  add(Urgency::kIdle, [this] {
-    return pacing_.pending() > pacing_.limit() / 2 && flusher_.write(UINT64_MAX);
-  });
+  add(Urgency::kIdle,
+      [this] { return pacing_.pending() > pacing_.limit() / 2 && flusher_.write(UINT64_MAX); });
   add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
   add(Urgency::kIdle, [this] { return flusher_.write(UINT64_MAX); });
   workers_.add(Urgency::kFavour, [this] { return warm_one(); });
@@ -262,8 +261,7 @@ void Engine::add_rewarm(StepRecord* record, const TableRef& table, Vector<uint32
 Workers::Outcome Engine::warm_one() {
   using Outcome = Workers::Outcome;
   const uint64_t next = ranks_.begun();
-  if (!pacing_.deferred() || ranks_.pushed() == next)
-    return Outcome::kNothing;
+  if (!pacing_.deferred() || ranks_.pushed() == next) return Outcome::kNothing;
   Declarations::Item item;
   std::shared_ptr<RewarmRows> rewarm;
   TableRef table;

@@ -5,9 +5,9 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kHoldNs = 50'000;       // between two checks whether the calls have ended
-constexpr uint64_t kIdleNs = 1'000'000;   // until work that no thread needs is checked again
-constexpr uint64_t kEndingNs = 100'000;    // between two checks whether calls have noticed the end
+constexpr uint64_t kHoldNs = 50'000;     // between two checks whether the calls have ended
+constexpr uint64_t kIdleNs = 1'000'000;  // until work that no thread needs is checked again
+constexpr uint64_t kEndingNs = 100'000;  // between two checks whether calls have noticed the end
 
 // What a chunk throws is kept as a status: the thread that runs it may not be the one that waits.
 Status status_of(void (*run)(void*, size_t), void* context, size_t chunk) noexcept {

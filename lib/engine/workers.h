@@ -41,8 +41,8 @@ struct Job : HeapObject {
   std::atomic<size_t> next{0};
   std::atomic<size_t> done{0};
   std::atomic<Status> status{FRUGAL_OK};  // of the first chunk that failed
-  std::shared_ptr<void> keep;  // what the context needs to live
-  bool apply = false;          // a committed step's update: gates wait for it
+  std::shared_ptr<void> keep;             // what the context needs to live
+  bool apply = false;                     // a committed step's update: gates wait for it
   // The next chunk. False: all are taken.
   bool take(size_t* chunk) {
     return (*chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;

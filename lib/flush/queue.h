@@ -21,8 +21,8 @@
 namespace frugal {
 
 constexpr uint64_t kNoStep = UINT64_MAX;
-constexpr uint32_t kRing = 64;       // priorities of steps
-constexpr uint8_t kInfinity = 64;    // no declared read
+constexpr uint32_t kRing = 64;     // priorities of steps
+constexpr uint8_t kInfinity = 64;  // no declared read
 
 // The distance of a priority from the step `next_commit`: ring positions in step order, infinity
 // last.

@@ -17,7 +17,7 @@ Attached::~Attached() {
 }
 
 Status Ends::open(int socket) {
-  const bool made = ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
+  const bool made = ForkedDescriptors::open(sockets, [](int(&fds)[2]) {
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0) return false;
     // The same size on every system: a slow reader has time, and a suspended one keeps at most so
     // much.
@@ -26,8 +26,8 @@ Status Ends::open(int socket) {
     for (int& fd : fds) fd = above_standard(fd);
     return true;
   });
-  connection = ForkedDescriptors::open(
-      [&] { return fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
+  connection =
+      ForkedDescriptors::open([&] { return fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
   if (made && sockets[0] >= 0 && sockets[1] >= 0 && connection >= 0) return FRUGAL_OK;
   return os_no_descriptor(errno, "what tells this process of the controller's memory");
 }

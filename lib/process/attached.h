@@ -34,15 +34,18 @@ class LargeRings {
 // An attached process and what the controller keeps for it. Guarded by the server's lock.
 struct Attached : HeapObject {
   Attached(std::shared_ptr<Engine> engine, LargeRings& rings, pid_t of, bool looks)
-      : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
+      : engine_(std::move(engine)),
+        rings_(rings),
+        pid_(of),
+        observes(looks),
         large(!looks && rings.take(of)) {}
   const std::shared_ptr<Engine> engine_;
-  uint64_t told = 0;                 // its number in the arena's region publisher
-  uint64_t watched = 0;              // its number in the watch; 0: none
+  uint64_t told = 0;     // its number in the arena's region publisher
+  uint64_t watched = 0;  // its number in the watch; 0: none
   LargeRings& rings_;
   const pid_t pid_;
-  const bool observes, large;        // large: its rings are large
-  bool gone = false;                 // it has ended, or its connection has
+  const bool observes, large;                 // large: its rings are large
+  bool gone = false;                          // it has ended, or its connection has
   std::unique_ptr<ProcessRequestLoop> calls;  // for calls outside steps
   Vector<std::unique_ptr<TrainerRequestLoop>> trainers;
   // Trainers that were cut off while the process lives. It may be suspended while it reads what

@@ -22,8 +22,10 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
     n = declared->n;
     padded = declared->has_padding;
     padding = declared->padding;
-    if (declared->resolved()) slots = declared->slots.as<uint32_t>();
-    else keys = declared->keys.as<uint64_t>();
+    if (declared->resolved())
+      slots = declared->slots.as<uint32_t>();
+    else
+      keys = declared->keys.as<uint64_t>();
   }
   if (!keys && !slots) return false;  // the request goes to the controller, which refuses it
   auto is_term = [&](size_t k) {

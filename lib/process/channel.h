@@ -129,9 +129,7 @@ class Channel : public HeapObject {
   char* staging() { return staging_; }
   Status commit_staging(uint64_t offset, uint64_t bytes);
   // Buffers can be cut from it.
-  void staging_arena(Arena* out) const {
-    out->over(own_, 0, staging_bytes_);
-  }
+  void staging_arena(Arena* out) const { out->over(own_, 0, staging_bytes_); }
   // Whether a range was released, and its offset, exactly as the controller wrote it.
   bool next_release(uint64_t* offset);
   Status wait_release(uint64_t until);
@@ -149,7 +147,7 @@ class Channel : public HeapObject {
 
   const bool controller_;
   RingPeer link_;
-  Mapping up_, down_, own_;  // own_: the trainer process's staging memory
+  Mapping up_, down_, own_;              // own_: the trainer process's staging memory
   std::shared_ptr<StagingMemory> lent_;  // the controller's
   char* staging_ = nullptr;
   size_t staging_bytes_ = 0;
@@ -159,7 +157,7 @@ class Channel : public HeapObject {
   uint64_t waited_ns_ = 0;
   Mutex release_mutex_;
   RingWriter releaser_ GUARDED_BY(release_mutex_);  // controller
-  RingReader released_;  // trainer process
+  RingReader released_;                             // trainer process
 };
 
 }  // namespace frugal

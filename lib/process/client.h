@@ -138,10 +138,10 @@ class Client final : public Session, private DataPath, private Controller::Owner
   const std::shared_ptr<Pins> pins_ = std::make_shared<Pins>();  // what its devices see
   Controller controller_{*this, *this, pins_};
   BufferPool pool_;
-  BufferPool pinned_;                 // buffers that devices see
+  BufferPool pinned_;  // buffers that devices see
   Helpers helpers_;
   Mutex rpc_mu_;
-  RpcClient rpc_{controller_};        // for calls outside steps
+  RpcClient rpc_{controller_};  // for calls outside steps
   RankJoins joins_{controller_};
   std::atomic<uint64_t> kinds_seen_{0};  // LedgerRoot::kinds when tables were last compared
   mutable Mutex mu_;

@@ -158,8 +158,7 @@ Status Client::refresh_cached_rows(RemoteTrainer& t, const Vector<char>& bytes, 
     Vector<uint32_t> ascending = plan.admitted;
     std::sort(ascending.begin(), ascending.end());
     FRUGAL_TRY(table.pinned.pin(ascending.data(), ascending.size()));
-    if (table.pinned_state)
-      FRUGAL_TRY(table.pinned_state->pin(ascending.data(), ascending.size()));
+    if (table.pinned_state) FRUGAL_TRY(table.pinned_state->pin(ascending.data(), ascending.size()));
     for (uint64_t u = 0; u < of.updates; ++u)
       FRUGAL_TRY(take_due(told, device_work, &due.emplace_back()));
     device_work.kept.push_back(known->table);
@@ -262,8 +261,10 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
     op.rows_out = rows[i].as<float>();
     op.row_stride = strides[i] * sizeof(float);
   }
-  if (Controller::Remaining remaining{controller_}) FRUGAL_TRY(read_out(&t, host.data(), n));
-  else FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
+  if (Controller::Remaining remaining{controller_})
+    FRUGAL_TRY(read_out(&t, host.data(), n));
+  else
+    FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
   DeviceWork device_work;
   device_work.gpu = t.gpu;
   for (size_t i = 0; i < n; ++i) {

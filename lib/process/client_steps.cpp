@@ -127,8 +127,15 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
     FRUGAL_TRY(in_op(op_table(ops[i], &table), i, n, table));
-    heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1,
-                static_cast<uint32_t>(i), kNoShmAddress};
+    heads[i] = {table->id,
+                0,
+                ops[i].count,
+                ops[i].padding_key,
+                0,
+                ops[i].flags,
+                1,
+                static_cast<uint32_t>(i),
+                kNoShmAddress};
     FRUGAL_TRY(
         in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
     batch->tables.push_back(std::move(table));

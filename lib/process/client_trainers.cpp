@@ -141,8 +141,10 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
     RemoteTrainer& t;
     Status s = FRUGAL_ERR_OUT_OF_MEMORY;
     ~Closer() {
-      if (s == FRUGAL_OK) handle_remove(HandleKind::kTrainer, t.handle);
-      else t.closer.store(false);
+      if (s == FRUGAL_OK)
+        handle_remove(HandleKind::kTrainer, t.handle);
+      else
+        t.closer.store(false);
     }
   } closer{*t};
   // A call of the trainer that waits ends. The controller is notified afterwards: it then releases

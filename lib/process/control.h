@@ -97,8 +97,7 @@ class ControlServer : public HeapObject {
   // file there is no socket. INVALID_ARGUMENT: the path is too long, or its folder does not exist.
   // `handler` must outlive the server. Without an address the server has only adopted connections.
   static Status start(const char* address, ControlHandler* handler,
-                      std::unique_ptr<ControlServer>* out,
-                      const ControlLimits& limits = {});
+                      std::unique_ptr<ControlServer>* out, const ControlLimits& limits = {});
   // Accepts no more connections, and replies FRUGAL_ERR_CLOSED to calls that have not begun. Waits
   // for calls under way, calls the handler's gone() for each peer, and closes all connections. Must
   // not be called by a handler.

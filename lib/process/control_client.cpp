@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/forked.h"
 #include "base/futex.h"
 #include "base/handles.h"
 #include "base/os.h"
@@ -25,7 +26,6 @@
 #include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
-#include "base/forked.h"
 
 namespace frugal {
 namespace {
@@ -125,11 +125,11 @@ struct ControlClient::Impl final : HeapObject {
   Thread thread;
   std::atomic<bool> lost{false};
   std::atomic<uint32_t> joined{0};  // close_link() joins the thread
-  Mutex sending;  // one message after the other
+  Mutex sending;                    // one message after the other
   Mutex mutex;
   Call* calls GUARDED_BY(mutex) = nullptr;  // that wait
   uint64_t last_id GUARDED_BY(mutex) = 0;
-  bool closed GUARDED_BY(mutex) = false;  // no call begins any more
+  bool closed GUARDED_BY(mutex) = false;          // no call begins any more
   std::function<void()> ended GUARDED_BY(mutex);  // called when the connection has ended
 
   ~Impl() {

@@ -67,11 +67,14 @@ Progress Outgoing::push(int socket, const int* descriptors, size_t count) {
       std::memcpy(CMSG_DATA(c), descriptors, count * sizeof(int));
     }
     const ssize_t n = sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n >= 0) sent_ += static_cast<size_t>(n);
-    else if (later(errno)) return Progress::kNothing;
+    if (n >= 0)
+      sent_ += static_cast<size_t>(n);
+    else if (later(errno))
+      return Progress::kNothing;
     else if (errno == EPIPE || errno == ECONNRESET || (errno != EINTR && sent_ > 0))
       return Progress::kEnd;
-    else if (errno != EINTR) return Progress::kRefused;
+    else if (errno != EINTR)
+      return Progress::kRefused;
   }
   return Progress::kWhole;
 }
@@ -105,8 +108,10 @@ Progress Incoming::pull(int socket) {
             int fd;
             std::memcpy(&fd, CMSG_DATA(c) + at, sizeof fd);
             fd = above_standard(fd);
-            if (fd >= 0 && count_ < kMostDescriptors) descriptors_[count_++] = fd;
-            else close(fd);
+            if (fd >= 0 && count_ < kMostDescriptors)
+              descriptors_[count_++] = fd;
+            else
+              close(fd);
           }
     if ((header.msg_flags & MSG_CTRUNC) && !takes_descriptors_) return Progress::kEnd;
     bytes_ += static_cast<size_t>(n);

@@ -71,8 +71,8 @@ class Incoming {
   void drop();
   const bool takes_descriptors_;
   bool can_throw_ = false;  // libkj's state of this thread exists
-  size_t bytes_ = 0;   // received so far
-  size_t wanted_ = 8;  // of the message, as far as is known
+  size_t bytes_ = 0;        // received so far
+  size_t wanted_ = 8;       // of the message, as far as is known
   size_t count_ = 0;
   int descriptors_[kMostDescriptors];
   kj::ArrayPtr<const capnp::word> segment_;

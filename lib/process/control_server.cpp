@@ -18,13 +18,13 @@
 
 #include "base/assert.h"
 #include "base/condition.h"
+#include "base/forked.h"
 #include "base/handles.h"
-#include "base/retry.h"
 #include "base/os.h"
+#include "base/retry.h"
 #include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
-#include "base/forked.h"
 
 namespace frugal {
 namespace {
@@ -548,8 +548,7 @@ Status ControlServer::start(const char* address, ControlHandler* handler,
     impl->limits = limits;
     impl->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     impl->end = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (impl->bell < 0 || impl->end < 0)
-      return os_no_descriptor(errno, "the controller's events");
+    if (impl->bell < 0 || impl->end < 0) return os_no_descriptor(errno, "the controller's events");
     if (address) FRUGAL_TRY(impl->address.take(address));
     impl->spare = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     impl->thread = quiet_thread([its = impl.get()] { its->run(); });

@@ -12,8 +12,8 @@
 #include <cstring>
 
 #include "base/assert.h"
-#include "base/os.h"
 #include "base/forked.h"
+#include "base/os.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -181,8 +181,7 @@ Status ControlAddress::bind() {
                         address_.c_str());
   }
   listener_ = new_socket();
-  if (listener_ < 0)
-    return os_no_descriptor(errno, "the controller's socket");
+  if (listener_ < 0) return os_no_descriptor(errno, "the controller's socket");
   // The file gets the mode of the socket, less what the umask takes: it is never wider than this.
   if (fchmod(listener_, 0600) != 0)
     return fail_errno(refused(errno), errno,
@@ -255,16 +254,15 @@ Attempt connect_once(const char* address) {
     struct stat there;
     if (out.code == ECONNREFUSED && stat(address, &there) == 0 && !S_ISSOCK(there.st_mode)) {
       out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                        "%s is there and is no socket: give the address of a controller",
-                        address);
+                        "%s is there and is no socket: give the address of a controller", address);
       return out;
     }
     out.again = out.code == ENOENT || out.code == ECONNREFUSED || out.code == EAGAIN ||
                 out.code == EINTR || out.code == ECONNRESET;
     if (!out.again)
-      out.status = fail_errno(path_status(out.code), out.code,
-                              "the controller at %s cannot be connected to: is it another user's?",
-                              address);
+      out.status =
+          fail_errno(path_status(out.code), out.code,
+                     "the controller at %s cannot be connected to: is it another user's?", address);
     return out;
   }
   Credentials other;

@@ -44,8 +44,8 @@ class ControlAddress : public HeapObject {
 
 // One attempt to connect.
 struct Attempt {
-  int socket = -1;     // nonblocking
-  bool again = false;  // there is none, and a later attempt may succeed
+  int socket = -1;            // nonblocking
+  bool again = false;         // there is none, and a later attempt may succeed
   Status status = FRUGAL_OK;  // if not `again`, with its message
   int code = 0;               // errno
 };

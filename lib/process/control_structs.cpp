@@ -4,6 +4,7 @@ namespace frugal {
 namespace {
 
 // The fields, as C and as Cap'n Proto call them.
+// clang-format off
 #define CONFIG_FIELDS(X)                                                                           \
   X(world_size, WorldSize) X(lookahead, Lookahead) X(flush_threads, FlushThreads)                  \
   X(flush_mode, FlushMode) X(staleness, Staleness) X(pending_bytes, PendingBytes)                  \
@@ -24,6 +25,7 @@ namespace {
   X(page_bytes, PageBytes)
 #define TRAINER_CONFIG_FIELDS(X)                                                                   \
   X(rank, Rank) X(flags, Flags) X(cache_bytes, CacheBytes) X(cache_ratio, CacheRatio)
+// clang-format on
 
 // A new field must be added above and to control.capnp, too.
 static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_optimizer) == 88);

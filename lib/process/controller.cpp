@@ -66,7 +66,8 @@ Status Controller::watch() {
     const int fd = fcntl(control_->controller_pidfd(), F_DUPFD_CLOEXEC, 3);
     if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's process");
     uint64_t id;
-    Status s = watch_->add(fd, [this] { peer_ended(); }, &id);
+    Status s = watch_->add(
+        fd, [this] { peer_ended(); }, &id);
     if (s != FRUGAL_OK) {
       ::close(fd);
       return s;

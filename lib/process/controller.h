@@ -116,10 +116,10 @@ class Controller {
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
   std::shared_mutex controller_memory_mu_;  // guards what follows against the controller's end
-  RegionRefs kept_;                        // regions of controller_memory_.root and versions_
-  ControllerMemory controller_memory_;     // in regions_
+  RegionRefs kept_;                         // regions of controller_memory_.root and versions_
+  ControllerMemory controller_memory_;      // in regions_
   const VersionWord* versions_ = nullptr;
-  Regions regions_;                        // its arena, and staging memory
+  Regions regions_;  // its arena, and staging memory
   std::atomic<bool> closed_{false}, lost_{false};
 };
 

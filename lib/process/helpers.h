@@ -33,12 +33,12 @@ class Helpers {
   Mutex one_ ACQUIRED_BEFORE(mu_), mu_;  // one_: a loop has the helpers, or they start or stop
   Condition wake_, done_;
   Loop* loop_ GUARDED_BY(mu_) = nullptr;  // under way
-  std::atomic<uint32_t> inside_{0};  // helpers that work on it; written under mu_
+  std::atomic<uint32_t> inside_{0};       // helpers that work on it; written under mu_
   bool waits_ GUARDED_BY(mu_) = false;    // the caller waits for them
   std::atomic<uint64_t> loops_{0};
   bool stopping_ GUARDED_BY(mu_) = false;
   Vector<Thread> threads_;
-  Processors processors_;     // of the thread that started them
+  Processors processors_;               // of the thread that started them
   int kept_off_ GUARDED_BY(one_) = -1;  // the processor that helpers avoid
 };
 

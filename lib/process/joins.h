@@ -13,7 +13,7 @@ namespace frugal {
 class RankJoins {
   struct Rank {
     std::atomic<bool> join_unknown{false};  // a join failed, and the controller may have done it
-    std::atomic<bool> now{false};     // a thread is joining with this rank
+    std::atomic<bool> now{false};           // a thread is joining with this rank
   };
 
  public:

@@ -63,11 +63,11 @@ struct Failure {
 
 struct OpHead {
   uint64_t table;
-  uint64_t batch;        // its number, which its trainer has given it; or 0
-  uint64_t keys;         // their number
+  uint64_t batch;  // its number, which its trainer has given it; or 0
+  uint64_t keys;   // their number
   uint64_t padding_key;
   uint32_t part;
-  uint32_t flags;        // FRUGAL_OP_*
+  uint32_t flags;  // FRUGAL_OP_*
   // Whether keys follow, or are at `shm_address`. If not, the op means those of the batch's part.
   uint32_t given;
   uint32_t number;       // of the op in its call; a request may have only some ops of a call
@@ -78,24 +78,24 @@ struct ReadHead {
   OpHead op;
   uint64_t bags;
   int32_t pooling;
-  uint32_t has;          // kHas*
+  uint32_t has;  // kHas*
 };
 constexpr uint32_t kHasWeights = 1, kHasFound = 2;
 
 // The arrays of a part in the arena, as shared addresses (base/region_publisher.h). An array that
 // does not exist has kNoShmAddress.
 struct PartAddress {
-  uint64_t batch;        // number of its declaration, or 0
+  uint64_t batch;  // number of its declaration, or 0
   uint64_t table;
   uint64_t n, distinct, occurrences;
   uint64_t slots, pairs, rows, start, keys;
   // Where the trainer's cache has its rows, if it caches rows of the table.
   uint64_t sources, cached_values;
-  uint64_t cached;       // keys of rows that are in the cache
-  uint64_t stale;        // keys of rows that had updates pending
+  uint64_t cached;  // keys of rows that are in the cache
+  uint64_t stale;   // keys of rows that had updates pending
   uint64_t padding;
-  uint32_t index;        // of the part in its batch
-  uint32_t flags;        // kPart*
+  uint32_t index;  // of the part in its batch
+  uint32_t flags;  // kPart*
 };
 constexpr uint32_t kPartPadding = 1;   // has a padding key
 constexpr uint32_t kPartWhole = 2;     // a declaration, resolved
@@ -118,7 +118,7 @@ struct UpdateAddress {
   // Shared addresses of uint32_t[count], uint32_t[count + 1], CachedRowUpdate::Term[term_count].
   uint64_t cache_slots, start, terms;
   uint64_t count, term_count, now;
-  uint64_t stride, ranks;        // so many SumsAddress follow
+  uint64_t stride, ranks;  // so many SumsAddress follow
 };
 
 // Where a rank's sums are: in staging memory or the arena.
@@ -126,8 +126,8 @@ struct SumsAddress {
   uint64_t shm_address, bytes;
 };
 
-constexpr uint64_t kMostPath = 4096;   // bytes of the path of a file
-constexpr uint32_t kMostEvents = 64;   // of a trainer's calls in a step, for a trace
+constexpr uint64_t kMostPath = 4096;  // bytes of the path of a file
+constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
 // The up region's counters have a bit for each of the first parts of a step. The bit is set when
 // the part is looked up or pushed, before the controller is notified. A thread that must know which
 // rows exist reads these bits.
@@ -139,10 +139,10 @@ constexpr uint32_t kJoined = UINT32_MAX;  // no part of the step: rows of severa
 struct PushAddress {
   uint64_t table;
   uint64_t sums;
-  uint64_t rows;         // kJoined: the list of rows, ascending slots
-  uint64_t distinct;     // and their number
-  uint32_t part;         // whose rows they are, or kJoined
-  uint32_t whole;        // exactly the declared keys were pushed
+  uint64_t rows;      // kJoined: the list of rows, ascending slots
+  uint64_t distinct;  // and their number
+  uint32_t part;      // whose rows they are, or kJoined
+  uint32_t whole;     // exactly the declared keys were pushed
 };
 
 }  // namespace frugal

@@ -314,8 +314,10 @@ size_t TableReadout::keys(uint64_t* cursor, uint64_t* out, size_t capacity) cons
   size_t n = 0;
   while (n < capacity && *cursor < slots_) {
     const uint32_t s = static_cast<uint32_t>((*cursor)++);
-    if (!hashed_) out[n++] = s;
-    else if (exists(s)) out[n++] = keys_[s];
+    if (!hashed_)
+      out[n++] = s;
+    else if (exists(s))
+      out[n++] = keys_[s];
   }
   return n;
 }
@@ -324,9 +326,12 @@ void TableReadout::find(const uint64_t* keys, size_t n, const uint64_t* padding,
                         uint32_t* slots) const {
   if (hashed_) index_.find(keys, n, slots);
   for (size_t i = 0; i < n; ++i) {
-    if (padding && keys[i] == *padding) slots[i] = kNoSlot;
-    else if (!hashed_) slots[i] = static_cast<uint32_t>(keys[i]);
-    else if (slots[i] == KeyIndex::kNone) slots[i] = kMissingSlot;
+    if (padding && keys[i] == *padding)
+      slots[i] = kNoSlot;
+    else if (!hashed_)
+      slots[i] = static_cast<uint32_t>(keys[i]);
+    else if (slots[i] == KeyIndex::kNone)
+      slots[i] = kMissingSlot;
   }
 }
 

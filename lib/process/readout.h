@@ -22,9 +22,7 @@ struct ControllerMemory {
   Status committed(uint64_t* step) const;
   // No thread writes any more, although the controller's process may live: it has closed the
   // engine.
-  bool ended() const {
-    return root && root->ended.load(std::memory_order_acquire) != 0;
-  }
+  bool ended() const { return root && root->ended.load(std::memory_order_acquire) != 0; }
 };
 
 // The read-out of one table. All rows that wait to be written are worked out when it is opened;

@@ -106,8 +106,7 @@ Status Regions::find(uint64_t shm_address, uint64_t bytes, RegionRefs* reads,
         FRUGAL_ERR_PEER_LOST,
         "the controller has memory that this process has not mapped, which it could not tell "
         "it of: close the engine and open it again");
-  if (!found)
-    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+  if (!found) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
   reads->push_back(found);
   *out = found->at(shm_address);
   return FRUGAL_OK;

@@ -21,18 +21,18 @@ struct RemoteTable : AnyTable {
   Status open_readout(const ControllerMemory& of, uint64_t kinds_seen, BufferPool& pool,
                       TableReadout** out);
 
-  uint64_t id = 0;             // its handle in the controller
+  uint64_t id = 0;  // its handle in the controller
   // What depends on the kind of optimizer changes outside of steps, with kind_mu: `ledger`,
   // `kinds`, and what `info`, `layout` and `arrays` hold for state. Trainers take a change in when
   // they begin a step, other threads with the lock.
   frugal_table_info info{};
   RowLayout layout;
-  device::RowsView rows{};     // values
+  device::RowsView rows{};  // values
   Mapping arrays[Rows::kArrays];
-  PinnedSlabs pinned;                       // values, as far as devices see them
+  PinnedSlabs pinned;                         // values, as far as devices see them
   std::unique_ptr<PinnedSlabs> pinned_state;  // or null: no state
-  uint64_t ledger = kNoShmAddress;  // its record in the controller's ledger
-  uint64_t kinds = 0;          // how often it got another kind of optimizer
+  uint64_t ledger = kNoShmAddress;            // its record in the controller's ledger
+  uint64_t kinds = 0;                         // how often it got another kind of optimizer
   bool lazy = false;
   Mutex kind_mu;
   // Takes what depends on the kind from a later description of the table.

@@ -98,7 +98,7 @@ struct RemoteTrainer : AnyTrainer {
   // its buffers.
   BufferPool sums;
   std::optional<SpinPolicy> spin_policy;
-  uint64_t last_batch = 0;     // number of the last declaration
+  uint64_t last_batch = 0;  // number of the last declaration
   bool in_step = false;
   // The end of the step: what is sent, and whether it was sent. If step_end has failed, it is to be
   // called again.
@@ -108,9 +108,9 @@ struct RemoteTrainer : AnyTrainer {
     Vector<RankGradients> sums;  // whose memory `shm_addresses` name
   } end;
   struct Device {
-    bool failed = false;       // it does not work, and the controller knows
-    bool left = false;         // removed from the pins, when the trainer was closed
-    uint64_t said = 0;  // when this process last reported that it waits for its device
+    bool failed = false;  // it does not work, and the controller knows
+    bool left = false;    // removed from the pins, when the trainer was closed
+    uint64_t said = 0;    // when this process last reported that it waits for its device
   } device;
   bool forgotten = false;  // it has lost its rank, and the controller holds nothing of it any more
   // Its caches: cached rows in memory of its GPU. The controller has the index, and numbers the
@@ -122,7 +122,7 @@ struct RemoteTrainer : AnyTrainer {
       uint64_t kinds = 0;  // of the table, when they were made
     };
     Map<uint64_t, OfTable> tables;
-    uint64_t refresh = 0;      // the last that was carried out
+    uint64_t refresh = 0;  // the last that was carried out
   } caches;
   uint64_t joined = 0;  // the controller's number for this trainer, among all that had the rank
   std::atomic<uint64_t> begun{kNoStep};  // the last step that it has begun, if that was not undone
@@ -131,8 +131,8 @@ struct RemoteTrainer : AnyTrainer {
   RemoteCounts counts;
   uint64_t cpu_ns = 0;
   struct Traced {
-    bool on = false;             // the controller records a trace
-    Vector<TraceEvent> events;   // of the step, for it
+    bool on = false;            // the controller records a trace
+    Vector<TraceEvent> events;  // of the step, for it
   } traced;
 
   // A declaration whose call has not waited for the reply. Any thread takes the reply, with `mu`;
@@ -140,9 +140,9 @@ struct RemoteTrainer : AnyTrainer {
   struct Late {
     Mutex mu;
     bool open GUARDED_BY(mu) = false;  // the next message is its reply
-    RemoteBatchRef batch;      // null: nothing follows
-    size_t used = 0;           // how many of `used` were sent with it
-    Vector<uint64_t> shm_addresses;  // of its keys, as far as they are not released
+    RemoteBatchRef batch;              // null: nothing follows
+    size_t used = 0;                   // how many of `used` were sent with it
+    Vector<uint64_t> shm_addresses;    // of its keys, as far as they are not released
   } late;
 
  private:
@@ -154,7 +154,7 @@ struct RemoteTrainer : AnyTrainer {
   Status answer_late(uint64_t until) REQUIRES(late.mu);
 
   Controller& controller_;
-  Vector<uint32_t> used;       // numbers of parts that the next request reports
+  Vector<uint32_t> used;  // numbers of parts that the next request reports
 };
 using RemoteTrainerRef = std::shared_ptr<RemoteTrainer>;
 

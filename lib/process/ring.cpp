@@ -12,12 +12,12 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kRingSpinNs = 50000;          // about what a sleep and a wake-up cost
+constexpr uint64_t kRingSpinNs = 50000;      // about what a sleep and a wake-up cost
 constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
 
 const char kOver[] =
     "has cut the channel: it is stopping, or took this process for dead, or another has its place; "
-                     "close the trainer, and join again";
+    "close the trainer, and join again";
 
 // The half of the count that changes.
 const uint32_t* low_half(const std::atomic<uint64_t>& count) {
@@ -73,7 +73,7 @@ Status RingPeer::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
   mine->wanted.store(wanted, std::memory_order_relaxed);  // published with `asleep`
   sleepers_.fetch_add(1);  // before the check of ended_; end() does it the other way round
   schedule_point();
-  mine->asleep.store(1);   // before the check of the count; publish() does it the other way round
+  mine->asleep.store(1);  // before the check of the count; publish() does it the other way round
   for (WaitTime time = WaitTime::until(until);;) {
     schedule_point();
     const uint64_t count = peer->count.load();
@@ -99,8 +99,14 @@ void RingPeer::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
 
 RingWriter::RingWriter(RingPeer* link, RingEnd* mine, const RingEnd* peer, char* data,
                        size_t capacity)
-    : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
-      written_(mine->count.load()), published_(written_), known_(written_) {
+    : link_(link),
+      mine_(mine),
+      peer_(peer),
+      data_(data),
+      capacity_(capacity),
+      written_(mine->count.load()),
+      published_(written_),
+      known_(written_) {
   FRUGAL_ASSERT(std::has_single_bit(capacity) && capacity <= kMaxRing);
   link->sleeps_on(peer);
 }
@@ -155,8 +161,14 @@ void RingWriter::publish() {
 
 RingReader::RingReader(RingPeer* link, RingEnd* mine, const RingEnd* peer, const char* data,
                        size_t capacity)
-    : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
-      read_(mine->count.load()), published_(read_), known_(read_) {
+    : link_(link),
+      mine_(mine),
+      peer_(peer),
+      data_(data),
+      capacity_(capacity),
+      read_(mine->count.load()),
+      published_(read_),
+      known_(read_) {
   link->sleeps_on(peer);
 }
 

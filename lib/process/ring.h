@@ -107,9 +107,9 @@ class RingWriter {
   const RingEnd* peer_ = nullptr;
   char* data_ = nullptr;
   size_t capacity_ = 0;
-  uint64_t written_ = 0;    // private copies: those in shared memory are for the reader
+  uint64_t written_ = 0;  // private copies: those in shared memory are for the reader
   uint64_t published_ = 0;
-  uint64_t known_ = 0;      // of the reader's count
+  uint64_t known_ = 0;  // of the reader's count
 };
 
 class RingReader {

@@ -25,7 +25,7 @@ struct Exchange {
   Call call;
   uint64_t args[5] = {};
   Vector<Piece> pieces;
-  uint64_t until = 0;        // the call's own deadline; 0: the engine's time-out applies
+  uint64_t until = 0;  // the call's own deadline; 0: the engine's time-out applies
   void add(const void* data, size_t bytes) {
     if (bytes) pieces.push_back({data, bytes});
   }

@@ -34,10 +34,10 @@ constexpr size_t kMostReplaced = 16;
 
 struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   Mutex mu_;
-  std::shared_ptr<Engine> engine_;   // null: no process has opened it yet
+  std::shared_ptr<Engine> engine_;  // null: no process has opened it yet
   uint64_t engine_handle_ = 0;
   bool own_engine_ = false;
-  frugal_log_fn log_ = nullptr;      // of its own engine
+  frugal_log_fn log_ = nullptr;  // of its own engine
   LargeRings large_rings_;
   Map<uint64_t, std::shared_ptr<Attached>> processes_ GUARDED_BY(mu_);  // by peer
   Vector<uint32_t> leaving_ GUARDED_BY(mu_);  // by rank: request loops that are being lost
@@ -45,7 +45,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     uint32_t rank;
     const Attached* process;
     uint64_t request;
-    bool given_up = false;           // its process does not wait for it any more
+    bool given_up = false;  // its process does not wait for it any more
     bool ends() const { return given_up || process->gone || has_ended(*process); }
   };
   Vector<Joining*> joining_ GUARDED_BY(mu_);  // calls of join under way, the oldest first
@@ -210,9 +210,12 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     // Without a pidfd the process counts as ended when its connection ends.
     if (watched.fd < 0) return FRUGAL_OK;
     const uint64_t id = peer.id;
-    Status s = watch_->add(watched.fd, [this, id] { ended(id, true); }, &process->watched);
-    if (s == FRUGAL_OK) watched.fd = -1;
-    else processes_.erase(id);
+    Status s = watch_->add(
+        watched.fd, [this, id] { ended(id, true); }, &process->watched);
+    if (s == FRUGAL_OK)
+      watched.fd = -1;
+    else
+      processes_.erase(id);
     return s;
   }
 
@@ -376,8 +379,10 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
           if (request_loop->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
       bool before = earlier;
       for (const Joining* j : joining_) {
-        if (j == &mine) before = false;
-        else if (j->rank == rank) soon |= before || j->ends();
+        if (j == &mine)
+          before = false;
+        else if (j->rank == rank)
+          soon |= before || j->ends();
       }
       soon |= reaper_.has(rank);
       return !soon;
@@ -414,7 +419,8 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   class SCOPED_CAPABILITY LeavingScope {
    public:
     LeavingScope(Impl& impl, uint32_t rank) RELEASE(impl.mu_) NO_THREAD_SAFETY_ANALYSIS
-        : impl_(impl), rank_(rank) {
+        : impl_(impl),
+          rank_(rank) {
       ++impl_.leaving_[rank_];
       impl_.mu_.unlock();
     }
@@ -464,9 +470,8 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
         given_up = j->given_up = true;
     if (given_up) left_.notify_all();
     // Another thread may be about to lose the request loop.
-    left_.wait(lock, [&]() REQUIRES(mu_) {
-      return rank >= leaving_.size() || leaving_[rank] == 0;
-    });
+    left_.wait(lock,
+               [&]() REQUIRES(mu_) { return rank >= leaving_.size() || leaving_[rank] == 0; });
     for (auto& old : process->replaced)
       if (joined != kAnyJoin && old->trainer()->rank == rank && old->joined() == joined)
         replaced = std::move(old);

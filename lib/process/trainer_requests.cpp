@@ -91,8 +91,9 @@ Status TrainerRequestLoop::handle(const Header& request) {
     case Call::kAbort:
       return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
     case Call::kHere:
-      return trainer_->remote_cached_rows.exist ? FRUGAL_OK
-                                       : broken("a rank on the cpu has no device to wait for");
+      return trainer_->remote_cached_rows.exist
+                 ? FRUGAL_OK
+                 : broken("a rank on the cpu has no device to wait for");
     case Call::kInside:
       return engine_->inside_step(*trainer_);
     case Call::kMapped:

@@ -58,7 +58,7 @@ class TrainerRequestLoop final : public RequestLoop, private UsedByAttached {
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   // Of the step, then those that were asked for. Changed with process.mu.
   Vector<RemotePart> parts_;
-  RemoteCounts here_;  // time inside the engine's calls since the last step_end
+  RemoteCounts here_;      // time inside the engine's calls since the last step_end
   RemoteRefresh refresh_;  // the last step's; what it reads stays until the next one is there
   // The step whose sums the engine has, while its end may be repeated.
   uint64_t submitted_ = kNoStep;

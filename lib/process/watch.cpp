@@ -34,8 +34,7 @@ Status Watch::open(std::unique_ptr<Watch>* out) {
   } catch (...) {
     code = ENOMEM;
   }
-  if (code != 0)
-    return no_thread("the thread that watches processes", code);
+  if (code != 0) return no_thread("the thread that watches processes", code);
   *out = std::move(w);
   return FRUGAL_OK;
 }
@@ -68,12 +67,12 @@ Status Watch::enter(int fd, std::function<void()> call, bool stays, uint64_t* id
   if (epoll_ctl(poll_, EPOLL_CTL_ADD, fd, &event) != 0) {
     const int code = errno;
     entries_.erase(entry);
-    return fail_errno(code == ENOSPC || code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY
-                                                       : FRUGAL_ERR_INVALID_ARGUMENT,
-                      code,
-                      "descriptor %d cannot be watched: free memory of the machine, or raise its "
-                      "limit (fs.epoll.max_user_watches)",
-                      fd);
+    return fail_errno(
+        code == ENOSPC || code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_INVALID_ARGUMENT,
+        code,
+        "descriptor %d cannot be watched: free memory of the machine, or raise its "
+        "limit (fs.epoll.max_user_watches)",
+        fd);
   }
   *id = last_id_ = number;
   return FRUGAL_OK;
@@ -123,8 +122,10 @@ void Watch::loop() {
         entries_.erase(entry);
       }
     }
-    if (some) (*some)();
-    else retry_for_memory(gone);
+    if (some)
+      (*some)();
+    else
+      retry_for_memory(gone);
     gone = nullptr;
     {
       Lock lock(mutex_);

@@ -62,8 +62,7 @@ Status RowMemory::open_state(State* s) const {
 Status RowMemory::fill_state(State* s, uint64_t first, uint64_t n) const {
   FRUGAL_TRY(s->array.ensure(first, n));
   const device::RowsRef to = s->layout.at(nullptr, s->array.base());
-  for (uint64_t i = first; i < first + n; ++i)
-    s->layout.new_state(s->init, to.state_row(i));
+  for (uint64_t i = first; i < first + n; ++i) s->layout.new_state(s->init, to.state_row(i));
   return FRUGAL_OK;
 }
 

@@ -28,7 +28,7 @@ struct RowLayout {
   uint32_t state_floats = 0;   // as exported
   size_t value_pitch = 0;      // bytes from row to row
   size_t state_pitch = 0;
-  size_t sums_stride = 0;      // floats from row to row of sums, which are padded as values are
+  size_t sums_stride = 0;  // floats from row to row of sums, which are padded as values are
   static RowLayout of(uint32_t dim, int32_t optimizer);
   // Copies the members that depend on the optimizer from a layout of the same dim. Nothing else is
   // written.

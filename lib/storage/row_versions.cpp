@@ -18,8 +18,10 @@ size_t words_of(size_t n) {
 }  // namespace
 
 void pause_for_version(uint32_t looks) {
-  if (looks < kSpins) cpu_relax();
-  else sleep_ns(kSleepNs);
+  if (looks < kSpins)
+    cpu_relax();
+  else
+    sleep_ns(kSleepNs);
 }
 
 void begin_write(VersionWord& word) {

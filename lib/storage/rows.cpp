@@ -39,7 +39,8 @@ Status Rows::take_state(State* s) {
     for (uint64_t i = 0; i < capacity(); ++i)
       if (!slots_.flag_slabs().committed(i))
         i |= SlabArray::kSlab - 1;  // a flag is a byte: the next slab
-      else if (slots_.flag(static_cast<uint32_t>(i))) FRUGAL_TRY(fill_state(s, i, 1));
+      else if (slots_.flag(static_cast<uint32_t>(i)))
+        FRUGAL_TRY(fill_state(s, i, 1));
   }
   return RowMemory::take_state(s);
 }
@@ -119,28 +120,28 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   size_t i = 0;  // slots[0, i) are held
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += SlotMap::kAtOnce) try {
-    const size_t end = std::min(n, at + SlotMap::kAtOnce);
-    Lock lock(slots_.mu);
-    slots_.index().find(keys + at, end - at, slots + at);
-    for (; i < end; ++i) {
-      uint32_t& s = slots[i];
-      if (padding && keys[i] == *padding) {
-        s = kNoSlot;
-      } else if (missing == Missing::kLeave) {
-        if (s == KeyIndex::kNone || !slots_.exists(s)) s = kMissingSlot;
-      } else {
-        // A duplicate within the chunk may have added it.
-        if (s == KeyIndex::kNone) s = slots_.index().find(keys[i]);
-        if (s == KeyIndex::kNone && (status = slots_.add(keys[i], &s)) != FRUGAL_OK) break;
-        // Few tables have reserved slots; the others skip this check.
-        if (has_reserved() && slots_.flag(s) == SlotMap::kReserved) slots_.holders.hold(s);
+      const size_t end = std::min(n, at + SlotMap::kAtOnce);
+      Lock lock(slots_.mu);
+      slots_.index().find(keys + at, end - at, slots + at);
+      for (; i < end; ++i) {
+        uint32_t& s = slots[i];
+        if (padding && keys[i] == *padding) {
+          s = kNoSlot;
+        } else if (missing == Missing::kLeave) {
+          if (s == KeyIndex::kNone || !slots_.exists(s)) s = kMissingSlot;
+        } else {
+          // A duplicate within the chunk may have added it.
+          if (s == KeyIndex::kNone) s = slots_.index().find(keys[i]);
+          if (s == KeyIndex::kNone && (status = slots_.add(keys[i], &s)) != FRUGAL_OK) break;
+          // Few tables have reserved slots; the others skip this check.
+          if (has_reserved() && slots_.flag(s) == SlotMap::kReserved) slots_.holders.hold(s);
+        }
       }
+    } catch (const std::bad_alloc&) {
+      status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                    "no memory to count who holds rows: free memory of the machine and "
+                    "call again");
     }
-  } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                  "no memory to count who holds rows: free memory of the machine and "
-                  "call again");
-  }
   if (missing == Missing::kLeave) return status;
   if (status != FRUGAL_OK) {
     release_hold(slots, i);
@@ -181,8 +182,7 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   if (created) {
     // Reserves the list first: each row that exists is in it.
     size_t most = 0;
-    for (size_t i = 0; i < n; ++i)
-      most += slots[i] < kMissingSlot && !slots_.exists(slots[i]);
+    for (size_t i = 0; i < n; ++i) most += slots[i] < kMissingSlot && !slots_.exists(slots[i]);
     created->reserve(created->size() + most);
   }
   for (size_t i = 0; i < n; ++i) {
@@ -244,8 +244,7 @@ void Rows::undo(const uint32_t* slots, size_t n) {
   if (!hashed_) return;
   Lock lock(slots_.mu);
   for (size_t i = 0; i < n; ++i)
-    if (slots_.exists(slots[i]) && SlotMap::flag_mark(slots_.flag(slots[i])) != 0)
-      remove(slots[i]);
+    if (slots_.exists(slots[i]) && SlotMap::flag_mark(slots_.flag(slots[i])) != 0) remove(slots[i]);
 }
 
 void Rows::tell_slots(std::atomic<uint64_t>* count) {
@@ -406,7 +405,7 @@ size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
 
 uint32_t Rows::mappings(Vector<int>* descriptors) const {
   const SlabArray* arrays[kArrays] = {&value_slabs(), &state_slabs(), &slots_.key_slabs(),
-                                       &slots_.flag_slabs()};
+                                      &slots_.flag_slabs()};
   uint32_t there = 0;
   for (uint32_t i = 0; i < kArrays; ++i) {
     if (arrays[i]->fd() < 0) continue;
@@ -418,8 +417,8 @@ uint32_t Rows::mappings(Vector<int>* descriptors) const {
 
 uint64_t Rows::memory_bytes() {
   Lock lock(slots_.mu);
-  return value_slabs().committed_bytes() + state_slabs().committed_bytes() +
-         slots_.memory_bytes() + (tier_ ? tier_->memory_bytes(slots_) : 0);
+  return value_slabs().committed_bytes() + state_slabs().committed_bytes() + slots_.memory_bytes() +
+         (tier_ ? tier_->memory_bytes(slots_) : 0);
 }
 
 }  // namespace frugal

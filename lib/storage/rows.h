@@ -13,8 +13,8 @@
 #include <memory>
 
 #include "base/heap.h"
-#include "storage/slot_map.h"
 #include "storage/row_memory.h"
+#include "storage/slot_map.h"
 #include "storage/stored_rows.h"
 
 namespace frugal {
@@ -162,10 +162,10 @@ class Rows : public RowMemory {
 
   bool hashed_ = false, lazy_ = false;
   SlotMap slots_{*this};
-  std::unique_ptr<StoredRows> tier_;                // or null
+  std::unique_ptr<StoredRows> tier_;                        // or null
   Vector<uint32_t> holders_unknown_ GUARDED_BY(slots_.mu);  // slots that recount() must count
-  uint64_t unlisted_ GUARDED_BY(slots_.mu) = 0;    // further ones, not listed for lack of memory
-  std::atomic<bool> any_unknown_{false};            // either of the two; changed with the lock held
+  uint64_t unlisted_ GUARDED_BY(slots_.mu) = 0;  // further ones, not listed for lack of memory
+  std::atomic<bool> any_unknown_{false};         // either of the two; changed with the lock held
 };
 
 template <class Quiet, class Each>

@@ -47,7 +47,7 @@ class SlabArray {
   size_t slab_ = kSlab;
   uint64_t slabs_ = 0;
   static constexpr uint8_t kCommitted = 1, kPinned = 2, kTaken = 4;  // kTaken: its memory is there
-  uint8_t* done_ = nullptr;  // of each slab
+  uint8_t* done_ = nullptr;                                          // of each slab
   std::shared_ptr<Pinner> pinner_;
   MemoryBudget* budget_ = nullptr;
   std::atomic<uint64_t> committed_{0};

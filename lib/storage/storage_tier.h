@@ -43,7 +43,7 @@ class StorageTier {
 // A table's storage tier and its size in memory.
 struct Tier {
   std::unique_ptr<StorageTier> store;  // null: no storage tier
-  uint64_t slots = 0;              // in memory
+  uint64_t slots = 0;                  // in memory
   // Called when slots may be available after a call found none. `SlotMap::mu` is held.
   std::function<void()> room;
 };

@@ -132,7 +132,7 @@ Status StoredRows::add(uint64_t key, uint32_t* slot) {
 
 // Gives slots to all keys without one, or (*lacking) to none. Slots that are found are held.
 Status StoredRows::take_slots(const uint64_t* keys, size_t n, const uint64_t* padding,
-                               uint64_t could, uint32_t* slots, uint64_t* lacking) {
+                              uint64_t could, uint32_t* slots, uint64_t* lacking) {
   *lacking = 0;
   Vector<uint64_t> absent;
   Lock lock(slots_.mu);
@@ -225,8 +225,7 @@ Status StoredRows::resolve(const uint64_t* keys, size_t n, const uint64_t* paddi
   return status;
 }
 
-Status StoredRows::find_slots(const uint64_t* keys, size_t n, uint32_t* slots,
-                               uint64_t* promised) {
+Status StoredRows::find_slots(const uint64_t* keys, size_t n, uint32_t* slots, uint64_t* promised) {
   Vector<uint64_t> fresh;
   if (promised) fresh.reserve(n);
   Lock lock(slots_.mu);

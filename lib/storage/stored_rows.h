@@ -78,7 +78,7 @@ class StoredRows : public HeapObject {
     FRUGAL_ASSERT(&slots == &slots_);
   }
   Status take_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could,
-                     uint32_t* slots, uint64_t* lacking);
+                    uint32_t* slots, uint64_t* lacking);
   void give_back(uint32_t* slots, size_t n, uint64_t could) REQUIRES(slots_.mu);
   Status add(uint64_t key, uint32_t* slot) REQUIRES(slots_.mu);
   Status leave(uint64_t wanted, uint64_t* gone);
@@ -87,9 +87,7 @@ class StoredRows : public HeapObject {
   void release(uint32_t slot, uint64_t times) REQUIRES(slots_.mu);
   void become_idle(uint32_t slot) REQUIRES(slots_.mu);
   void tell_room() REQUIRES(slots_.mu);
-  uint64_t free() const REQUIRES(slots_.mu) {
-    return slots_.capacity() - slots_.index().size();
-  }
+  uint64_t free() const REQUIRES(slots_.mu) { return slots_.capacity() - slots_.index().size(); }
   // Rows of the table, and rows that its reserved slots and promises may add.
   uint64_t taken() const REQUIRES(slots_.mu) {
     return slots_.existing() + stored_ + slots_.reserved() - loading_ + promised_;
@@ -103,12 +101,12 @@ class StoredRows : public HeapObject {
   // Loading slots whose load no thread has begun, from load_at_ on.
   Vector<uint32_t> to_load_ GUARDED_BY(slots_.mu);
   size_t load_at_ GUARDED_BY(slots_.mu) = 0;
-  std::atomic<uint64_t> loading_{0};               // slots; changed with the lock held
+  std::atomic<uint64_t> loading_{0};  // slots; changed with the lock held
   uint64_t stored_ GUARDED_BY(slots_.mu) = 0;
-  uint64_t leaving_ GUARDED_BY(slots_.mu) = 0;    // slots whose records are being written
-  uint64_t promised_ GUARDED_BY(slots_.mu) = 0;   // rows that put() may still create
+  uint64_t leaving_ GUARDED_BY(slots_.mu) = 0;   // slots whose records are being written
+  uint64_t promised_ GUARDED_BY(slots_.mu) = 0;  // rows that put() may still create
   IdleSlots idle_ GUARDED_BY(slots_.mu);         // present rows without holders
-  std::atomic<bool> lacking_{false};  // room_ must be called; changed with the lock held
+  std::atomic<bool> lacking_{false};             // room_ must be called; changed with the lock held
 };
 
 }  // namespace frugal

@@ -36,9 +36,8 @@ void apply_terms(const ApplyTo& to, const StepUpdate& u, const RowWrite::Purpose
       const auto at = std::lower_bound(to.copied->begin(), to.copied->end(), slot);
       slot = static_cast<uint32_t>(at - to.copied->begin());
     }
-  RowWrite write = to.table
-                       ? RowWrite(*to.table, terms.slots.data(), terms.slots.size(), purpose)
-                       : RowWrite(to.copies);
+  RowWrite write = to.table ? RowWrite(*to.table, terms.slots.data(), terms.slots.size(), purpose)
+                            : RowWrite(to.copies);
   if (to.table && to.table->versioned())
     store_terms(*to.table, u, write, scratch);
   else

@@ -31,8 +31,7 @@ class RowFinder {
     for (;; from += kPadding) {
       uint32_t below = 0;
       for (uint32_t k = 0; k < kPadding; ++k) below += slots[from + k] < slot;
-      if (below < kPadding)
-        return slots[from + below] == slot ? from + below : UINT32_MAX;
+      if (below < kPadding) return slots[from + below] == slot ? from + below : UINT32_MAX;
     }
   }
 
@@ -45,11 +44,11 @@ class RowFinder {
 struct Part : HeapObject {
   enum State : uint32_t {
     kDownloading,  // keys are being copied from a device
-    kDeclared,   // only the keys are there
+    kDeclared,     // only the keys are there
     kResolving,
     kResolved,
-    kStale,      // could not be resolved ahead (table full): the calls resolve again
-    kDropped     // cancelled, or its table is gone
+    kStale,   // could not be resolved ahead (table full): the calls resolve again
+    kDropped  // cancelled, or its table is gone
   };
 
   uint64_t step = 0;
@@ -65,16 +64,16 @@ struct Part : HeapObject {
   Buffer rows;   // uint32_t[distinct]
   Buffer start;  // uint32_t[distinct + 1]
   Buffer next;   // uint8_t[distinct]: priority of the row's next declared read, once linked
-  RowFinder finder;  // of rows, once linked
-  Buffer sources;  // device::Source[distinct]: where its rank reads the row in its step,
-                   // cached row or host row; set by the step's refresh, if there is a cache
+  RowFinder finder;   // of rows, once linked
+  Buffer sources;     // device::Source[distinct]: where its rank reads the row in its step,
+                      // cached row or host row; set by the step's refresh, if there is a cache
   size_t cached = 0;  // keys of cached rows
   size_t distinct = 0;
   size_t occurrences = 0;  // pairs: keys that are not padding
   std::atomic<uint32_t> state{kDeclared};
   std::atomic<bool> linked{false};
-  bool linking = false;  // guarded by the declarations' lock (engine/declarations.h)
-  size_t warmed = 0;     // guarded by it, too: rows [0, warmed) are in the processor's cache
+  bool linking = false;      // guarded by the declarations' lock (engine/declarations.h)
+  size_t warmed = 0;         // guarded by it, too: rows [0, warmed) are in the processor's cache
   bool owner_apart = false;  // how it was linked: its rank has a cache
   std::shared_ptr<void>
       on_device;  // the engine's: these arrays on its rank's GPU; ends before them

@@ -27,17 +27,17 @@ namespace frugal {
 struct Claim {
   struct Run {
     StepUpdate* update;
-    uint32_t begin, end;   // of ids and rows
-    UpdateRef finished;    // set by finish(): the update, if it is completely written
+    uint32_t begin, end;  // of ids and rows
+    UpdateRef finished;   // set by finish(): the update, if it is completely written
   };
   void reserve(size_t most) {
     ids.reserve(most);
     rows.reserve(most);
     runs.reserve(most);
   }
-  Vector<uint32_t> ids;    // entries
-  Vector<uint32_t> rows;   // row of the update
-  Vector<Run> runs;        // adjacent rows of one update
+  Vector<uint32_t> ids;   // entries
+  Vector<uint32_t> rows;  // row of the update
+  Vector<Run> runs;       // adjacent rows of one update
 };
 
 struct WindowStats {
@@ -157,7 +157,7 @@ class PendingUpdates {
   // The state of an entry, one byte: a priority, with kClaimed while a thread is writing it; or
   // kBlocked; or kDone.
   static constexpr uint8_t kClaimed = 0x80;
-  static constexpr uint8_t kDone = 0x7f;     // nothing is pending
+  static constexpr uint8_t kDone = 0x7f;  // nothing is pending
   struct Page {
     StepUpdate* update = nullptr;
     uint32_t first_row = 0;
@@ -178,19 +178,19 @@ class PendingUpdates {
   // The step that waits for the most urgent pending row. 0 if that is the next commit or unknown;
   // UINT64_MAX if no step waits. Set at the end of each section.
   std::atomic<uint64_t> soonest_{UINT64_MAX};
-  std::atomic<uint32_t> live_{0};                  // updates_.size()
-  uint64_t next_commit_ GUARDED_BY(mu) = 0;        // the window's
-  Vector<uint8_t> state_ GUARDED_BY(mu);           // by entry
+  std::atomic<uint32_t> live_{0};            // updates_.size()
+  uint64_t next_commit_ GUARDED_BY(mu) = 0;  // the window's
+  Vector<uint8_t> state_ GUARDED_BY(mu);     // by entry
   Vector<Page> pages_ GUARDED_BY(mu);
   Vector<uint32_t> free_pages_ GUARDED_BY(mu);
   std::unique_ptr<Queue> queue_ GUARDED_BY(mu);
   uint64_t count_[kRing + 1] GUARDED_BY(
       mu) = {};  // pending rows by priority, claimed ones included
-  uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, unclaimed
+  uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {};  // of these, unclaimed
   // unwritten ones, and the prepared one; ascending steps
   Vector<UpdateRef> updates_ GUARDED_BY(mu);
   uint32_t next_seq_ GUARDED_BY(mu) = 0;
-  bool unqueued_ GUARDED_BY(mu) = false;           // a queue entry is missing, or wrong
+  bool unqueued_ GUARDED_BY(mu) = false;  // a queue entry is missing, or wrong
   WindowStats stats_ GUARDED_BY(mu);
 };
 

@@ -24,18 +24,16 @@ namespace frugal {
 // What one rank submits for one table in one step.
 struct RankGradients {
   uint32_t rank = 0;
-  PartRef part;         // its distinct rows
-  bool whole = false;   // `part` was declared and pushed exactly
-  Buffer sums;          // distinct x stride floats, row order; empty if `lent`
-  size_t stride = 0;    // floats
+  PartRef part;        // its distinct rows
+  bool whole = false;  // `part` was declared and pushed exactly
+  Buffer sums;         // distinct x stride floats, row order; empty if `lent`
+  size_t stride = 0;   // floats
   // Gradients in memory that the engine lent and that no thread writes any more, or copies of
   // gradients of bags. They are summed when the rows are written. Only for an update of one rank
   // (`ranks` has no other), without caches.
   std::shared_ptr<Buffer> lent;
   device::GradSource source{};
-  size_t bytes() const {
-    return lent ? lent->capacity() : rows() * stride * sizeof(float);
-  }
+  size_t bytes() const { return lent ? lent->capacity() : rows() * stride * sizeof(float); }
   const uint32_t* slots() const { return part->row_slots(); }
   size_t rows() const { return part->distinct; }
 };
@@ -81,10 +79,10 @@ struct TermList {
 
 struct StepUpdate : HeapObject {
   uint64_t step = 0;
-  uint32_t seq = 0;               // its number in the window
+  uint32_t seq = 0;  // its number in the window
   arith::StepScalars scalars{};
-  Vector<RankGradients> ranks;    // ascending; ranks without gradients are not here
-  size_t bytes = 0;               // of the sums: counted against the budget
+  Vector<RankGradients> ranks;  // ascending; ranks without gradients are not here
+  size_t bytes = 0;             // of the sums: counted against the budget
 
   // Rows as a list, which is filled when the rows become pending one by one (deferred). With one
   // rank, `slots` is its own list, and a row's one term is the sum of the same index.
@@ -93,14 +91,14 @@ struct StepUpdate : HeapObject {
   Vector<uint32_t> merged_slots;
   Vector<uint32_t> term_start, term_rank, term_index;
   // The window's, guarded by its locks.
-  Vector<uint32_t> pages;         // of entries
+  Vector<uint32_t> pages;               // of entries
   Vector<uint32_t> blocked_at_prepare;  // rows that had older pending updates
-  Vector<uint64_t> next;          // of a row: seq << 32 | row of the next pending update + 1, or 0
+  Vector<uint64_t> next;  // of a row: seq << 32 | row of the next pending update + 1, or 0
   uint64_t prepared[kRing + 1] = {};
-  size_t prepared_rows = 0;       // rows prepared so far
+  size_t prepared_rows = 0;  // rows prepared so far
   bool committed = false;
-  bool unqueued = false;          // a row of it is more urgent than its queue entry says
-  size_t remaining = 0;           // rows not yet in the host rows
+  bool unqueued = false;  // a row of it is more urgent than its queue entry says
+  size_t remaining = 0;   // rows not yet in the host rows
 
   // The record that the table's watcher keeps until the update is written; or null.
   std::shared_ptr<UpdateRecord> record;
@@ -120,7 +118,7 @@ struct StepUpdate : HeapObject {
     if (now > peak->load(std::memory_order_relaxed)) peak->store(now, std::memory_order_relaxed);
   }
 
-  void make_list();               // merges the ranks; fills slots, n and the terms
+  void make_list();  // merges the ranks; fills slots, n and the terms
   void add_terms(size_t row, TermList* out) const;
   // Merges the rows with slots in [low, high) of all ranks. take(last) uses them whenever `out` is
   // full and at the end. Allocates nothing.

@@ -45,8 +45,7 @@ class Window : public HeapObject {
     uint64_t staleness = 0;
     Placement placement = {};
     bool tree_heap = false;
-    std::atomic<uint64_t>* pending_rows =
-        nullptr;  // the common count of several windows, or null
+    std::atomic<uint64_t>* pending_rows = nullptr;  // the common count of several windows, or null
   };
   Status open(const Config& config, uint64_t next_commit);
   const Placement& placement() const { return config_.placement; }

@@ -49,8 +49,8 @@ std::string pairwise(std::vector<std::string> level) {
 }
 
 TEST(Fold32, HasTheDocumentedShape) {
-  for (size_t n : {1, 2, 3, 31, 32, 33, 63, 64, 65, 95, 96, 97, 128, 129, 160, 161, 200, 223, 224,
-                   225, 256, 257, 1000, 1024, 1025, 3333}) {
+  for (size_t n : {1,   2,   3,   31,  32,  33,  63,  64,  65,  95,   96,   97,   128,
+                   129, 160, 161, 200, 223, 224, 225, 256, 257, 1000, 1024, 1025, 3333}) {
     std::vector<std::string> runs;
     for (size_t i = 0; i < n; i += 32) {
       std::string run = std::to_string(i);
@@ -143,10 +143,9 @@ Element exact(const frugal_optimizer& o, uint64_t step, Element e, double g, dou
       e.s0 += g - (std::sqrt(n) - std::sqrt(e.s1)) / lr * e.w;
       e.s1 = n;
       const double l1 = o.ftrl_lambda1;
-      e.w = std::fabs(e.s0) <= l1
-                ? 0.0
-                : -(e.s0 - (e.s0 > 0 ? l1 : -l1)) /
-                      ((o.ftrl_beta + std::sqrt(n)) / lr + o.ftrl_lambda2);
+      e.w = std::fabs(e.s0) <= l1 ? 0.0
+                                  : -(e.s0 - (e.s0 > 0 ? l1 : -l1)) /
+                                        ((o.ftrl_beta + std::sqrt(n)) / lr + o.ftrl_lambda2);
     }
   }
   return e;

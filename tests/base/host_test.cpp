@@ -1,9 +1,8 @@
 // A program that links the library keeps its own malloc and operator new, and training does not
 // grow its heap.
 #include <dlfcn.h>
-#include <malloc.h>
-
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <cstdlib>
 #include <string>
@@ -63,8 +62,8 @@ TEST(Host, MallocAndNewAreItsOwn) {
   ASSERT_EQ(FRUGAL_OK, frugal_open(nullptr, &engine));
   const std::string libc = HomeOf("gnu_get_libc_version");
   ASSERT_FALSE(libc.empty());
-  for (const char* name : {"malloc", "calloc", "realloc", "free", "aligned_alloc",
-                           "posix_memalign", "malloc_usable_size"}) {
+  for (const char* name : {"malloc", "calloc", "realloc", "free", "aligned_alloc", "posix_memalign",
+                           "malloc_usable_size"}) {
     EXPECT_EQ(HomeOf(name), libc) << name;
   }
   const std::string standard = HomeOf("_ZSt9terminatev");

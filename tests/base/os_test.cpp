@@ -57,22 +57,22 @@ TEST(Shared, TwoMappingsOfTheSame) {
   EXPECT_STREQ(reader.base + 4711, "from the other");
   // Neither a reader can write, nor a writer that has made its mapping read-only.
   EXPECT_EQ(1000 + SIGSEGV, Child([&] {
-              // Mappings are not inherited: this child makes its own.
-              signal(SIGSEGV, SIG_DFL);
-              Mapping m;
-              if (os_map_shared(mine.fd, false, &m) != FRUGAL_OK) return 1;
-              *static_cast<volatile char*>(m.base) = 1;
-              return 0;
-            }).Wait());
+                              // Mappings are not inherited: this child makes its own.
+                              signal(SIGSEGV, SIG_DFL);
+                              Mapping m;
+                              if (os_map_shared(mine.fd, false, &m) != FRUGAL_OK) return 1;
+                              *static_cast<volatile char*>(m.base) = 1;
+                              return 0;
+                            }).Wait());
   EXPECT_EQ(1000 + SIGSEGV, Child([&] {
-              signal(SIGSEGV, SIG_DFL);
-              Mapping m;
-              if (os_map_shared(mine.fd, true, &m) != FRUGAL_OK) return 1;
-              *static_cast<volatile char*>(m.base) = 1;
-              if (os_make_read_only(m) != FRUGAL_OK) return 2;
-              *static_cast<volatile char*>(m.base) = 1;
-              return 0;
-            }).Wait());
+                              signal(SIGSEGV, SIG_DFL);
+                              Mapping m;
+                              if (os_map_shared(mine.fd, true, &m) != FRUGAL_OK) return 1;
+                              *static_cast<volatile char*>(m.base) = 1;
+                              if (os_make_read_only(m) != FRUGAL_OK) return 2;
+                              *static_cast<volatile char*>(m.base) = 1;
+                              return 0;
+                            }).Wait());
   os_release(&mine);
   os_release(&theirs);
   EXPECT_STREQ(reader.base + 4711, "from the other");
@@ -85,9 +85,11 @@ size_t HugeBytes(const char* base) {
   std::snprintf(line, sizeof line, "%zx-", reinterpret_cast<size_t>(base));
   std::ifstream maps("/proc/self/smaps");
   std::string text;
-  while (std::getline(maps, text) && text.rfind(line, 0) != 0) {}
+  while (std::getline(maps, text) && text.rfind(line, 0) != 0) {
+  }
   size_t kb = 0;
-  while (std::getline(maps, text) && std::sscanf(text.c_str(), "ShmemPmdMapped: %zu", &kb) != 1) {}
+  while (std::getline(maps, text) && std::sscanf(text.c_str(), "ShmemPmdMapped: %zu", &kb) != 1) {
+  }
   return kb << 10;
 }
 
@@ -241,22 +243,22 @@ TEST(Shared, RefusesWhatItDidNotMake) {
 TEST(Shared, LimitsAreAStatus) {
   // A limit of file sizes would send a signal.
   EXPECT_EQ(0, Child([] {
-              rlimit limit{1 << 20, 1 << 20};
-              setrlimit(RLIMIT_FSIZE, &limit);
-              Mapping m;
-              if (os_reserve(size_t{8} << 20, true, &m) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
-              return m.base == nullptr ? 0 : 2;
-            }).Wait());
+                 rlimit limit{1 << 20, 1 << 20};
+                 setrlimit(RLIMIT_FSIZE, &limit);
+                 Mapping m;
+                 if (os_reserve(size_t{8} << 20, true, &m) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
+                 return m.base == nullptr ? 0 : 2;
+               }).Wait());
   EXPECT_EQ(0, Child([] {
-              rlimit limit{0, 0};
-              setrlimit(RLIMIT_NOFILE, &limit);
-              Mapping m;
-              if (os_reserve(size_t{8} << 20, true, &m) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
-              const std::string said = LastMessage();
-              const bool whole =
-                  said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
-              return whole ? 0 : 2;
-            }).Wait());
+                 rlimit limit{0, 0};
+                 setrlimit(RLIMIT_NOFILE, &limit);
+                 Mapping m;
+                 if (os_reserve(size_t{8} << 20, true, &m) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
+                 const std::string said = LastMessage();
+                 const bool whole =
+                     said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
+                 return whole ? 0 : 2;
+               }).Wait());
   // More than the machine has.
   Mapping m;
   ASSERT_OK(os_reserve(available_bytes() + (size_t{1} << 30), true, &m));
@@ -288,8 +290,8 @@ TEST(Futex, WordThatIsMappedReadOnly) {
   auto* written = reinterpret_cast<std::atomic<uint32_t>*>(mine.base);
   const auto* read = reinterpret_cast<const std::atomic<uint32_t>*>(theirs.base);
   const auto* word = reinterpret_cast<const uint32_t*>(theirs.base);
-  futex_wait(word, 1, kNever);     // not what it is: returns at once
-  futex_wait(word, 0, 1000);       // no thread wakes it
+  futex_wait(word, 1, kNever);  // not what it is: returns at once
+  futex_wait(word, 0, 1000);    // no thread wakes it
   std::atomic<bool> done{false};
   std::thread waiter([&] {
     while (read->load() == 0) futex_wait(word, 0, kNever);
@@ -336,7 +338,7 @@ TEST(Futex, WhoStoodStillHasNotWaited) {
   const uint32_t word = 0;
   WaitTime some(5 * kMs);
   while (!some.over()) futex_wait(&word, 0, &some);  // no thread wakes it
-  futex_wait(&word, 1, &never);                       // not what it is: returns at once
+  futex_wait(&word, 1, &never);                      // not what it is: returns at once
 }
 
 // No thread goes on as if another had ended that has not.

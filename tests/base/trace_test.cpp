@@ -4,11 +4,10 @@
 // The program is linked with the library's objects, for the hooks that make memory and file calls
 // fail.
 #include <dirent.h>
+#include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <cctype>
@@ -661,7 +660,6 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]),
             std::stod(before["frugal_uptime_seconds"]));
   EXPECT_EQ(frugal_table_drop(odd), FRUGAL_ERR_BUSY);
-
 }
 
 TEST(Metrics, CachesOfTrainers) {

@@ -3,8 +3,6 @@
 //
 // Random cache refreshes run against a model that knows all declared reads and finds the best row
 // to evict. The test also checks which cached rows an update touches.
-#include "cache/cached_rows.h"
-
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "base/fpenv.h"
+#include "cache/cached_rows.h"
 #include "support/inside.h"
 #include "support/parts.h"
 #include "support/rows.h"

@@ -1,9 +1,8 @@
 // The C ABI from outside: each wrong call returns a named status with a message, changes nothing,
 // and leaves other trainers able to continue.
+#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <gtest/gtest.h>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -74,7 +73,8 @@ testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> 
 // An op on single rows with its buffers.
 struct RowOp {
   RowOp(frugal_table* table, std::vector<uint64_t> keys_in, size_t dim)
-      : keys(std::move(keys_in)), rows(keys.size() * dim, kUntouched),
+      : keys(std::move(keys_in)),
+        rows(keys.size() * dim, kUntouched),
         grads(keys.size() * dim, 1.0f) {
     op = FRUGAL_OP_INIT;
     op.table = table;
@@ -253,8 +253,8 @@ TEST(Open, RefusesBadConfigs) {
     EXPECT_REFUSED(frugal_open(&config, &engine), status);
     EXPECT_EQ(engine, untouched);
   };
-  for (size_t size : {size_t{0}, size_t{8}, sizeof(frugal_config) - 8, sizeof(frugal_config) + 8,
-                      SIZE_MAX}) {
+  for (size_t size :
+       {size_t{0}, size_t{8}, sizeof(frugal_config) - 8, sizeof(frugal_config) + 8, SIZE_MAX}) {
     refuses(FRUGAL_ERR_STRUCT_SIZE, [&](frugal_config* c) { c->struct_size = size; });
   }
   const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
@@ -475,7 +475,10 @@ TEST(Handles, OtherKindsAndInventedOnesAreRefused) {
   uint64_t number = 0;
   int on_stack = 0;
   const int32_t bad = FRUGAL_ERR_BAD_HANDLE;
-  void* const handles[] = {static_cast<frugal_engine*>(engine), table, trainer, &on_stack,
+  void* const handles[] = {static_cast<frugal_engine*>(engine),
+                           table,
+                           trainer,
+                           &on_stack,
                            reinterpret_cast<void*>(uintptr_t{0x1234}),
                            reinterpret_cast<void*>(UINTPTR_MAX),
                            reinterpret_cast<void*>(uintptr_t{1} << 63)};
@@ -605,9 +608,8 @@ TEST(Tables, FindDescribeCountAndKeys) {
     c->optimizer.kind = FRUGAL_ADAM;
   });
   frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 10, 1);
-  frugal_table* lazy = engine.Table("lazy", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
-    c->flags = FRUGAL_TABLE_LAZY;
-  });
+  frugal_table* lazy = engine.Table("lazy", FRUGAL_DENSE, 10, 1,
+                                    [](frugal_table_config* c) { c->flags = FRUGAL_TABLE_LAZY; });
   frugal_table* found = nullptr;
   EXPECT_OK(frugal_table_find(engine, "dense", &found));
   EXPECT_EQ(found, dense);
@@ -1009,7 +1011,6 @@ TEST(Tables, AnotherKindForPlacesThatAreFree) {
   ASSERT_OK(frugal_table_describe(table, &after));
   EXPECT_EQ(before.memory_bytes, after.memory_bytes);
   EXPECT_GE(after.memory_bytes, 2 * keys.size() * kDim * sizeof(float));
-
 }
 
 TEST(Tables, RowsWithStateFixTheKind) {
@@ -1094,8 +1095,8 @@ TEST(Tables, MemoryNeeded) {
   EXPECT_GE(memory.state, 100'000u * 32 * 4);
   EXPECT_GE(memory.cache, 1000u * (64 * 4 + 44));
   EXPECT_EQ(memory.window, 100'000u * 8);
-  EXPECT_EQ(memory.total, memory.values + memory.state + memory.index + memory.window +
-                              memory.cache);
+  EXPECT_EQ(memory.total,
+            memory.values + memory.state + memory.index + memory.window + memory.cache);
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 100'000, 32, [](frugal_table_config* c) {
     c->optimizer.kind = FRUGAL_ADAGRAD;
@@ -1129,11 +1130,9 @@ TEST(Tables, MemoryNeeded) {
   EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory),
                  FRUGAL_ERR_INVALID_ARGUMENT);
   config.struct_size = 4;
-  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory),
-                 FRUGAL_ERR_STRUCT_SIZE);
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory), FRUGAL_ERR_STRUCT_SIZE);
   engine_config.struct_size = 4;
-  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory),
-                 FRUGAL_ERR_STRUCT_SIZE);
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory), FRUGAL_ERR_STRUCT_SIZE);
 }
 
 TEST(Tables, MemoryThatIsNotThere) {
@@ -2238,8 +2237,8 @@ TEST(Prefetch, BatchesThatAreWrong) {
     return frugal_lookup(who, &op, 1);
   };
   const auto nothing = [](frugal_op*) {};
-  EXPECT_REFUSED(status(trainer, [](frugal_op* op) { op->part = 1; }),
-                 FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_NOT_FOUND);
+  EXPECT_REFUSED(status(trainer, [](frugal_op* op) { op->part = 1; }), FRUGAL_ERR_INVALID_ARGUMENT,
+                 FRUGAL_ERR_NOT_FOUND);
   EXPECT_REFUSED(status(trainer, [&](frugal_op* op) { op->table = second_table; }),
                  FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_REFUSED(status(trainer, [&](frugal_op* op) { op->batch = later; }),
@@ -2858,9 +2857,8 @@ TEST(Outside, BusyInAStepAndWhileRanksAreApart) {
 // A rank can read what it has trained, state and all, whatever steps the others are inside of.
 TEST(Outside, CommittedRowsAreReadInAStepAndWhileRanksAreApart) {
   Engine engine(2);
-  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
-    c->optimizer.kind = FRUGAL_ADAGRAD;
-  });
+  frugal_table* table = engine.Table(
+      "t", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) { c->optimizer.kind = FRUGAL_ADAGRAD; });
   frugal_trainer* a = engine.Trainer(0);
   frugal_trainer* b = engine.Trainer(1);
   const uint64_t key = 1;
@@ -3046,9 +3044,8 @@ TEST(Outside, PutAndDelete) {
 
 TEST(Outside, PutAndDeleteOfDeclaredRows) {
   Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
-  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1, [](frugal_table_config* c) {
-    c->init_a = 7;
-  });
+  frugal_table* table =
+      engine.Table("t", FRUGAL_HASHED, 10, 1, [](frugal_table_config* c) { c->init_a = 7; });
   frugal_trainer* trainer = engine.Trainer(0, 1.0);
   RowOp row(table, {1, 2, 3}, 1);
   frugal_batch* batch = nullptr;
@@ -3549,8 +3546,7 @@ TEST(Dims, EveryOptimizerAgainstTheReference) {
         ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
         std::vector<float> expected(row.rows.size());
         reference.Lookup(step, op, expected.data());
-        ASSERT_EQ(std::memcmp(row.rows.data(), expected.data(), expected.size() * sizeof(float)),
-                  0)
+        ASSERT_EQ(std::memcmp(row.rows.data(), expected.data(), expected.size() * sizeof(float)), 0)
             << "dim " << dim << " optimizer " << kind << " step " << step;
         ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
         ASSERT_EQ(reference.Push(0, step, {op}), FRUGAL_OK);

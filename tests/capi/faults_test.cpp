@@ -4,19 +4,17 @@
 // The engine stays healthy. Closing an engine commits its stalled commit. The program is linked
 // with the library's objects. Their hooks make memory calls fail under a sanitizer as well.
 // tests/failing sweeps whole jobs and cannot run there.
+#include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <gtest/gtest.h>
-
-#include <stdexcept>
-
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -743,9 +741,9 @@ TEST(Memory, PutAndDeleteOfCachedRows) {
       const std::vector<float> before = Rows(table, keys, dim);
       const std::vector<float> other(keys * dim, 3.25f);
       const int failures = Sweep(frugal::heap_test_fail_after, [&] {
-        const int32_t status =
-            remove ? frugal_delete(table, all.keys.data(), keys, nullptr)
-                   : frugal_put(table, all.keys.data(), keys, 0, other.data(), 0);
+        const int32_t status = remove
+                                   ? frugal_delete(table, all.keys.data(), keys, nullptr)
+                                   : frugal_put(table, all.keys.data(), keys, 0, other.data(), 0);
         frugal::heap_test_fail_after(0);
         if (status != FRUGAL_OK) {
           EXPECT_TRUE(SameBits(Rows(table, keys, dim), before));
@@ -778,12 +776,12 @@ frugal_table_config Large(int32_t key_space, uint64_t rows, uint32_t dim) {
 // What goes on while no more shared memory can be had. Returns 0, or the line of what went wrong.
 // The dense table does not fit; of the hashed one, at least `some` rows and not all do.
 int UseFullSharedMemory(uint64_t rows, uint64_t some, const std::function<void(bool)>& full) {
-#define CHECK_THAT(x)                                                                      \
-  do {                                                                                     \
-    if (!(x)) {                                                                            \
-      std::fprintf(stderr, "%s: %s\n", #x, LastMessage().c_str());                         \
-      return __LINE__;                                                                     \
-    }                                                                                      \
+#define CHECK_THAT(x)                                              \
+  do {                                                             \
+    if (!(x)) {                                                    \
+      std::fprintf(stderr, "%s: %s\n", #x, LastMessage().c_str()); \
+      return __LINE__;                                             \
+    }                                                              \
   } while (0)
   frugal_config config = FRUGAL_CONFIG_INIT;
   config.backing = FRUGAL_BACKING_SHM;
@@ -851,9 +849,9 @@ int UseFullSharedMemory(uint64_t rows, uint64_t some, const std::function<void(b
 }
 
 TEST(SharedMemory, NoMoreCanBeHad) {
-  EXPECT_EQ(UseFullSharedMemory(400'000, 1000, [](bool full) {
-              frugal::os_test_fail_after(full ? -1 : 0);
-            }), 0);
+  EXPECT_EQ(UseFullSharedMemory(400'000, 1000,
+                                [](bool full) { frugal::os_test_fail_after(full ? -1 : 0); }),
+            0);
   frugal::os_test_fail_after(0);
 }
 
@@ -877,9 +875,10 @@ TEST(SharedMemory, NothingInDevShm) {
         !tell("/proc/self/gid_map", group))
       _exit(kCannot);
     if (mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=4k,nr_inodes=1") != 0) _exit(kCannot);
-    _exit(UseFullSharedMemory(400'000, 1000, [](bool full) {
-            frugal::os_test_fail_after(full ? -1 : 0);
-          }) == 0 ? 0 : 1);
+    _exit(UseFullSharedMemory(400'000, 1000,
+                              [](bool full) { frugal::os_test_fail_after(full ? -1 : 0); }) == 0
+              ? 0
+              : 1);
   }
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);

@@ -1,7 +1,5 @@
 // frugal.hpp: each wrapper makes the call that it names, throws the documented exception, and frees
 // what it holds.
-#include "frugal.hpp"
-
 #include <gtest/gtest.h>
 
 #include <array>
@@ -13,14 +11,16 @@
 #include <type_traits>
 #include <vector>
 
+#include "frugal.hpp"
+
 namespace {
 
 template <typename T>
-constexpr bool kMoveOnly = std::is_nothrow_move_constructible_v<T> &&
-                           std::is_nothrow_move_assignable_v<T> &&
-                           !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T>;
-static_assert(kMoveOnly<frugal::Engine> && kMoveOnly<frugal::Table> &&
-              kMoveOnly<frugal::Trainer> && kMoveOnly<frugal::Batch>);
+constexpr bool kMoveOnly =
+    std::is_nothrow_move_constructible_v<T>&& std::is_nothrow_move_assignable_v<T> &&
+    !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T>;
+static_assert(kMoveOnly<frugal::Engine> && kMoveOnly<frugal::Table> && kMoveOnly<frugal::Trainer> &&
+              kMoveOnly<frugal::Batch>);
 
 int32_t StatusOf(const std::function<void()>& call) {
   try {

@@ -20,14 +20,14 @@ struct Call {
 };
 
 struct State {
-  std::vector<Call> calls;                       // since the last clear()
-  std::map<std::string, cudaError_t> fails;      // call -> what it returns
-  std::map<cudaDeviceAttr, int> attributes;      // 1 if not named
+  std::vector<Call> calls;                                // since the last clear()
+  std::map<std::string, cudaError_t> fails;               // call -> what it returns
+  std::map<cudaDeviceAttr, int> attributes;               // 1 if not named
   std::map<const void*, cudaPointerAttributes> pointers;  // pageable if not named
-  int queries_until_passed = 0;                  // of an event
+  int queries_until_passed = 0;                           // of an event
   int queries = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  std::set<const void*> loaded;                  // kernels, by cudaFuncGetAttributes
+  std::set<const void*> loaded;  // kernels, by cudaFuncGetAttributes
   // Calls without the device, or in a mode other than relaxed, that could end a capture.
   std::vector<std::string> misplaced;
   int expected_device = 0;

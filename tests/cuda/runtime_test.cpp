@@ -3,6 +3,8 @@
 //
 // The caller's context, capture mode and last error stay unchanged, whichever call fails. What CUDA
 // itself does is not tested here.
+#include "device/runtime.h"
+
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -10,7 +12,6 @@
 
 #include "base/heap.h"
 #include "device/cuda/kernels.h"
-#include "device/runtime.h"
 #include "fake_cudart.h"
 
 using namespace frugal::device;
@@ -88,24 +89,53 @@ struct Use {
 };
 std::vector<Use> uses(Ptr<char> pinned, Ptr<char> device, Stream s, Event e) {
   return {
-      {"cudaMalloc", [](Runtime& r) { Ptr<char> p; return r.alloc(100, &p); }},
+      {"cudaMalloc",
+       [](Runtime& r) {
+         Ptr<char> p;
+         return r.alloc(100, &p);
+       }},
       {"cudaHostRegister",
        [](Runtime& r) { return r.pin(reinterpret_cast<void*>(0x30000), 4096); }},
       {"cudaPointerGetAttributes",
-       [](Runtime& r) { Memory m; return r.kind_of(nullptr, &m); }},
+       [](Runtime& r) {
+         Memory m;
+         return r.kind_of(nullptr, &m);
+       }},
       {"cudaStreamCreateWithPriority",
-       [](Runtime& r) { Stream s; return r.create_stream(Priority::kLow, &s); }},
-      {"cudaEventCreateWithFlags", [](Runtime& r) { Event e; return r.create_event(&e); }},
+       [](Runtime& r) {
+         Stream s;
+         return r.create_stream(Priority::kLow, &s);
+       }},
+      {"cudaEventCreateWithFlags",
+       [](Runtime& r) {
+         Event e;
+         return r.create_event(&e);
+       }},
       {"cudaEventRecord", [=](Runtime& r) { return r.record(e, s); }},
       {"cudaStreamWaitEvent", [=](Runtime& r) { return r.wait(s, e); }},
-      {"cudaEventQuery", [=](Runtime& r) { bool b; return r.query(e, &b); }},
-      {"cudaEventQuery", [=](Runtime& r) { bool b; return r.synchronize(e, 1'000'000, &b); }},
-      {"cudaStreamIsCapturing", [=](Runtime& r) { bool b; return r.capturing(s, &b); }},
+      {"cudaEventQuery",
+       [=](Runtime& r) {
+         bool b;
+         return r.query(e, &b);
+       }},
+      {"cudaEventQuery",
+       [=](Runtime& r) {
+         bool b;
+         return r.synchronize(e, 1'000'000, &b);
+       }},
+      {"cudaStreamIsCapturing",
+       [=](Runtime& r) {
+         bool b;
+         return r.capturing(s, &b);
+       }},
       {"cudaMemcpyAsync", [=](Runtime& r) { return r.copy(device, pinned, 64, s); }},
       {"cudaPointerGetAttributes", [=](Runtime& r) { return r.copy(device, pinned, 64, s); }},
       {"cudaMemsetAsync", [=](Runtime& r) { return r.fill(device, 0, 64, s); }},
       {"cudaLaunchKernel",
-       [=](Runtime& r) { uint64_t a = 0; return r.launch(0, Shape(), &a, sizeof(a), s); }},
+       [=](Runtime& r) {
+         uint64_t a = 0;
+         return r.launch(0, Shape(), &a, sizeof(a), s);
+       }},
   };
 }
 
@@ -187,9 +217,9 @@ TEST_F(CudaRuntime, RefusalsAreNotForEver) {
 TEST_F(CudaRuntime, PinsMappedAndPortable) {
   void* page = reinterpret_cast<void*>(0x30000);
   ASSERT_TRUE(runtime->pin(page, 8192).ok());
-  EXPECT_EQ(find_call("cudaHostRegister")->arguments,
-            (std::vector<uint64_t>{0x30000, 8192,
-                                   cudaHostRegisterMapped | cudaHostRegisterPortable}));
+  EXPECT_EQ(
+      find_call("cudaHostRegister")->arguments,
+      (std::vector<uint64_t>{0x30000, 8192, cudaHostRegisterMapped | cudaHostRegisterPortable}));
   fake::state().calls.clear();
   ASSERT_TRUE(runtime->pin(page, 8192, true).ok());
   EXPECT_EQ(find_call("cudaHostRegister")->arguments,
@@ -334,10 +364,9 @@ class CudaOpen : public testing::Test {
 TEST_F(CudaOpen, TellsWhyNot) {
   EXPECT_EQ(open_runtime("cuda:2", &out).code, cudaErrorInvalidDevice);
   EXPECT_EQ(open_runtime("cuda:2", &out).kind, ErrorKind::kNoDevice);
-  for (const char* call :
-       {"cudaGetDeviceCount", "cudaGetDriverEntryPointByVersion", "cudaSetDevice",
-        "cudaDeviceGetAttribute", "cudaGetDeviceProperties", "cudaDeviceGetStreamPriorityRange",
-        "cudaFuncGetAttributes"}) {
+  for (const char* call : {"cudaGetDeviceCount", "cudaGetDriverEntryPointByVersion",
+                           "cudaSetDevice", "cudaDeviceGetAttribute", "cudaGetDeviceProperties",
+                           "cudaDeviceGetStreamPriorityRange", "cudaFuncGetAttributes"}) {
     for (const cudaError_t code :
          {cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorNotSupported,
           cudaErrorNotPermitted, cudaErrorSymbolNotFound, cudaErrorInvalidDeviceFunction}) {

@@ -5,8 +5,6 @@
 // the thousand. Values include denormals, -0.0, infinities and NaNs with payloads. The loops share
 // no code with lib/arith. Rows lie in vectors with guards between them. A failing case prints its
 // seed, and FRUGAL_TEST_SEED in the environment replays it.
-#include "device/undo.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -23,6 +21,7 @@
 
 #include "base/fpenv.h"
 #include "device/cpu/sort.h"
+#include "device/undo.h"
 #include "support/random.h"
 
 namespace frugal::device {
@@ -124,10 +123,10 @@ bool reference_update(const frugal_optimizer& o, uint64_t step, uint32_t world, 
     s0[0] = stored(a);
   }
   const uint64_t t = step + 1;
-  const float alpha = static_cast<float>(
-      (static_cast<double>(o.lr) *
-       std::sqrt(1.0 - reference_power(static_cast<double>(o.beta2), t))) /
-      (1.0 - reference_power(static_cast<double>(o.beta1), t)));
+  const float alpha =
+      static_cast<float>((static_cast<double>(o.lr) *
+                          std::sqrt(1.0 - reference_power(static_cast<double>(o.beta2), t))) /
+                         (1.0 - reference_power(static_cast<double>(o.beta1), t)));
   for (size_t i = 0; i < dim; ++i) {
     const float G = g[i];
     float& x = w[i];
@@ -219,7 +218,7 @@ struct Table {
     }
   }
   RowsRef ref() {
-    return {values.data(), value_stride * 4, columns ? state.data() : nullptr,
+    return {values.data(),    value_stride * 4, columns ? state.data() : nullptr,
             state_stride * 4, state_second * 4, dim};
   }
   Row row(size_t r) const {
@@ -247,8 +246,8 @@ struct Table {
   for (size_t i = 0; i < n; ++i) {
     if (any_nan && std::isnan(a[i]) && std::isnan(b[i])) continue;
     if (bits(a[i]) != bits(b[i])) {
-      return ::testing::AssertionFailure() << "element " << i << ": " << std::hex << bits(a[i])
-                                           << " is not " << bits(b[i]);
+      return ::testing::AssertionFailure()
+             << "element " << i << ": " << std::hex << bits(a[i]) << " is not " << bits(b[i]);
     }
   }
   return ::testing::AssertionSuccess();
@@ -481,8 +480,8 @@ TEST_P(KernelsTest, WeightGrads) {
     for (size_t i = 0; i < n; ++i) {
       if (slots[i] == kPaddingSlot) continue;
       Row row = slots[i] == kMissingSlot ? zeros : table.row(slots[i]);
-      pointers[i] = slots[i] == kMissingSlot ? zeros.data()
-                                             : &table.values[slots[i] * table.value_stride];
+      pointers[i] =
+          slots[i] == kMissingSlot ? zeros.data() : &table.values[slots[i] * table.value_stride];
       const Row g = gradients.raw(i);
       for (uint32_t c = 0; c < dim; ++c) row[c] = row[c] * g[c];
       expected[i] = stored(reference_sum16(row));
@@ -678,8 +677,8 @@ struct UndoWatch {
 TEST_P(KernelsTest, Apply) {
   for_seeds(350, [&](Random& random) {
     const int32_t kind = static_cast<int32_t>(random.below(7));
-    const uint32_t dim = random.chance(0.03) ? 2049 + static_cast<uint32_t>(random.below(4000))
-                                             : random_dim(random);
+    const uint32_t dim =
+        random.chance(0.03) ? 2049 + static_cast<uint32_t>(random.below(4000)) : random_dim(random);
     const double special = random.chance(0.5) ? 0.0 : random.chance(0.5) ? 0.001 : 0.05;
     const frugal_optimizer o = random_optimizer(random, kind);
     const int32_t policy = random.chance(0.5) ? FRUGAL_NAN_SKIP : FRUGAL_NAN_ACCEPT;
@@ -818,9 +817,9 @@ TEST_P(KernelsTest, InitializeIsTheSameInEveryInstructionSet) {
     const size_t rows = 1 + random.below(300);
     Table expected(dim, kind, rows, random, 0.0);
     Table t = expected;
-    const arith::InitSpec spec = arith::init_spec(
-        init, random.value(0), random.value(0.1), rows, dim,
-        arith::table_hash(random.below(100), "name", 4), kind, random.value(0.1));
+    const arith::InitSpec spec =
+        arith::init_spec(init, random.value(0), random.value(0.1), rows, dim,
+                         arith::table_hash(random.below(100), "name", 4), kind, random.value(0.1));
     std::vector<uint64_t> keys(rows);
     std::vector<uint32_t> slots(rows);
     for (size_t i = 0; i < rows; ++i) {
@@ -833,8 +832,8 @@ TEST_P(KernelsTest, InitializeIsTheSameInEveryInstructionSet) {
     ASSERT_TRUE(same_bits(t.state, expected.state));
     for (size_t i = 0; i < rows; ++i) {  // an element by itself
       const uint32_t c = static_cast<uint32_t>(random.below(dim));
-      const float x = arith::initial_value(
-          spec, arith::column_bits(arith::row_hash(spec.table, keys[i]), c));
+      const float x =
+          arith::initial_value(spec, arith::column_bits(arith::row_hash(spec.table, keys[i]), c));
       ASSERT_EQ(bits(x), bits(t.row(i)[c]));
       for (uint32_t s = 0; s < t.columns; ++s) {
         ASSERT_EQ(bits(t.state_column(i, s)[0]), bits(spec.state[s]));
@@ -873,9 +872,9 @@ TEST(Sort, EqualsStableSort) {
   for (uint64_t seed = first_seed(); seed < first_seed() + 400; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
-    static constexpr uint64_t kRows[] = {1,         2,         3,          255,        256,
-                                         4096,      4097,      1000000,    10000000,   1u << 24,
-                                         (1u << 24) + 1, 1u << 30, 4294967294};
+    static constexpr uint64_t kRows[] = {
+        1,        2,         3, 255, 256, 4096, 4097, 1000000, 10000000, 1u << 24, (1u << 24) + 1,
+        1u << 30, 4294967294};
     const uint64_t rows = kRows[random.below(std::size(kRows))];
     const size_t n = random.chance(0.1) ? 70000 : random.below(random.chance(0.3) ? 40 : 3000);
     const uint32_t first = random.chance(0.5) ? 0 : static_cast<uint32_t>(random.below(1u << 31));

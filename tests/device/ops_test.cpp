@@ -55,8 +55,8 @@ std::vector<T> filled(size_t n, Random& random, double special, bool nans = true
   for (size_t i = 0; i < a.size(); ++i) {
     if (any_nan && std::isnan(a[i]) && std::isnan(b[i])) continue;
     if (bits(a[i]) != bits(b[i])) {
-      return ::testing::AssertionFailure() << "element " << i << ": " << std::hex << bits(a[i])
-                                           << " is not " << bits(b[i]);
+      return ::testing::AssertionFailure()
+             << "element " << i << ": " << std::hex << bits(a[i]) << " is not " << bits(b[i]);
     }
   }
   return ::testing::AssertionSuccess();
@@ -116,7 +116,8 @@ class Array {
     std::vector<T> v(values_.size());
     const size_t offset = where_ == Where::kDevice ? at_.address - memory_.address : 0;
     if (where_ == Where::kDevice) {
-      copy(Runtime::visible(pinned_->p), memory_, [] {}, v.size() * sizeof(T) + offset);
+      copy(
+          Runtime::visible(pinned_->p), memory_, [] {}, v.size() * sizeof(T) + offset);
     }
     const char* p = where_ == Where::kDevice ? static_cast<char*>(pinned_->p) + offset
                                              : reinterpret_cast<const char*>(at_.address);
@@ -259,7 +260,8 @@ TEST(Source, Kinds) {
   static_assert(sizeof(Source) == 4);
   EXPECT_FALSE(Source().is_own());
   for (const uint32_t i : {0u, 1u, 77u, Source::kMost - 1}) {
-    const Source place = Source::host(i), cache_slot = Source::cache_slot(i), staged = Source::staged(i);
+    const Source place = Source::host(i), cache_slot = Source::cache_slot(i),
+                 staged = Source::staged(i);
     EXPECT_FALSE(place.is_own());
     EXPECT_EQ(place.word, i);
     EXPECT_TRUE(cache_slot.is_own() && !cache_slot.is_staged());
@@ -637,7 +639,9 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     std::vector<Source> place = memory->now();
     for (size_t i = 0; i < n; ++i) {
       ASSERT_EQ(place[i].is_padding(), batch.slots[i] == kPaddingSlot);
-      if (!place[i].is_padding() && all_staged) { ASSERT_TRUE(place[i].is_own()); }
+      if (!place[i].is_padding() && all_staged) {
+        ASSERT_TRUE(place[i].is_own());
+      }
     }
     // Rows that are missing read as zeros and are terms.
     std::vector<const float*> row = row_sources.of_keys(batch);
@@ -719,10 +723,17 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     if (n != 0) {
       std::vector<uint64_t> none = offsets;
       switch (random.below(4)) {
-        case 0: none.front() = 1; break;
-        case 1: none.back() = n + random.from(1, 5000); break;
-        case 2: none.back() = random.below(n); break;
-        default: none[random.below(bags + 1)] = ~uint64_t{0} - random.below(3);
+        case 0:
+          none.front() = 1;
+          break;
+        case 1:
+          none.back() = n + random.from(1, 5000);
+          break;
+        case 2:
+          none.back() = random.below(n);
+          break;
+        default:
+          none[random.below(bags + 1)] = ~uint64_t{0} - random.below(3);
       }
       auto none_memory = make(*runtime_, anywhere(random), none);
       PoolArgs b = a;
@@ -783,8 +794,8 @@ TEST_F(ReadTest, SameKeys) {
     // Any one bit.
     if (differs) keys[random.below(n)] ^= uint64_t{1} << random.below(64);
     auto key_memory = make(*runtime_, Where::kDevice, keys);
-    auto flag = make(*runtime_, device_order ? Where::kDevice : Where::kHost,
-                     std::vector<uint32_t>{0u});
+    auto flag =
+        make(*runtime_, device_order ? Where::kDevice : Where::kHost, std::vector<uint32_t>{0u});
     SameKeysArgs a{};
     a.keys = key_memory->ptr();
     if (hashed) {
@@ -844,8 +855,8 @@ TEST_F(OpsTest, ReduceAndCombine) {
     const Gradients grads(*runtime_, random, dim, batch.slots.size());
     const size_t stride = row_stride(dim), distinct = batch.distinct.size();
     auto sums = make(*runtime_, Where::kHost, filled<float>(distinct * stride, random, 0.1));
-    auto runs = make(*runtime_, anywhere(random),
-                     filled<float>(batch.items.size() * dim, random, 0.1));
+    auto runs =
+        make(*runtime_, anywhere(random), filled<float>(batch.items.size() * dim, random, 0.1));
     auto items = make(*runtime_, anywhere(random), batch.items);
     auto frequent_list = make(*runtime_, anywhere(random), batch.frequent_list);
     auto nan = make(*runtime_, anywhere(random), std::vector<uint32_t>{0u});
@@ -865,9 +876,8 @@ TEST_F(OpsTest, ReduceAndCombine) {
     std::vector<float> expected = sums->made(), expected_runs = runs->made();
     // Light rows only, so far.
     std::vector<float> all(distinct * stride);
-    const bool expected_nan =
-        cpu_.reduce(batch.pairs.data(), batch.start.data(), 0, distinct, dim, grads.source,
-                    all.data(), stride, false);
+    const bool expected_nan = cpu_.reduce(batch.pairs.data(), batch.start.data(), 0, distinct, dim,
+                                          grads.source, all.data(), stride, false);
     auto take = [&](bool is_frequent) {
       for (uint32_t i = 0; i < distinct; ++i) {
         if ((batch.runs_of(i) > 1) == is_frequent) {
@@ -1073,8 +1083,8 @@ TEST_F(OpsTest, LinesFollowHostRows) {
         start.push_back(start.back() + static_cast<uint32_t>(random.from(1, world)));
       }
       const bool one_each = start.back() == n;
-      auto terms = make(*runtime_, Where::kHost,
-                        filled<float>(start.back() * stride, random, special / 4));
+      auto terms =
+          make(*runtime_, Where::kHost, filled<float>(start.back() * stride, random, special / 4));
       // Rank r has submitted every world-th row of them, from the r-th on.
       std::vector<Term> term;
       std::vector<const float*> cpu_term;
@@ -1087,8 +1097,7 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       auto rank_memory = make(*runtime_, anywhere(random), ranks);
       auto term_memory = make(*runtime_, anywhere(random), term);
       auto start_memory = make(*runtime_, anywhere(random), start);
-      auto sums = make(*runtime_, Where::kDevice,
-                       std::vector<float>(n * stride, NAN));
+      auto sums = make(*runtime_, Where::kDevice, std::vector<float>(n * stride, NAN));
       SumTermsArgs t{};
       t.ranks = rank_memory->ptr();
       t.ranks_stride = world * stride;
@@ -1114,9 +1123,12 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       a.sums_stride = stride;
       launch(apply_kernel(kind), apply_shape(a, extent(random)), a);
 
-      const RowsRef ref{expected_values.data(), layout.value_pitch,
-                        kind == FRUGAL_SGD ? nullptr : expected_state.data(), layout.state_pitch,
-                        layout.value_pitch, dim};
+      const RowsRef ref{expected_values.data(),
+                        layout.value_pitch,
+                        kind == FRUGAL_SGD ? nullptr : expected_state.data(),
+                        layout.state_pitch,
+                        layout.value_pitch,
+                        dim};
       cpu_.apply_terms(ref, scalars, to.data(), n, cpu_term.data(), start.data(), nullptr);
       ASSERT_TRUE(same(cached_values->now(), expected_values))
           << "optimizer " << kind << ", dim " << dim << ", flags " << scalars.flags;

@@ -2,6 +2,8 @@
 // has loaded, and not earlier.
 //
 // A stand-in takes the place of the driver's library.
+#include "device/pointers.h"
+
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -11,7 +13,6 @@
 #include <thread>
 #include <vector>
 
-#include "device/pointers.h"
 #include "frugal.h"
 
 namespace {

@@ -7,12 +7,11 @@
 // The model is which batches are declared, which keys have rows, and which updates are written.
 // Rows that an aborted step created are gone. At the end no row is lost, no slot has a holder, and
 // the window has no reads.
-#include "engine/declarations.h"
-
 #include <map>
 #include <set>
 #include <vector>
 
+#include "engine/declarations.h"
 #include "support/parts.h"
 #include "support/rows.h"
 #include "support/schedule.h"
@@ -176,10 +175,9 @@ class World {
   // As Engine::drop_batches.
   void take_out(const Declarations::Share& share) {
     const bool any = all_.close(share);
-    std::erase_if(of_[share.rank].declared,
-                  [&](const BatchRef& b) {
-                    return b->step == share.step && (!share.one || b.get() == share.one);
-                  });
+    std::erase_if(of_[share.rank].declared, [&](const BatchRef& b) {
+      return b->step == share.step && (!share.one || b.get() == share.one);
+    });
     if (!any) return;
     s_.note("takes out what rank %llu has declared for %llu", share.rank, share.step);
     for (;; s_.pause()) {

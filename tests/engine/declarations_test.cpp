@@ -33,8 +33,8 @@ struct DeclarationsTest : testing::Test {
     c.layout = RowLayout::of(4, FRUGAL_SGD);
     c.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, 1000, 4, number, FRUGAL_SGD, 0);
     EXPECT_OK(t->rows.open(c, &budget));
-    EXPECT_OK(t->window.open(
-        {.rows = 1000, .staleness = 0, .placement = kRanks, .tree_heap = false}, 0));
+    EXPECT_OK(
+        t->window.open({.rows = 1000, .staleness = 0, .placement = kRanks, .tree_heap = false}, 0));
     return t;
   }
   void SetUp() override {
@@ -166,7 +166,8 @@ TEST_F(DeclarationsTest, ARankHasSoManyBatchesOfAStep) {
   const BatchRef more = batch(1, 1, {0});
   EXPECT_EQ(all.add(more, true, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_NE(LastMessage().find("rank 1 has declared 4096 batches for step 1: at most 4096"),
-            std::string::npos) << LastMessage();
+            std::string::npos)
+      << LastMessage();
   EXPECT_FALSE(more->entered || more->handle);
   // Of another rank or step, or taken back: that does not count.
   enter(1, 0, {});
@@ -508,7 +509,7 @@ class Model : public DeclarationsTest {
   }
   void end(const Held& h, bool done, bool back = false) {
     if (!h.linking) return back ? all.put_back(h.item) : all.resolved(h.item, done);
-    done && h.item.batch->step >= base ? link(h.item) : all.linked(h.item, false);
+    done&& h.item.batch->step >= base ? link(h.item) : all.linked(h.item, false);
   }
   bool busy(const Batch& b) {
     bool any = false;

@@ -20,16 +20,15 @@ struct GateTest : testing::Test {
     for (int i = 0; i < 3; ++i) {
       std::function<bool(const Gate::Pass&)> help;
       if (i != 0) help = [this, i](const Gate::Pass&) { return work[i]-- > 0; };
-      gate.add({1u << i,
-                [this, i](Gate::Pass& p) {
-                  EXPECT_EQ(p.step, 5u);
-                  looked.push_back(i);
-                  return !closed[i];
-                },
-                [i](const Gate::Pass& p) {
-                  return text("%d of step %d", i, static_cast<int>(p.step));
-                },
-                help});
+      gate.add(
+          {1u << i,
+           [this, i](Gate::Pass& p) {
+             EXPECT_EQ(p.step, 5u);
+             looked.push_back(i);
+             return !closed[i];
+           },
+           [i](const Gate::Pass& p) { return text("%d of step %d", i, static_cast<int>(p.step)); },
+           help});
     }
   }
 };

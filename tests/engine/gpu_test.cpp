@@ -25,9 +25,9 @@
 
 #include "base/heap.h"
 #include "device/ops/kernels.h"
-#include "sim/sim.h"
 #include "frugal.h"
 #include "oracle/device.h"
+#include "sim/sim.h"
 #define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")
 #include "process/controller.h"
 #include "support/engine.h"
@@ -88,8 +88,7 @@ struct OwnController {
 
 struct Engine : OwnController, frugal_test::Engine {
   explicit Engine(uint32_t world = 1, const Change& change = {}, bool here = false)
-      : OwnController(Attached() && !here),
-        frugal_test::Engine(world, [&](frugal_config* config) {
+      : OwnController(Attached() && !here), frugal_test::Engine(world, [&](frugal_config* config) {
           if (change) change(config);
           if (controller) config->service = address.c_str();
         }) {}
@@ -211,7 +210,7 @@ std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint
 TEST(GpuCache, ADeclarationAfterThePlan) {
   constexpr uint32_t kRows = 100, kDim = 16;
   Device device(5);
-  Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; }), host(1);
+  Engine engine(1, [](frugal_config*c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; }), host(1);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, kRows, kDim);
   frugal_table* same = host.Table("t", FRUGAL_DENSE, kRows, kDim);
   frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 1.0);
@@ -695,13 +694,26 @@ TEST(Gpu, PointersOfADeviceForARankOnTheCpu) {
     op.weights = weights.data();
     op.weight_grads_out = grads.data();
     switch (at) {
-      case 0: op.keys = static_cast<uint64_t*>(there); break;
-      case 1: op.rows_out = static_cast<float*>(there); break;
-      case 2: op.grads = static_cast<float*>(there); break;
-      case 3: op.offsets = static_cast<uint64_t*>(there); break;
-      case 4: op.weights = static_cast<float*>(there); break;
-      case 5: op.weight_grads_out = static_cast<float*>(there); break;
-      default: op.found_out = static_cast<uint8_t*>(there);
+      case 0:
+        op.keys = static_cast<uint64_t*>(there);
+        break;
+      case 1:
+        op.rows_out = static_cast<float*>(there);
+        break;
+      case 2:
+        op.grads = static_cast<float*>(there);
+        break;
+      case 3:
+        op.offsets = static_cast<uint64_t*>(there);
+        break;
+      case 4:
+        op.weights = static_cast<float*>(there);
+        break;
+      case 5:
+        op.weight_grads_out = static_cast<float*>(there);
+        break;
+      default:
+        op.found_out = static_cast<uint8_t*>(there);
     }
     EXPECT_EQ(frugal_lookup(cpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT) << at;
     EXPECT_EQ(frugal_push_grad(cpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT) << at;
@@ -1389,8 +1401,8 @@ TEST(Gpu, ANanInAPushThatFails) {
 // The stream waits for something that this thread does after step_end.
 std::atomic<bool> g_open{false};
 const frugal::device::sim::KernelEntry kHeld = {"held", 8, [](const void*) {
-  while (!g_open) std::this_thread::yield();
-}};
+                                                  while (!g_open) std::this_thread::yield();
+                                                }};
 
 TEST(Gpu, AStepEndThatWaitsTooLong) {
   Device device;
@@ -1621,16 +1633,19 @@ TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
     SCOPED_TRACE(testing::Message() << "request " << request);
     std::atomic<bool> lost{false};
     Device device;
-    Engine engine(2, [&](frugal_config* c) {
-      c->timeout_ms = FRUGAL_TIMEOUT_INFINITE;
-      c->flush_threads = 0;
-      c->flush_mode = FRUGAL_FLUSH_DEFERRED;
-      c->staleness = 1;
-      c->log_context = &lost;
-      c->log = [](void* to, int32_t level, const char*) {
-        if (level == 0) *static_cast<std::atomic<bool>*>(to) = true;
-      };
-    }, true);
+    Engine engine(
+        2,
+        [&](frugal_config* c) {
+          c->timeout_ms = FRUGAL_TIMEOUT_INFINITE;
+          c->flush_threads = 0;
+          c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+          c->staleness = 1;
+          c->log_context = &lost;
+          c->log = [](void* to, int32_t level, const char*) {
+            if (level == 0) *static_cast<std::atomic<bool>*>(to) = true;
+          };
+        },
+        true);
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
     frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
     frugal_trainer* cpu = engine.Trainer(1, "cpu");

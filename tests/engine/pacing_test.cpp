@@ -46,7 +46,9 @@ struct PacingTest : testing::Test {
     pacing->add(u.get());
     return u;
   }
-  void commit() { pacing->committed(false, [&] { return now; }); }
+  void commit() {
+    pacing->committed(false, [&] { return now; });
+  }
 };
 
 TEST_F(PacingTest, OtherModesAreWhatTheySay) {

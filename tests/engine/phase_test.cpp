@@ -50,24 +50,26 @@ struct PhaseTest : testing::Test {
 TEST_F(PhaseTest, EachActWaitsForThoseThatItIsNotToRunBeside) {
   // {begins, not concurrently with}
   const std::set<std::pair<P::Act, P::Act>> apart = {
-      {P::kStep, P::kOutside}, {P::kStep, P::kAbort},     {P::kPrepare, P::kCommit},
-      {P::kPrepare, P::kAbort},  {P::kCommit, P::kCommit},  {P::kCommit, P::kAbort},
-      {P::kAbort, P::kCommit}, {P::kOutside, P::kCommit}, {P::kOutside, P::kAbort},
-      {P::kAlone, P::kRead},   {P::kAlone, P::kPlan},     {P::kRead, P::kOutside},
-      {P::kRead, P::kAbort},   {P::kPlan, P::kOutside},   {P::kPlan, P::kAbort},
-      {P::kJoin, P::kCommit},  {P::kJoin, P::kAbort},     {P::kLeave, P::kOutside},
-      {P::kRevoke, P::kPlan},  {P::kWhole, P::kCommit},   {P::kEnd, P::kCommit},
-      {P::kEnd, P::kAbort},    {P::kEnd, P::kOutside},    {P::kStep, P::kClosed},
+      {P::kStep, P::kOutside},  {P::kStep, P::kAbort},     {P::kPrepare, P::kCommit},
+      {P::kPrepare, P::kAbort}, {P::kCommit, P::kCommit},  {P::kCommit, P::kAbort},
+      {P::kAbort, P::kCommit},  {P::kOutside, P::kCommit}, {P::kOutside, P::kAbort},
+      {P::kAlone, P::kRead},    {P::kAlone, P::kPlan},     {P::kRead, P::kOutside},
+      {P::kRead, P::kAbort},    {P::kPlan, P::kOutside},   {P::kPlan, P::kAbort},
+      {P::kJoin, P::kCommit},   {P::kJoin, P::kAbort},     {P::kLeave, P::kOutside},
+      {P::kRevoke, P::kPlan},   {P::kWhole, P::kCommit},   {P::kEnd, P::kCommit},
+      {P::kEnd, P::kAbort},     {P::kEnd, P::kOutside},    {P::kStep, P::kClosed},
       {P::kCommit, P::kClosed}, {P::kOutside, P::kClosed}, {P::kPlan, P::kClosed},
-      {P::kJoin, P::kClosed},   {P::kGet, P::kCommit},    {P::kGet, P::kAbort},
-      {P::kGet, P::kOutside},   {P::kGet, P::kClosed},    {P::kCommit, P::kGet},
-      {P::kAbort, P::kGet},     {P::kAlone, P::kGet},     {P::kEnd, P::kGet},
+      {P::kJoin, P::kClosed},   {P::kGet, P::kCommit},     {P::kGet, P::kAbort},
+      {P::kGet, P::kOutside},   {P::kGet, P::kClosed},     {P::kCommit, P::kGet},
+      {P::kAbort, P::kGet},     {P::kAlone, P::kGet},      {P::kEnd, P::kGet},
   };
   for (uint32_t other = 0; other < P::kActs; ++other) {
     Phase phase(mu, workers);
     const P::Act under_way = static_cast<P::Act>(other);
-    if (under_way == P::kClosed) phase.close();
-    else phase.begin(under_way);
+    if (under_way == P::kClosed)
+      phase.close();
+    else
+      phase.begin(under_way);
     EXPECT_TRUE(phase.is(under_way));
     for (uint32_t act = 0; act < P::kActs; ++act)
       EXPECT_EQ(phase.may(static_cast<P::Act>(act)),

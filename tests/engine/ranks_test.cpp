@@ -267,8 +267,8 @@ TEST(RanksModel, CountsAsByLookingAtAllRanks) {
         const bool begins = here[o] && begun && here[o]->next_step <= step;
         all_begun &= begun && !begins;
         all_ended &= begun && !begins && !ends;
-        any_behind |= here[o] && begun &&
-                      (here[o]->in_step ? here[o]->step : here[o]->next_step) < step;
+        any_behind |=
+            here[o] && begun && (here[o]->in_step ? here[o]->step : here[o]->next_step) < step;
       }
       bool present;
       ASSERT_EQ(ranks.ended(step, &present), all_ended) << i;

@@ -92,8 +92,8 @@ struct View final : StepView {
       Rows& rows = own(*a.table).rows;
       a.part = make_part();
       const bool padded = ops[i].flags & FRUGAL_OP_PADDING;
-      FRUGAL_TRY(a.part->take_keys(pool, rows, ops[i].keys, ops[i].count, padded,
-                                   ops[i].padding_key));
+      FRUGAL_TRY(
+          a.part->take_keys(pool, rows, ops[i].keys, ops[i].count, padded, ops[i].padding_key));
       FRUGAL_TRY(a.part->resolve(pool, rows, Rows::Missing::kReserve, nullptr));
     }
     return FRUGAL_OK;

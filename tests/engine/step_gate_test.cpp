@@ -38,8 +38,10 @@ struct StepGateTest : testing::Test {
   }
   void end(const TrainerRef& t, uint64_t step, const Slots& slots = {}) {
     parts->begin(t, step);
-    if (slots.empty()) parts->ranks.end(*t);
-    else parts->end(t, table, slots);
+    if (slots.empty())
+      parts->ranks.end(*t);
+    else
+      parts->end(t, table, slots);
   }
   void commit(uint64_t step, const Slots& slots = {}) {
     for (const TrainerRef& t : {a, b}) end(t, step, slots);

@@ -21,8 +21,7 @@ TEST(StepRecords, HandoversAreByRank) {
   StepRecord::TableGradients& to = record.rank_gradients[table.get()];
   to.table = table;
   const std::vector<Slots> slots{{5}, {1, 2, 2}, {0, 3, 7}, {}};
-  for (const uint32_t rank : {2, 0, 3, 1})
-    to.add(parts.gradients(table, 0, rank, slots[rank]));
+  for (const uint32_t rank : {2, 0, 3, 1}) to.add(parts.gradients(table, 0, rank, slots[rank]));
   for (uint32_t rank = 0; rank < 4; ++rank) EXPECT_EQ(to.in_order()[rank].rank, rank);
   EXPECT_EQ(record.row_bytes(), 6 * table->rows.layout().bytes());
 }
@@ -69,9 +68,12 @@ TEST(StepRecords, ItIsBetweenStepsWhenAllThatIsEndedIsCommitted) {
   for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
   records.of(2);
   for (int what = 0; what < 3; ++what) {
-    if (what == 0) records.of(3).skip = true;
-    else if (what == 1) records.of(3).created.emplace_back();
-    else records.of(3).rank_gradients[table.get()].table = table;
+    if (what == 0)
+      records.of(3).skip = true;
+    else if (what == 1)
+      records.of(3).created.emplace_back();
+    else
+      records.of(3).rank_gradients[table.get()].table = table;
     EXPECT_FALSE(records.between(&why));
     EXPECT_EQ(why, "step 3 is not committed yet");
     records.erase(3);

@@ -69,9 +69,7 @@ struct World {
       Lock lock(parts.mu);
       return !parts.tables.any_pending() && !parts.workers.applying();
     };
-    const auto write = [&] {
-      return parts.workers.help(true) || parts.flusher.write(UINT64_MAX);
-    };
+    const auto write = [&] { return parts.workers.help(true) || parts.flusher.write(UINT64_MAX); };
     if (wait(t, written, write) != FRUGAL_OK) return tell(t);
     HOLDS(schedule, parts.ranks.committed() + 1 == step);
     expect_rows(step);
@@ -116,8 +114,8 @@ struct World {
     while (!all_committed()) {
       const uint64_t step = t.next_step;
       if (step == kSteps) {
-        const Status s = wait(t, [&] { return all_committed(); },
-                              [&] { return parts.workers.help(true); });
+        const Status s = wait(
+            t, [&] { return all_committed(); }, [&] { return parts.workers.help(true); });
         Lock call(t.call_mu);
         if (s != FRUGAL_OK) tell(t);
         continue;

@@ -7,12 +7,11 @@
 //
 // The model is a table in one thread that keeps each row's versions. No cached row is one that
 // another rank owns.
-#include "engine/table_cache.h"
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "engine/table_cache.h"
 #include "support/parts.h"
 #include "support/rows.h"
 #include "support/schedule.h"
@@ -492,7 +491,7 @@ class World {
   WornCachedRows::Last last_;
   TableCache cache_{owner_, table_, pool_, counters_, tau_ != 0};
   Mutex refresh_mu_;  // before the other: no commit during a refresh
-  Mutex control_;   // what follows, and Step
+  Mutex control_;     // what follows, and Step
   size_t committed_ GUARDED_BY(control_) = 0;
   size_t begun_[2] GUARDED_BY(control_) = {};
   uint32_t inside_ GUARDED_BY(control_) = 0;  // ranks

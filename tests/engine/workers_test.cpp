@@ -35,7 +35,8 @@ struct WorkersTest : testing::Test {
     if (workers) workers->stop();
   }
   // Of a work that has been done so often as there is of it.
-  static std::function<Outcome()> of(std::atomic<int>& left, std::function<void()> doing = [] {}) {
+  static std::function<Outcome()> of(
+      std::atomic<int>& left, std::function<void()> doing = [] {}) {
     return [&left, doing] {
       if (left.load() <= 0) return Outcome::kNothing;
       doing();
@@ -55,9 +56,9 @@ TEST_F(WorkersTest, TheMostUrgentIsDoneFirst) {
   std::atomic<int> left[3] = {3, 2, 1};
   for (int i = 0; i < 3; ++i)
     workers->add(static_cast<Urgency>(i), of(left[i], [&, i] {
-      std::lock_guard<std::mutex> lock(mu);
-      order.push_back(i);
-    }));
+                   std::lock_guard<std::mutex> lock(mu);
+                   order.push_back(i);
+                 }));
   workers->start();
   until([&] { return left[2] == 0; });
   EXPECT_EQ(order, (std::vector<int>{0, 0, 0, 1, 1, 2}));
@@ -114,8 +115,8 @@ TEST_F(WorkersTest, AFailureIsKeptAndEndsWaits) {
   workers->add(Urgency::kSoon, []() -> Outcome { throw std::runtime_error("a fault"); });
   workers->start();
   auto never = [] { return false; };
-  const Status s =
-      workers->wait(UINT64_MAX, [&] { return workers->healthy(); }, never, never, never);
+  const Status s = workers->wait(
+      UINT64_MAX, [&] { return workers->healthy(); }, never, never, never);
   EXPECT_EQ(s, FRUGAL_ERR_UNHEALTHY);
   EXPECT_EQ(workers->health(), FRUGAL_ERR_INTERNAL);
   workers->fail(FRUGAL_ERR_DEVICE);
@@ -129,17 +130,22 @@ TEST_F(WorkersTest, AWaitHelpsUntilItIsOver) {
   auto never = [] { return false; };
   auto ok = []() -> Status { return FRUGAL_OK; };
   auto help = [&] { return --left >= 0; };
-  EXPECT_EQ(workers->wait(UINT64_MAX, ok, [&] { return left == 0; }, help, never), FRUGAL_OK);
+  EXPECT_EQ(workers->wait(
+                UINT64_MAX, ok, [&] { return left == 0; }, help, never),
+            FRUGAL_OK);
   EXPECT_EQ(workers->wait(now_ns() + 1000000, ok, never, never, never), FRUGAL_ERR_TIMEOUT);
   auto closed = []() -> Status { return FRUGAL_ERR_CLOSED; };
   auto always = [] { return true; };
   EXPECT_EQ(workers->wait(0, closed, always, never, never), FRUGAL_ERR_CLOSED);
-  EXPECT_EQ(workers->wait(UINT64_MAX, ok, never, []() -> bool { throw std::bad_alloc(); }, never),
+  EXPECT_EQ(workers->wait(
+                UINT64_MAX, ok, never, []() -> bool { throw std::bad_alloc(); }, never),
             FRUGAL_ERR_OUT_OF_MEMORY);
   // Device work in flight is polled again and again: nothing notifies the waiting thread.
   int looks = 0;
   auto look = [&] { return ++looks < 0; };
-  EXPECT_EQ(workers->wait(UINT64_MAX, ok, [&] { return looks > 20; }, look, always), FRUGAL_OK);
+  EXPECT_EQ(workers->wait(
+                UINT64_MAX, ok, [&] { return looks > 20; }, look, always),
+            FRUGAL_OK);
 }
 
 struct Loop {
@@ -225,9 +231,8 @@ TEST_F(WorkersTest, UpdatesMayBeLeftToFlushThreads) {
     make(threads);
     std::atomic<bool> may{false};
     std::atomic<int> finished{0};
-    workers->add(Urgency::kSoon, [&] {
-      return may && workers->help(false) ? Outcome::kWork : Outcome::kNothing;
-    });
+    workers->add(Urgency::kSoon,
+                 [&] { return may && workers->help(false) ? Outcome::kWork : Outcome::kNothing; });
     workers->start();
     Loop loop(3), last(2);
     workers->publish({apply_job(loop, &finished)});
@@ -297,11 +302,14 @@ TEST(WorkersSchedules, LoopsThatAreShared) {
           Schedule* s;
           uint32_t runs[4] = {};
         } of{&s};
-        const Status status = workers.parallel(4, [](void* context, size_t i) {
-          auto* o = static_cast<Of*>(context);
-          schedule_point();
-          ++o->runs[i];
-        }, &of);
+        const Status status = workers.parallel(
+            4,
+            [](void* context, size_t i) {
+              auto* o = static_cast<Of*>(context);
+              schedule_point();
+              ++o->runs[i];
+            },
+            &of);
         HOLDS(s, status == FRUGAL_OK);
         for (uint32_t n : of.runs) HOLDS(s, n == 1);
         Lock lock(mu);

@@ -99,8 +99,7 @@ struct JobBase {
     AGAIN(frugal_trainer_create(g_engine, &config, &trainers[rank]));
   }
   void declare(uint64_t step, uint32_t r) {
-    Op a(dense, keys_of(step, r, kDense, 120), 0),
-        b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
+    Op a(dense, keys_of(step, r, kDense, 120), 0), b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
     frugal_op ops[] = {a.op, b.op};
     frugal_batch* batch = nullptr;
     AGAIN(frugal_prefetch(trainers[r], step, ops, 2, &batch));

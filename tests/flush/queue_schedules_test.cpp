@@ -3,8 +3,6 @@
 //
 // Calls are serialized as by the queue's owner (flush/queue.h, support/schedule.h). Marks of the
 // two-level queue change outside of its lock.
-#include "flush/queue.h"
-
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "base/sync.h"
+#include "flush/queue.h"
 #include "support/queue_owner.h"
 #include "support/schedule.h"
 
@@ -20,7 +19,9 @@ namespace frugal::queue_schedules_test {
 class World {
  public:
   World(Schedule& schedule, bool tree_heap)
-      : s_(schedule), r_(schedule.random()), tree_heap_(tree_heap),
+      : s_(schedule),
+        r_(schedule.random()),
+        tree_heap_(tree_heap),
         queue_(std::make_unique<QueueOwner>(tree_heap, kIds)) {
     queue_->set_next_commit(next_commit_);
     for (uint32_t id = 0; id < kIds; ++id) free_.push_back(id);

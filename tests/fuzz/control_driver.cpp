@@ -91,14 +91,20 @@ Bytes changed(Bytes bytes, std::mt19937_64& random) {
   const auto address = [&] { return random() % bytes.size(); };
   for (uint64_t n = 1 + random() % 4; n > 0 && bytes.size() > 16; --n) {
     switch (random() % 6) {
-      case 0: bytes[address()] ^= static_cast<uint8_t>(1u << random() % 8); break;
-      case 1: bytes[address()] = static_cast<uint8_t>(random()); break;
+      case 0:
+        bytes[address()] ^= static_cast<uint8_t>(1u << random() % 8);
+        break;
+      case 1:
+        bytes[address()] = static_cast<uint8_t>(random());
+        break;
       case 2: {  // a word is another number
         const uint64_t word = random() % 2 ? random() : random() % 64;
         std::memcpy(&bytes[address() / 8 * 8 % (bytes.size() - 8)], &word, 8);
         break;
       }
-      case 3: bytes.resize(address()); break;
+      case 3:
+        bytes.resize(address());
+        break;
       case 4: {  // words come twice
         const size_t from = address() / 8 * 8;
         Bytes copy(bytes.begin() + static_cast<long>(from), bytes.end());

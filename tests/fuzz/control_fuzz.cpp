@@ -48,8 +48,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       poll(&both, 1, -1);
       if (both.revents & POLLIN) open = recv(fd, answer, sizeof answer, 0) > 0;
       const ssize_t n = send(fd, data + sent, next - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (n > 0) sent += static_cast<size_t>(n);
-      else if (errno != EAGAIN) open = false;
+      if (n > 0)
+        sent += static_cast<size_t>(n);
+      else if (errno != EAGAIN)
+        open = false;
     }
     if (!open) break;
     data += next;

@@ -286,9 +286,12 @@ class Enemy {
       for (uint64_t k = 0; k < op.keys && k < 6; ++k) {
         const uint64_t key = in_.Number(1) % 64 == 0 ? Value() : in_.Number(1);
         const size_t bytes = slots ? sizeof(uint32_t) : sizeof(uint64_t);
-        if (staged) std::memcpy(staged + k * bytes, &key, bytes);
-        else if (slots) Add(static_cast<uint32_t>(key));
-        else Add(key);
+        if (staged)
+          std::memcpy(staged + k * bytes, &key, bytes);
+        else if (slots)
+          Add(static_cast<uint32_t>(key));
+        else
+          Add(key);
       }
     }
   }
@@ -327,7 +330,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     std::unique_ptr<RequestLoop> request_loop;
     if (trainer)
       request_loop.reset(new TrainerRequestLoop(world->engine, trainer, std::move(channel)));
-    else request_loop.reset(new ProcessRequestLoop(world->engine, std::move(channel), false));
+    else
+      request_loop.reset(new ProcessRequestLoop(world->engine, std::move(channel), false));
     Check(request_loop->start() == FRUGAL_OK);
     Enemy enemy(*world, in, *mine, as_trainer);
     if (as_trainer) {

@@ -21,8 +21,7 @@ class Digest {
     if (bytes > 0) Word(p, bytes);
   }
   template <typename T>
-    requires(std::is_arithmetic_v<T> || std::is_enum_v<T>)
-  void Add(T value) {
+  requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) void Add(T value) {
     Add(&value, sizeof(value));
   }
   // The size first: two lists, one after the other, are not one.

@@ -38,9 +38,7 @@ bool SameBits(const float* a, const float* b, size_t n) {
   return std::memcmp(a, b, n * sizeof(float)) == 0;
 }
 
-void SleepMicroseconds(uint32_t us) {
-  std::this_thread::sleep_for(std::chrono::microseconds(us));
-}
+void SleepMicroseconds(uint32_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
 
 std::string Row(const float* row, size_t n) {
   std::ostringstream out;
@@ -65,8 +63,8 @@ struct Buffers {
   std::vector<float> weight_grads;
   std::vector<float> rows;  // rows_out or grads, with gaps
   std::vector<uint8_t> found;
-  float* grads = nullptr;   // where the gradients are: `rows`, or memory that the engine lends
-  size_t stride = 0;        // floats
+  float* grads = nullptr;  // where the gradients are: `rows`, or memory that the engine lends
+  size_t stride = 0;       // floats
   // On the device, if there: results, and what is written over when the call is back.
   void* device_rows = nullptr;
   void* device_weight_grads = nullptr;
@@ -325,7 +323,7 @@ class RankDriver {
   std::unique_ptr<RankDevice> device_;
 
   Phase phase_ = Phase::kJoin;
-  size_t index_ = 0;             // the step that this rank is in or before
+  size_t index_ = 0;  // the step that this rank is in or before
   size_t action_ = 0;
   std::vector<size_t> attempt_;  // by step
   int64_t last_boundary_ = -1;
@@ -406,8 +404,7 @@ RankDriver::Moved RankDriver::AtBoundary() {
       if (trainer_ != nullptr && run_.NextIndex() < index_) {
         if (!AbortComing()) return Moved::kWaiting;
         progress_.doing = "step_begin before a boundary";
-        const int32_t status =
-            frugal_step_begin(trainer_, step_number(), FRUGAL_TIMEOUT_DEFAULT);
+        const int32_t status = frugal_step_begin(trainer_, step_number(), FRUGAL_TIMEOUT_DEFAULT);
         if (Check(status, FRUGAL_ERR_STEP_ABORTED, "step_begin") == Result::kOk) TakeAbort();
         return Moved::kYes;
       }
@@ -708,8 +705,8 @@ void RankDriver::DoPrefetch(const Action& action) {
   std::vector<frugal_op> ops = MakeOps(action, Use::kPrefetch);
   SendOps(action, Use::kPrefetch, &ops);
   frugal_batch* batch = nullptr;
-  const int32_t status = frugal_prefetch(trainer_, script_.StepNumber(action.target), ops.data(),
-                                         ops.size(), &batch);
+  const int32_t status =
+      frugal_prefetch(trainer_, script_.StepNumber(action.target), ops.data(), ops.size(), &batch);
   FetchOps(action, Use::kPrefetch);
   for (Buffers& buffers : buffers_) buffers.Spoil();
   // With staleness, an abort that this rank has not received yet may have set it far back.
@@ -817,8 +814,8 @@ void RankDriver::DoBadKey(const Action& action) {
   int32_t status = FRUGAL_OK;
   if (action.variant == 0 && ahead) {
     const std::vector<frugal_op> ops = MakeOps(action, Use::kPrefetch);
-    status = frugal_prefetch(trainer_, script_.StepNumber(index_ + 1), ops.data(), ops.size(),
-                             &batch);
+    status =
+        frugal_prefetch(trainer_, script_.StepNumber(index_ + 1), ops.data(), ops.size(), &batch);
   } else if (action.variant == 1) {
     std::vector<frugal_op> ops = MakeOps(action, Use::kPush);
     for (Buffers& buffers : buffers_) buffers.grads = buffers.rows.data();
@@ -889,8 +886,7 @@ void RankDriver::Mismatch(const char* call, const OpSpec& spec, size_t row, cons
                           const float* expected) {
   const size_t dim = run_.reference().dim(spec.table);
   std::ostringstream out;
-  out << Where() << call << " of table " << spec.table << ", row " << row << " of "
-      << spec.rows();
+  out << Where() << call << " of table " << spec.table << ", row " << row << " of " << spec.rows();
   if (spec.pooling == FRUGAL_POOL_NONE) {
     out << " (key " << spec.keys[row] << ")";
   } else {
@@ -906,8 +902,7 @@ void RankDriver::Mismatch(const char* call, const OpSpec& spec, size_t row, cons
 std::string RankDriver::WhoseRow(const OpSpec& spec, uint64_t key, const float* got) const {
   const size_t dim = run_.reference().dim(spec.table);
   for (uint64_t other : script_.tables[spec.table].universe) {
-    const auto versions =
-        run_.reference().VersionsAt(spec.table, other, UINT64_MAX, UINT64_MAX);
+    const auto versions = run_.reference().VersionsAt(spec.table, other, UINT64_MAX, UINT64_MAX);
     for (size_t v = 0; v < versions.size(); ++v) {
       if (!SameBits(versions[v].data(), got, dim)) continue;
       return " (that is version " + std::to_string(versions.size() - 1 - v) + " of " +
@@ -941,8 +936,8 @@ void RankDriver::CheckGaps(const OpSpec& spec, const Buffers& buffers, const cha
 
 bool RankDriver::Matches(const OpSpec& spec, uint64_t key, const float* row) {
   const size_t dim = run_.reference().dim(spec.table);
-  const auto versions = run_.reference().VersionsAt(spec.table, key, step_number(),
-                                                    script_.config.staleness);
+  const auto versions =
+      run_.reference().VersionsAt(spec.table, key, step_number(), script_.config.staleness);
   for (size_t v = 0; v < versions.size(); ++v) {
     if (!SameBits(versions[v].data(), row, dim)) continue;
     if (v > 0) ++run_.meeting().older_rows;
@@ -973,8 +968,8 @@ void RankDriver::CheckLookup(size_t op, const OpSpec& spec, const Buffers& buffe
   for (size_t row = 0; row < spec.rows(); ++row) {
     const float* got = buffers.rows.data() + row * buffers.stride;
     if (SameBits(got, expected.data() + row * dim, dim)) continue;
-    const bool padding = spec.padded && spec.pooling == FRUGAL_POOL_NONE &&
-                         spec.keys[row] == spec.padding_key;
+    const bool padding =
+        spec.padded && spec.pooling == FRUGAL_POOL_NONE && spec.keys[row] == spec.padding_key;
     if (!run_.exact() && !padding && Matches(spec, spec.keys[row], got)) continue;
     Mismatch("lookup", spec, row, got, expected.data() + row * dim);
     return;
@@ -1019,10 +1014,10 @@ void RankDriver::CheckRead(size_t op, const OpSpec& spec, const Buffers& buffers
     }
     if (may_miss && SameBits(got, zeros.data(), dim)) continue;
     if (may_exist && Matches(spec, spec.keys[i], got)) continue;
-    const std::vector<float> row =
-        run_.reference().RowAt(spec.table, spec.keys[i], step_number());
-    Mismatch(buffers.found.empty() ? "read" : buffers.found[i] == 1 ? "read (found)"
-                                                                    : "read (missing)",
+    const std::vector<float> row = run_.reference().RowAt(spec.table, spec.keys[i], step_number());
+    Mismatch(buffers.found.empty()   ? "read"
+             : buffers.found[i] == 1 ? "read (found)"
+                                     : "read (missing)",
              spec, i, got, exists == Existence::kNo ? zeros.data() : row.data());
     return;
   }
@@ -1178,8 +1173,8 @@ std::vector<uint64_t> Run::Enumerate(size_t t) {
   uint64_t cursor = 0;
   while (true) {
     size_t count = 0;
-    if (!Expect(frugal_table_keys(tables_[t], &cursor, part.data(), part.size(), &count),
-                FRUGAL_OK, "frugal_table_keys")) {
+    if (!Expect(frugal_table_keys(tables_[t], &cursor, part.data(), part.size(), &count), FRUGAL_OK,
+                "frugal_table_keys")) {
       break;
     }
     if (count == 0) break;

@@ -76,7 +76,7 @@ struct Totals {
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;
   frugal_stats stats = {};
-  FarCounts far = {};      // of runs with processes
+  FarCounts far = {};  // of runs with processes
   // Tables with a storage tier, and those of them with memory for at most 5 % of the rows.
   uint64_t far_tables = 0, scarce = 0;
 };
@@ -263,21 +263,21 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
     PrintRecord(seed, script, processes ? &layout : nullptr, outcome);
   if (arguments.verbose) {
     const frugal_stats& stats = outcome.stats;
-    std::printf("seed %llu: waits %llu, rises %llu, falls %llu, in flight %llu, dirty evictions "
-                "%llu, back-pressure %llu, apart %llu\n",
-                static_cast<unsigned long long>(seed),
-                static_cast<unsigned long long>(stats.gate_waits),
-                static_cast<unsigned long long>(stats.priority_rises),
-                static_cast<unsigned long long>(stats.priority_falls),
-                static_cast<unsigned long long>(stats.gate_in_flight),
-                static_cast<unsigned long long>(stats.cache_evicted_dirty),
-                static_cast<unsigned long long>(stats.back_pressure),
-                static_cast<unsigned long long>(stats.ranks_apart));
+    std::printf(
+        "seed %llu: waits %llu, rises %llu, falls %llu, in flight %llu, dirty evictions "
+        "%llu, back-pressure %llu, apart %llu\n",
+        static_cast<unsigned long long>(seed), static_cast<unsigned long long>(stats.gate_waits),
+        static_cast<unsigned long long>(stats.priority_rises),
+        static_cast<unsigned long long>(stats.priority_falls),
+        static_cast<unsigned long long>(stats.gate_in_flight),
+        static_cast<unsigned long long>(stats.cache_evicted_dirty),
+        static_cast<unsigned long long>(stats.back_pressure),
+        static_cast<unsigned long long>(stats.ranks_apart));
   }
   if (!outcome.passed) {
     std::printf("FAILED seed %llu: %s\n  run: %s\n  repeat: %s\n",
-                static_cast<unsigned long long>(seed), outcome.message.c_str(),
-                described.c_str(), RepeatCommand(run, seed).c_str());
+                static_cast<unsigned long long>(seed), outcome.message.c_str(), described.c_str(),
+                RepeatCommand(run, seed).c_str());
     std::fflush(stdout);
   }
 }
@@ -474,7 +474,7 @@ Arguments Parse(int argc, char** argv) {
   }
   if (arguments.options.killed && !arguments.processes && arguments.lead < 0) Usage();
   if (arguments.options.far && !kFarStores) Usage();  // the C ABI alone has none
-  if (arguments.controller.empty()) {  // as the build has them
+  if (arguments.controller.empty()) {                 // as the build has them
     char self[4096];
     const ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);
     const std::string program(self, n > 0 ? static_cast<size_t>(n) : 0);
@@ -512,8 +512,7 @@ int Main(int argc, char** argv) {
   watchdog.join();
   const bool enough = arguments.options.record || PrintTotals(arguments, totals);
   std::printf("  %-24s %10.1f s\n", "time", static_cast<double>(NowMs() - start) / 1000);
-  std::printf("oracle: %llu passed, %llu failed\n",
-              static_cast<unsigned long long>(totals.passed),
+  std::printf("oracle: %llu passed, %llu failed\n", static_cast<unsigned long long>(totals.passed),
               static_cast<unsigned long long>(totals.failed.load()));
   return totals.failed == 0 && enough ? 0 : 1;
 }

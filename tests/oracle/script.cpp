@@ -52,17 +52,14 @@ class ScriptMaker {
     scarce_ = options_.far && Random(script_.seed * 277).Chance(0.45);
     const uint32_t most =
         std::min(static_cast<uint32_t>(std::max(1, options_.max_ranks)), options_.far ? 4u : 8u);
-    config.world_size =
-        random_.Chance(0.15) ? 1 : static_cast<uint32_t>(random_.Between(1, most));
+    config.world_size = random_.Chance(0.15) ? 1 : static_cast<uint32_t>(random_.Between(1, most));
     if (pressure_) config.world_size = static_cast<uint32_t>(random_.Between((most + 1) / 2, most));
-    const bool stale =
-        options_.tau_only || (!options_.exact_only && random_.Chance(0.15));
+    const bool stale = options_.tau_only || (!options_.exact_only && random_.Chance(0.15));
     if (stale) {
-      config.staleness =
-          random_.OneOf<uint64_t>({1, 1, 2, 2, 5, FRUGAL_STALENESS_ASYNC});
+      config.staleness = random_.OneOf<uint64_t>({1, 1, 2, 2, 5, FRUGAL_STALENESS_ASYNC});
     }
-    config.lookahead = static_cast<uint32_t>(
-        random_.Chance(0.2) ? random_.Between(0, 3) : random_.Between(1, 20));
+    config.lookahead =
+        static_cast<uint32_t>(random_.Chance(0.2) ? random_.Between(0, 3) : random_.Between(1, 20));
     if (random_.Chance(0.05)) config.lookahead = FRUGAL_MAX_LOOKAHEAD;
     const uint32_t threads[] = {0, 1, 2, 3, 4, 8};
     config.flush_threads = threads[random_.Weighted({25, 30, 20, 10, 10, 5})];
@@ -72,8 +69,7 @@ class ScriptMaker {
     if (pressure_) {
       config.lookahead = static_cast<uint32_t>(random_.Between(4, 20));
       config.flush_threads = static_cast<uint32_t>(random_.Between(1, 8));
-      config.flush_mode =
-          random_.Chance(0.7) ? FRUGAL_FLUSH_DEFERRED : FRUGAL_FLUSH_TREE_HEAP;
+      config.flush_mode = random_.Chance(0.7) ? FRUGAL_FLUSH_DEFERRED : FRUGAL_FLUSH_TREE_HEAP;
     }
     if (options_.flush_mode >= 0) config.flush_mode = options_.flush_mode;
     if (options_.flush_threads >= 0) {
@@ -116,9 +112,8 @@ class ScriptMaker {
       table.name = "table " + std::to_string(t) + (random_.Chance(0.2) ? " \xc3\xa9" : "");
       if (random_.Chance(0.05)) table.name.resize(255, 'x');
       frugal_table_config& config = table.config;
-      config.dim = random_.Chance(0.6)
-                       ? random_.OneOf<uint32_t>({1, 2, 3, 4, 8, 16, 17, 32, 64})
-                       : static_cast<uint32_t>(random_.Between(1, 70));
+      config.dim = random_.Chance(0.6) ? random_.OneOf<uint32_t>({1, 2, 3, 4, 8, 16, 17, 32, 64})
+                                       : static_cast<uint32_t>(random_.Between(1, 70));
       if (pressure_ && random_.Chance(0.7)) config.dim = random_.OneOf<uint32_t>({32, 64, 70});
       config.key_space = random_.Chance(0.5) ? FRUGAL_HASHED : FRUGAL_DENSE;
       uint64_t keys = random_.Chance(0.3) ? random_.Between(10, 60) : random_.Between(10, 2000);
@@ -236,8 +231,8 @@ class ScriptMaker {
     }
     groups_per_step_ = static_cast<int>(random_.Between(1, 4));
     const double budget = (pressure_ ? 8e7 : 2e6) * options_.scale;
-    const double calls = static_cast<double>(script_.config.world_size * script_.steps) *
-                         groups_per_step_;
+    const double calls =
+        static_cast<double>(script_.config.world_size * script_.steps) * groups_per_step_;
     const double affordable = budget / (calls * mean_dim_);
     max_keys_ = static_cast<size_t>(std::clamp(affordable, 4.0, pressure_ ? 1500.0 : 300.0));
     if (!pressure_ && random_.Chance(0.3)) max_keys_ = std::max<size_t>(4, max_keys_ / 10);
@@ -437,8 +432,7 @@ class ScriptMaker {
       cancel.call = Call::kCancel;
       cancel.declaration = id;
       const size_t cancelled = when + random_.Below(ahead + 1);
-      Insert(&rank.steps[cancelled], cancelled == target || random_.Chance(0.5),
-             std::move(cancel));
+      Insert(&rank.steps[cancelled], cancelled == target || random_.Chance(0.5), std::move(cancel));
     }
   }
 
@@ -506,8 +500,7 @@ class ScriptMaker {
     if (op->pooling == FRUGAL_POOL_SUM && random_.Chance(0.6)) {
       for (size_t i = 0; i < op->keys.size(); ++i) op->weights.push_back(random_.Float(-2, 2));
       // What a row is "in this step" is only one value without staleness.
-      op->want_weight_grads =
-          push && exact() && !op->weights.empty() && random_.Chance(0.6);
+      op->want_weight_grads = push && exact() && !op->weights.empty() && random_.Chance(0.6);
     }
   }
 
@@ -649,9 +642,9 @@ class ScriptMaker {
       good.grad_seed = random_.Next();
       action.ops.push_back(std::move(good));
     }
-    action.ops.insert(action.ops.begin() +
-                          static_cast<ptrdiff_t>(random_.Below(action.ops.size() + 1)),
-                      std::move(bad));
+    action.ops.insert(
+        action.ops.begin() + static_cast<ptrdiff_t>(random_.Below(action.ops.size() + 1)),
+        std::move(bad));
     return action;
   }
 
@@ -1013,9 +1006,8 @@ std::vector<float> MakeGrads(const OpSpec& op, size_t dim) {
   }
   if (op.specials && !grads.empty()) {
     for (uint64_t count = random.Between(1, 3); count > 0; --count) {
-      grads[random.Below(grads.size())] =
-          random.OneOf<float>({__builtin_nanf("7"), -__builtin_nanf("9"), __builtin_inff(),
-                               -__builtin_inff()});
+      grads[random.Below(grads.size())] = random.OneOf<float>(
+          {__builtin_nanf("7"), -__builtin_nanf("9"), __builtin_inff(), -__builtin_inff()});
     }
   }
   return grads;

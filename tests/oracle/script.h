@@ -25,8 +25,8 @@ struct Options {
   int flush_threads = -1;  // forced if >= 0
   int max_ranks = 8;
   bool no_cache = false;
-  std::string device;      // some ranks run on one of these: "sim:0,sim:1"; "" for none
-  double scale = 1;  // of the amount of work in a run
+  std::string device;   // some ranks run on one of these: "sim:0,sim:1"; "" for none
+  double scale = 1;     // of the amount of work in a run
   bool killed = false;  // Script::killed
   bool far = false;     // hashed tables have a storage tier for rows that no step wants
   bool record = false;  // nothing is compared: what comes back is hashed
@@ -38,7 +38,7 @@ enum class GradKind { kUniform, kWide, kTiny, kSparse };
 struct OpSpec {
   size_t table = 0;
   std::vector<uint64_t> keys;
-  int declaration = -1;    // of this rank, if made through a declared batch
+  int declaration = -1;  // of this rank, if made through a declared batch
   uint32_t part = 0;
   bool keys_null = false;  // exactly the declared keys, which `keys` repeats
   int32_t pooling = FRUGAL_POOL_NONE;
@@ -65,24 +65,24 @@ enum class Call {
   kRead,
   kSetOptimizer,
   kFlush,
-  kQuery,     // statistics, health, last committed step
-  kBadKey,    // a call with an id that a dense table does not have, and otherwise good ops
-  kBusy,      // something that is only allowed outside steps
+  kQuery,   // statistics, health, last committed step
+  kBadKey,  // a call with an id that a dense table does not have, and otherwise good ops
+  kBusy,    // something that is only allowed outside steps
 };
 
 struct Action {
   Call call = Call::kSleep;
   std::vector<OpSpec> ops;
   uint32_t sleep_us = 0;
-  int declaration = -1;     // prefetch, cancel
-  size_t target = 0;        // prefetch: index of the step
-  bool borrow = false;      // push: gradients in memory that the engine lends
-  int poison_op = -1;       // push: first try it with a NaN in this op, which must be refused
+  int declaration = -1;  // prefetch, cancel
+  size_t target = 0;     // prefetch: index of the step
+  bool borrow = false;   // push: gradients in memory that the engine lends
+  int poison_op = -1;    // push: first try it with a NaN in this op, which must be refused
   size_t poison_element = 0;
-  size_t table = 0;         // set_optimizer
+  size_t table = 0;  // set_optimizer
   uint64_t first_step = 0;
   frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
-  int variant = 0;          // of a bad or busy call
+  int variant = 0;  // of a bad or busy call
 };
 
 enum class Finish { kEnd, kAbort, kClose, kStay };  // kStay: the controller is killed meanwhile
@@ -106,7 +106,7 @@ struct RankStep {
 struct RankSpec {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
-  std::string device;      // "": the cpu
+  std::string device;  // "": the cpu
   uint32_t window = 0;
   std::vector<RankStep> steps;
 };
@@ -154,7 +154,7 @@ struct Script {
   uint64_t aborts = 0;
   std::vector<TableSpec> tables;
   std::vector<RankSpec> ranks;
-  std::vector<bool> skip;                                 // by step
+  std::vector<bool> skip;                                   // by step
   std::map<size_t, std::vector<OutsideAction>> boundaries;  // before that step; always at the end
   std::vector<OptimizerChange> changes;
 

@@ -1,5 +1,7 @@
 // Rings and channels: between threads, between processes, and with peers that die or send false
 // counts.
+#include "process/channel.h"
+
 #include <sys/resource.h>
 
 #include <atomic>
@@ -8,7 +10,6 @@
 
 #include "peers.h"
 #include "proc.h"
-#include "process/channel.h"
 
 namespace frugal {
 namespace {
@@ -52,11 +53,16 @@ void Fill(std::vector<uint64_t>* to, size_t bytes, uint64_t seed) {
 
 size_t Size(Random& random, size_t large) {
   switch (random.below(8)) {
-    case 0: return 0;
-    case 1: return random.below(large);
-    case 2: return 64 * random.below(100);
-    case 3: return large;
-    default: return random.below(200);
+    case 0:
+      return 0;
+    case 1:
+      return random.below(large);
+    case 2:
+      return 64 * random.below(100);
+    case 3:
+      return large;
+    default:
+      return random.below(200);
   }
 }
 
@@ -244,8 +250,7 @@ TEST(Channel, CutWakesEveryWait) {
       Header h;
       EXPECT_EQ(trainer->receive(&h, kNever), FRUGAL_ERR_PEER_LOST);
     });
-    threads.emplace_back(
-        [&] { EXPECT_EQ(trainer->wait_release(kNever), FRUGAL_ERR_PEER_LOST); });
+    threads.emplace_back([&] { EXPECT_EQ(trainer->wait_release(kNever), FRUGAL_ERR_PEER_LOST); });
     // While they come, spin, and sleep.
     usleep(static_cast<useconds_t>(mix(round) % 200));
     std::thread other([&] { trainer->cut(); });
@@ -382,8 +387,8 @@ TEST(Channel, AttachRefusesWhatIsNoChannel) {
   Region down(controller->down_fd());
   for (size_t word : {0, 8, 16}) {
     const uint64_t before = down.word(word).load();
-    for (uint64_t value : {uint64_t{0}, before + 1, before << 20 | 1 << 25, uint64_t{1} << 63,
-                           UINT64_MAX}) {
+    for (uint64_t value :
+         {uint64_t{0}, before + 1, before << 20 | 1 << 25, uint64_t{1} << 63, UINT64_MAX}) {
       down.word(word).store(value);
       if (value == before) continue;
       if (word == 16 && value == 0) continue;  // it is
@@ -399,10 +404,14 @@ TEST(Channel, CountsThatCannotBe) {
     size_t word;
     uint64_t add;
     bool fine;
-  } cases[] = {{kUpRequests, 4096, true},        {kUpRequests, 4097, false},
-               {kUpRequests, UINT64_MAX, false}, {kUpRequests, uint64_t{1} << 32, false},
-               {kUpAnswers, 0, true},            {kUpAnswers, 1, false},
-               {kUpAnswers, UINT64_MAX, false},  {kUpReleases, 8, false},
+  } cases[] = {{kUpRequests, 4096, true},
+               {kUpRequests, 4097, false},
+               {kUpRequests, UINT64_MAX, false},
+               {kUpRequests, uint64_t{1} << 32, false},
+               {kUpAnswers, 0, true},
+               {kUpAnswers, 1, false},
+               {kUpAnswers, UINT64_MAX, false},
+               {kUpReleases, 8, false},
                {kUpReleases, UINT64_MAX, false}};
   for (const auto& c : cases) {
     Peer controller;
@@ -464,9 +473,15 @@ TEST(Channel, HostileWriter) {
         std::atomic<uint64_t>& word =
             up.word(random.below(4) ? random.below(6) * 128 : random.below(1024) * 8);
         switch (random.below(4)) {
-          case 0: word.store(random()); break;
-          case 1: word.store(0); break;
-          default: word.fetch_add(random.below(200)); break;
+          case 0:
+            word.store(random());
+            break;
+          case 1:
+            word.store(0);
+            break;
+          default:
+            word.fetch_add(random.below(200));
+            break;
         }
       }
     });
@@ -476,13 +491,17 @@ TEST(Channel, HostileWriter) {
       Header h{};
       const Piece piece{data.data(), random.below(data.size())};
       switch (random.below(4)) {
-        case 0: controller->send(h, &piece, 1, now_ns() + 20000); break;
+        case 0:
+          controller->send(h, &piece, 1, now_ns() + 20000);
+          break;
         case 1:
           if (controller->receive(&h, now_ns() + 20000) == FRUGAL_OK)
             controller->read(data.data(), std::min<uint64_t>(h.payload, random.below(data.size())),
                              now_ns() + 20000);
           break;
-        case 2: controller->release(random()); break;
+        case 2:
+          controller->release(random());
+          break;
         default:
           if (const char* p = controller->staging_at(random.below(2 << 20), random.below(2 << 20)))
             data[0] = *p;

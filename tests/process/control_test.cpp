@@ -33,12 +33,12 @@
 #include "base/forked.h"
 #include "base/region_publisher.h"
 #include "control.capnp.h"
-#include "send_descriptors.h"
 #include "frugal.h"
 #include "proc.h"
 #include "process/channel.h"
 #include "process/control_structs.h"
 #include "process/server.h"
+#include "send_descriptors.h"
 #include "support/never.h"
 
 // Each attempt of this program to connect, the library's, too, is counted.
@@ -1163,7 +1163,7 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   fake.on_open = [&](OpenReply* reply) {
     int sockets[2];
     uint64_t id;
-    ASSERT_TRUE(ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
+    ASSERT_TRUE(ForkedDescriptors::open(sockets, [](int(&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0;
     }));
     ASSERT_EQ(region_publisher.add(sockets[0], -1, &id), FRUGAL_OK);

@@ -62,8 +62,8 @@ TEST(Descriptors, AChannel) {
   ASSERT_OK(Channel::create(4096, staging, &controller));
   const auto sent = [&] {
     Vector<int> all;
-    all.assign({dup(controller->up_fd()), dup(controller->down_fd()),
-                dup(controller->staging_fd())});
+    all.assign(
+        {dup(controller->up_fd()), dup(controller->down_fd()), dup(controller->staging_fd())});
     return all;
   };
   {

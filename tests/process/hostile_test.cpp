@@ -45,14 +45,14 @@
 #include "base/os.h"
 #include "control.capnp.h"
 #include "controller.h"
-#include "send_descriptors.h"
 #include "fence.h"
 #include "frugal.h"
 #include "process/channel.h"
 #include "process/control.h"
-#include "process/request_loop.h"
 #include "process/protocol.h"
 #include "process/regions.h"
+#include "process/request_loop.h"
+#include "send_descriptors.h"
 #include "support/mix.h"
 #include "support/never.h"
 
@@ -572,9 +572,9 @@ struct Mode {
   How how;
   const char* what;
   std::function<void(Enemy&)> act;  // after it comes back it stays, and does nothing
-  bool first = false;  // the others begin when it has acted: what it does is refused while a step
-                       // is under way
-  long asked_mib = 0;  // what it is given, and the controller has for so long
+  bool first = false;   // the others begin when it has acted: what it does is refused while a step
+                        // is under way
+  long asked_mib = 0;   // what it is given, and the controller has for so long
   bool undone = false;  // an honest rank undoes its step
 };
 

@@ -194,8 +194,7 @@ TEST_F(JoinsTest, LosesNothingThatIsAnothers) {
 
 TEST_F(JoinsTest, AnotherHasTheRankThatWasLost) {
   joins.failed(1, FRUGAL_ERR_TIMEOUT, false);
-  EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS, FRUGAL_OK, FRUGAL_ERR_EXISTS}),
-            so_says(FRUGAL_ERR_EXISTS));
+  EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS, FRUGAL_OK, FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
   EXPECT_EQ(asked(), "join 1, lose 1 any, join 1");
   EXPECT_EQ(join(1, {FRUGAL_ERR_EXISTS}), so_says(FRUGAL_ERR_EXISTS));
   EXPECT_EQ(asked(), "join 1");

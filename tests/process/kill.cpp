@@ -79,9 +79,9 @@ struct Page {  // shared by all
     std::atomic<pid_t> attached;   // the process that has opened all tables
     std::atomic<pid_t> read_out;   // the process that has read them out, as they have to be
   } ranks[kMaxWorld];
-  std::atomic<uint64_t> limit;     // no rank begins a later step,
-  std::atomic<pid_t> replaced;     // but this process
-  std::atomic<bool> ended;         // the controller has
+  std::atomic<uint64_t> limit;  // no rank begins a later step,
+  std::atomic<pid_t> replaced;  // but this process
+  std::atomic<bool> ended;      // the controller has
   std::atomic<uint64_t> hash;
   uint64_t hashes[kMaxSteps + 1];  // of the tables before each step, and after the last
 };
@@ -109,16 +109,16 @@ int told(const char* call, int status, int result) {
   return result;
 }
 
-#define NEEDS(call)                                                                                \
-  do {                                                                                             \
-    if (const int status_ = (call)) return told(#call, status_, kWrong);                           \
+#define NEEDS(call)                                                      \
+  do {                                                                   \
+    if (const int status_ = (call)) return told(#call, status_, kWrong); \
   } while (0)
 // The same of a call that goes to the controller, which may have been killed.
-#define NEEDS_CONTROLLER(call)                                                                     \
-  do {                                                                                             \
-    const int status_ = (call);                                                                    \
-    if (status_ == FRUGAL_ERR_PEER_LOST) return g_says ? told(#call, status_, kLost) : kLost;      \
-    if (status_) return told(#call, status_, kWrong);                                              \
+#define NEEDS_CONTROLLER(call)                                                                \
+  do {                                                                                        \
+    const int status_ = (call);                                                               \
+    if (status_ == FRUGAL_ERR_PEER_LOST) return g_says ? told(#call, status_, kLost) : kLost; \
+    if (status_) return told(#call, status_, kWrong);                                         \
   } while (0)
 
 // --- The job -------------------------------------------------------------------------------------
@@ -804,18 +804,30 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string a = argv[i];
     auto value = [&]() -> const char* { return i + 1 < argc ? argv[++i] : ""; };
-    if (a == "--kills") o.kills = std::strtoull(value(), nullptr, 10);
-    else if (a == "--seed") o.seed = std::strtoull(value(), nullptr, 10);
-    else if (a == "--cache") o.cache = std::atof(value());
-    else if (a == "--world") o.world = static_cast<uint32_t>(std::atoi(value()));
-    else if (a == "--steps") o.steps = static_cast<uint32_t>(std::atoi(value()));
-    else if (a == "--events") o.events = static_cast<uint32_t>(std::atoi(value()));
-    else if (a == "--mode") o.mode = value();
-    else if (a == "--flush") o.flush = std::atoi(value());
-    else if (a == "--trainer" || a == "--read") role = a, address = value();
-    else if (a == "--reference") role = a;
-    else if (a == "--rank") rank = static_cast<uint32_t>(std::atoi(value()));
-    else if (a == "--replace") replace = true;
+    if (a == "--kills")
+      o.kills = std::strtoull(value(), nullptr, 10);
+    else if (a == "--seed")
+      o.seed = std::strtoull(value(), nullptr, 10);
+    else if (a == "--cache")
+      o.cache = std::atof(value());
+    else if (a == "--world")
+      o.world = static_cast<uint32_t>(std::atoi(value()));
+    else if (a == "--steps")
+      o.steps = static_cast<uint32_t>(std::atoi(value()));
+    else if (a == "--events")
+      o.events = static_cast<uint32_t>(std::atoi(value()));
+    else if (a == "--mode")
+      o.mode = value();
+    else if (a == "--flush")
+      o.flush = std::atoi(value());
+    else if (a == "--trainer" || a == "--read")
+      role = a, address = value();
+    else if (a == "--reference")
+      role = a;
+    else if (a == "--rank")
+      rank = static_cast<uint32_t>(std::atoi(value()));
+    else if (a == "--replace")
+      replace = true;
     else if (a != "--new") {
       std::fprintf(stderr, "what is %s?\n", a.c_str());
       return 2;

@@ -118,8 +118,8 @@ class Kind : public testing::TestWithParam<Way> {
     for (uint64_t k = 0; k < kRows; ++k) keys[k] = k;
     std::vector<float> rows(kRows * kDim * (1 + columns), -7);
     std::vector<uint8_t> found(kRows);
-    EXPECT_OK(frugal_get(table, keys.data(), kRows, FRUGAL_WITH_STATE, rows.data(), 0,
-                         found.data()));
+    EXPECT_OK(
+        frugal_get(table, keys.data(), kRows, FRUGAL_WITH_STATE, rows.data(), 0, found.data()));
     rows.insert(rows.end(), found.begin(), found.end());
     return rows;
   }
@@ -177,21 +177,19 @@ TEST_P(Kind, IsNotHeardOf) {
   EXPECT_EQ(All(threads_.tables[0], 2), All(processes_.tables[0], 2));
   const uint64_t key = 1;
   float row[kDim];
-  EXPECT_EQ(FRUGAL_ERR_PEER_LOST,
-            frugal_get(processes_.tables[1], &key, 1, 0, row, 0, nullptr));
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_get(processes_.tables[1], &key, 1, 0, row, 0, nullptr));
   frugal_error e;
   frugal_last_error(&e);
   EXPECT_NE(nullptr, std::strstr(e.message, "another kind of optimizer")) << e.message;
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Ways, Kind,
-    testing::Values(Way{"Dense", nullptr, 0, FRUGAL_DENSE},
-                    Way{"Hashed", nullptr, 0, FRUGAL_HASHED},
-                    Way{"Cache", nullptr, 0.5, FRUGAL_DENSE},
-                    Way{"Sim", "sim:0", 0, FRUGAL_DENSE},
-                    Way{"SimCache", "sim:0", 0.5, FRUGAL_DENSE},
-                    Way{"SimCacheHashed", "sim:0", 0.5, FRUGAL_HASHED}),
-    [](const auto& way) { return std::string(way.param.name); });
+INSTANTIATE_TEST_SUITE_P(Ways, Kind,
+                         testing::Values(Way{"Dense", nullptr, 0, FRUGAL_DENSE},
+                                         Way{"Hashed", nullptr, 0, FRUGAL_HASHED},
+                                         Way{"Cache", nullptr, 0.5, FRUGAL_DENSE},
+                                         Way{"Sim", "sim:0", 0, FRUGAL_DENSE},
+                                         Way{"SimCache", "sim:0", 0.5, FRUGAL_DENSE},
+                                         Way{"SimCacheHashed", "sim:0", 0.5, FRUGAL_HASHED}),
+                         [](const auto& way) { return std::string(way.param.name); });
 
 }  // namespace

@@ -268,11 +268,9 @@ TEST_P(Messages, OfTables) {
   SAYS(create([](auto* c) { c->optimizer.flags = 16; }), INVALID_ARGUMENT, "'other'", "0x10",
        "optimizer.flags");
   SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "'other'",
-       "optimizer.lr is -0.5",
-       "0 or more");
+       "optimizer.lr is -0.5", "0 or more");
   SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "'other'",
-       "optimizer.eps is ",
-       "finite");
+       "optimizer.eps is ", "finite");
   SAYS(frugal_table_find(engine, "nowhere", &t), NOT_FOUND, "'nowhere'", "create");
   SAYS(frugal_table_find(engine, nullptr, &t), INVALID_ARGUMENT, "name", "NULL");
   uint64_t cursor = 0;

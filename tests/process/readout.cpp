@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <map>
 
-#include "controller.h"
 #include "base/heap.h"
+#include "controller.h"
 #include "engine/ledger.h"
 #include "frugal.h"
 #include "process/server.h"
@@ -31,9 +31,9 @@ constexpr size_t kKeys = 90;
   std::printf("readout_test: %s: %s: %s\n", what, frugal_status_name(status), e.message);
   std::exit(1);
 }
-#define OK(call)                                            \
-  do {                                                      \
-    if (const int status_ = (call)) die(#call, status_);    \
+#define OK(call)                                         \
+  do {                                                   \
+    if (const int status_ = (call)) die(#call, status_); \
   } while (0)
 
 struct Mode {
@@ -443,8 +443,10 @@ int main(int argc, char** argv) {
       while (done < Job::kOperations && (status = job.run(done)) == FRUGAL_OK) ++done;
       if (status == FRUGAL_OK) status = frugal_flush(job.engine, FRUGAL_TIMEOUT_DEFAULT);
       whole = status == FRUGAL_OK;
-      if (whole) kill(controller, SIGTERM);
-      else if (status != FRUGAL_ERR_PEER_LOST) die("the job", status);
+      if (whole)
+        kill(controller, SIGTERM);
+      else if (status != FRUGAL_ERR_PEER_LOST)
+        die("the job", status);
       int ended = 0;
       waitpid(controller, &ended, 0);
       // What it has left is read where it is known to be dead, at once or soon.

@@ -33,13 +33,13 @@ constexpr size_t kRange = size_t{16} << 30;
 struct Told {
   explicit Told(Arena& arena) {
     int ends[2], control[2];
-    EXPECT_TRUE(ForkedDescriptors::open(ends, [](int (&fds)[2]) {
+    EXPECT_TRUE(ForkedDescriptors::open(ends, [](int(&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0;
     }));
     // As it is where the system has its usual limits; it is twice that.
     constexpr int kBytes = 106496;
     EXPECT_EQ(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &kBytes, sizeof kBytes), 0);
-    EXPECT_TRUE(ForkedDescriptors::open(control, [](int (&fds)[2]) {
+    EXPECT_TRUE(ForkedDescriptors::open(control, [](int(&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0;
     }));
     // Whom the connection belongs to has it, too.

@@ -2,11 +2,10 @@
 // waits end with the connection.
 //
 // The two ends are threads here (support/schedule.h).
-#include "process/ring.h"
-
 #include <string>
 #include <vector>
 
+#include "process/ring.h"
 #include "support/schedule.h"
 
 namespace frugal::ring_schedules_test {

@@ -162,9 +162,10 @@ TEST_F(TalkTest, WhatTakesAnAnswerMayFail) {
   answer(Call::kGet, 1, FRUGAL_OK, 0, "rows");
   answer(Call::kFlush, 2);
   Exchange e{Call::kGet, {}, {}};
-  EXPECT_EQ(told(rpc.ask(e, [](Channel&, uint64_t, uint64_t) {
-              return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for %s", "rows");
-            })),
+  EXPECT_EQ(told(rpc.ask(e,
+                         [](Channel&, uint64_t, uint64_t) {
+                           return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for %s", "rows");
+                         })),
             "FRUGAL_ERR_OUT_OF_MEMORY: no memory for rows");
   EXPECT_EQ(ask(kFlush), "");
 }
@@ -199,8 +200,7 @@ TEST_F(TalkTest, ARefusalMayHaveAnyText) {
   uint64_t sequence = 0;
   for (size_t length : {0, 1, 510, 511, 512, 5000}) {
     std::thread serves([&, length] {
-      answer(Call::kFlush, sequence + 1, FRUGAL_ERR_NAN, 0,
-             failed(0, 0, std::string(length, 'x')));
+      answer(Call::kFlush, sequence + 1, FRUGAL_ERR_NAN, 0, failed(0, 0, std::string(length, 'x')));
       answer(Call::kFlush, sequence + 2);
     });
     const std::string text = ask(kFlush), prefix = "FRUGAL_ERR_NAN: ";
@@ -352,10 +352,10 @@ class TalkUntil : public testing::TestWithParam<End> {
     const Status s = where(rpc, *there, end);
     const bool closed = GetParam() == End::kClosed;
     EXPECT_EQ(s, closed ? FRUGAL_ERR_CLOSED : FRUGAL_ERR_PEER_LOST);
-    const std::string text = LastMessage(),
-                      why = closed                     ? "the engine was closed"
-                            : GetParam() == End::kLost ? "the controller is gone: open the engine"
-                                                       : kCut;
+    const std::string text = LastMessage(), why = closed ? "the engine was closed"
+                                                  : GetParam() == End::kLost
+                                                      ? "the controller is gone: open the engine"
+                                                      : kCut;
     EXPECT_NE(text.find(why), std::string::npos) << text;
   }
   // The end comes when the controller has the request's header.

@@ -388,11 +388,11 @@ bool Refuse(uint32_t call) {
 TEST_F(Service, WhoIsAtTheOtherEndIsNotTold) {
   ControllerProgram controller(address());
   EXPECT_EQ(0, InChild([&] {
-    frugal_engine* e = nullptr;
-    if (!Refuse(SYS_getsockopt)) return 1;
-    if (Open(address(), &e) != FRUGAL_ERR_UNSUPPORTED) return 2;
-    return Says("SO_PEERCRED") ? 0 : 3;
-  }));
+              frugal_engine* e = nullptr;
+              if (!Refuse(SYS_getsockopt)) return 1;
+              if (Open(address(), &e) != FRUGAL_ERR_UNSUPPORTED) return 2;
+              return Says("SO_PEERCRED") ? 0 : 3;
+            }));
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
@@ -423,9 +423,9 @@ TEST_F(Service, NoDescriptorForThePeersProcess) {
   {
     ControllerProgram controller(address());
     EXPECT_EQ(0, InChild([&] {
-      if (!refuse()) return 1;
-      return refused("process " + std::to_string(getpid())) ? 0 : 2;
-    }));
+                if (!refuse()) return 1;
+                return refused("process " + std::to_string(getpid())) ? 0 : 2;
+              }));
     EXPECT_EQ(0, controller.end(SIGTERM));
   }
   ControllerProgram controller(address(), refuse);
@@ -617,10 +617,11 @@ TEST_F(Service, AnotherUser) {
   chmod(folder_.path().c_str(), 0755);
   chmod(address().c_str(), 0666);
   EXPECT_EQ(0, InChild([&] {
-    if (setresuid(65534, 65534, 65534) != 0) return 1;
-    frugal_engine* e = nullptr;
-    return Open(address(), &e, 300) == FRUGAL_ERR_INVALID_ARGUMENT && Says("user") ? 0 : 2;
-  }));
+              if (setresuid(65534, 65534, 65534) != 0) return 1;
+              frugal_engine* e = nullptr;
+              return Open(address(), &e, 300) == FRUGAL_ERR_INVALID_ARGUMENT && Says("user") ? 0
+                                                                                             : 2;
+            }));
 }
 
 TEST_F(Service, Serving) {
@@ -693,12 +694,13 @@ TEST_F(Service, ForkedChild) {
   const frugal_table_config c = TableConfig("t");
   OK(frugal_table_create(e, &c, &t));
   EXPECT_EQ(0, InChild([&] {
-    uint64_t n;
-    return frugal_table_count(t, &n) == FRUGAL_ERR_FORKED &&
-                   frugal_flush(e, 100) == FRUGAL_ERR_FORKED && frugal_close(e) == FRUGAL_ERR_FORKED
-               ? 0
-               : 1;
-  }));
+              uint64_t n;
+              return frugal_table_count(t, &n) == FRUGAL_ERR_FORKED &&
+                             frugal_flush(e, 100) == FRUGAL_ERR_FORKED &&
+                             frugal_close(e) == FRUGAL_ERR_FORKED
+                         ? 0
+                         : 1;
+            }));
   uint64_t n = 0;
   OK(frugal_table_count(t, &n));
   EXPECT_EQ(1000u, n);
@@ -1662,10 +1664,20 @@ class Traced {
   static void Note(Moved* m, pid_t pid, uint64_t call, int fd, int64_t result) {
     ++m->calls;
     switch (call) {
-      case SYS_read: case SYS_write: case SYS_readv: case SYS_writev: case SYS_pread64:
-      case SYS_pwrite64: case SYS_preadv: case SYS_pwritev: case SYS_preadv2: case SYS_pwritev2:
-      case SYS_sendto: case SYS_recvfrom:
-      case SYS_sendmsg: case SYS_recvmsg: {
+      case SYS_read:
+      case SYS_write:
+      case SYS_readv:
+      case SYS_writev:
+      case SYS_pread64:
+      case SYS_pwrite64:
+      case SYS_preadv:
+      case SYS_pwritev:
+      case SYS_preadv2:
+      case SYS_pwritev2:
+      case SYS_sendto:
+      case SYS_recvfrom:
+      case SYS_sendmsg:
+      case SYS_recvmsg: {
         if (result <= 0) return;
         char link[64] = {};
         const std::string name = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
@@ -1674,9 +1686,17 @@ class Traced {
             static_cast<uint64_t>(result);
         return;
       }
-      case SYS_sendmmsg: case SYS_recvmmsg: case SYS_splice: case SYS_tee: case SYS_vmsplice:
-      case SYS_sendfile: case SYS_copy_file_range: case SYS_process_vm_readv:
-      case SYS_process_vm_writev: case SYS_io_uring_setup: case SYS_io_uring_enter:
+      case SYS_sendmmsg:
+      case SYS_recvmmsg:
+      case SYS_splice:
+      case SYS_tee:
+      case SYS_vmsplice:
+      case SYS_sendfile:
+      case SYS_copy_file_range:
+      case SYS_process_vm_readv:
+      case SYS_process_vm_writev:
+      case SYS_io_uring_setup:
+      case SYS_io_uring_enter:
         ++m->unclear;
     }
   }
@@ -1969,9 +1989,7 @@ struct Job {
     OK(frugal_table_create(b, &c, &tb));
     OK(Join(a, 0, &t0));
   }
-  void Push(frugal_trainer* t, frugal_table* table) const {
-    OK(PushOnes(t, table, step % 4));
-  }
+  void Push(frugal_trainer* t, frugal_table* table) const { OK(PushOnes(t, table, step % 4)); }
   void Step() {
     int status;
     while ((status = frugal_step_begin(t0, step, kNeverMs)) == FRUGAL_ERR_PEER_LOST &&
@@ -2055,8 +2073,10 @@ void Host::EndsBy(char way) {
   std::thread waits(
       [&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1)) << Error(); });
   usleep(10000);
-  if (way == 'k') kill(host, SIGKILL);
-  else ASSERT_EQ(1, write(told[1], &way, 1));
+  if (way == 'k')
+    kill(host, SIGKILL);
+  else
+    ASSERT_EQ(1, write(told[1], &way, 1));
   close(told[1]);
   waits.join();
   int status = 0;
@@ -2162,14 +2182,14 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
   ASSERT_NE(shared, MAP_FAILED);
   uint64_t* const before = static_cast<uint64_t*>(shared);  // each step
   ASSERT_EQ(0, InChild([&] {
-    Alone alone;
-    if (alone.Start(0)) return 1;
-    for (uint64_t s = 0; s <= Alone::kSteps; ++s) {
-      if (Alone::Hash(alone.table, &before[s])) return 2;
-      if (s < Alone::kSteps && alone.Step(s)) return 3;
-    }
-    return frugal_close(alone.engine) ? 4 : 0;
-  }));
+              Alone alone;
+              if (alone.Start(0)) return 1;
+              for (uint64_t s = 0; s <= Alone::kSteps; ++s) {
+                if (Alone::Hash(alone.table, &before[s])) return 2;
+                if (s < Alone::kSteps && alone.Step(s)) return 3;
+              }
+              return frugal_close(alone.engine) ? 4 : 0;
+            }));
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   constexpr uint32_t kRounds = 8;
 #else
@@ -2344,8 +2364,10 @@ TEST_F(Service, GarbageOnTheSocket) {
     if (seed % 3 == 1) words[1] = static_cast<uint32_t>(words.size());  // what follows is less
     if (seed % 3 == 2) words[1] = UINT32_MAX;                           // more than it takes
     (void)send(fd, words.data(), words.size() * 4 - seed % 7, MSG_NOSIGNAL);
-    if (seed % 2) open.push_back(fd);
-    else close(fd);
+    if (seed % 2)
+      open.push_back(fd);
+    else
+      close(fd);
     job.Step();
   }
   job.Check();
@@ -2381,10 +2403,17 @@ size_t Scribble(uint32_t seed) {
     for (int i = 0; i < 4000; ++i) {
       std::atomic<uint64_t>& word = words[random() % (random() % 2 ? std::min<size_t>(n, 512) : n)];
       switch (random() % 4) {
-        case 0: word.store(random()); break;
-        case 1: word.fetch_add(random() % 100); break;
-        case 2: word.store(UINT64_MAX - random() % 4096); break;
-        default: word.store(0);
+        case 0:
+          word.store(random());
+          break;
+        case 1:
+          word.fetch_add(random() % 100);
+          break;
+        case 2:
+          word.store(UINT64_MAX - random() % 4096);
+          break;
+        default:
+          word.store(0);
       }
     }
   }
@@ -2662,10 +2691,10 @@ TEST_F(Service, Observers) {
   OK(frugal_open(&as, &observer));
   frugal_table *seen = nullptr, *none = nullptr;
   OK(frugal_table_find(observer, "t", &seen));
-#define REFUSED(call)                                                        \
-  do {                                                                       \
-    EXPECT_EQ(FRUGAL_ERR_UNSUPPORTED, (call)) << #call << ": " << Error();   \
-    EXPECT_TRUE(Says("FRUGAL_OBSERVE")) << #call << ": " << Error();         \
+#define REFUSED(call)                                                      \
+  do {                                                                     \
+    EXPECT_EQ(FRUGAL_ERR_UNSUPPORTED, (call)) << #call << ": " << Error(); \
+    EXPECT_TRUE(Says("FRUGAL_OBSERVE")) << #call << ": " << Error();       \
   } while (0)
   uint64_t deleted = 0;
   REFUSED(frugal_put(seen, keys, 3, 0, grads.data(), 0));
@@ -2848,8 +2877,10 @@ TEST_F(Service, RowsThatOthersRead) {
     OK(frugal_step_begin(t[1], s, -1));
     OK(frugal_read(e, t[1], &look, 1, -1));
     EXPECT_EQ(0, found);
-    if (s % 2) OK(frugal_lookup(t[0], &op, 1));
-    else OK(frugal_push_grad(t[0], &op, 1));
+    if (s % 2)
+      OK(frugal_lookup(t[0], &op, 1));
+    else
+      OK(frugal_push_grad(t[0], &op, 1));
     OK(frugal_read(e, t[1], &look, 1, -1));
     EXPECT_EQ(1, found);
     EXPECT_EQ(3, seen[7]);
@@ -2883,10 +2914,15 @@ TEST_F(Service, CloseBesideCalls) {
     std::string wrong;
     std::atomic<bool> over{false};
     auto allowed = [&](int status) {
-      static const int all[] = {
-          FRUGAL_OK,               FRUGAL_ERR_CLOSED,     FRUGAL_ERR_BAD_HANDLE,
-          FRUGAL_ERR_EXISTS,       FRUGAL_ERR_BUSY,       FRUGAL_ERR_NOT_IN_STEP,
-          FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_STEP_ORDER, FRUGAL_ERR_STEP_RANGE};
+      static const int all[] = {FRUGAL_OK,
+                                FRUGAL_ERR_CLOSED,
+                                FRUGAL_ERR_BAD_HANDLE,
+                                FRUGAL_ERR_EXISTS,
+                                FRUGAL_ERR_BUSY,
+                                FRUGAL_ERR_NOT_IN_STEP,
+                                FRUGAL_ERR_STEP_ABORTED,
+                                FRUGAL_ERR_STEP_ORDER,
+                                FRUGAL_ERR_STEP_RANGE};
       if (std::find(std::begin(all), std::end(all), status) == std::end(all)) {
         frugal_error why;
         frugal_last_error(&why);
@@ -3227,11 +3263,11 @@ TEST_F(Service, StopAfterDeath) {
   for (int round = 0; round < 40; ++round) {
     ControllerProgram controller(address());
     EXPECT_EQ(0, InChild([&] {
-      frugal_engine* e = nullptr;
-      frugal_trainer* t = nullptr;
-      // The process ends without closing anything.
-      return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;
-    }));
+                frugal_engine* e = nullptr;
+                frugal_trainer* t = nullptr;
+                // The process ends without closing anything.
+                return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;
+              }));
     EXPECT_EQ(0, controller.end(SIGTERM)) << round;
   }
 }

@@ -1,4 +1,6 @@
 // Watches on processes and sockets report each end once, and work without descriptors.
+#include "process/watch.h"
+
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -11,7 +13,6 @@
 #include <thread>
 
 #include "peers.h"
-#include "process/watch.h"
 
 namespace frugal {
 namespace {
@@ -56,7 +57,13 @@ TEST(Watch, TellsOfEachEndOnce) {
     int fd = -1;
     uint64_t id = 0;
     ASSERT_OK(OpenProcess(children[i]->pid(), &fd));
-    ASSERT_OK(watch->add(fd, [&, i] { each[i].Add(); all.Add(); }, &id));
+    ASSERT_OK(watch->add(
+        fd,
+        [&, i] {
+          each[i].Add();
+          all.Add();
+        },
+        &id));
   }
   all.Await(10);  // those that end by themselves; as zombies
   for (int i = 0; i < 20; i += 2) {
@@ -79,14 +86,18 @@ TEST(Watch, RemoveWaitsForTheCallback) {
   std::atomic<bool> left{false}, removed{false};
   ASSERT_OK(OpenProcess(child.pid(), &fd));
   ASSERT_OK(OpenProcess(other.pid(), &other_fd));
-  ASSERT_OK(watch->add(fd, [&] {
-    entered.Add();
-    std::this_thread::sleep_for(std::chrono::milliseconds(30));
-    EXPECT_FALSE(removed.load());
-    watch->remove(id);  // of itself: does not wait
-    left.store(true);
-  }, &id));
-  ASSERT_OK(watch->add(other_fd, [] { ADD_FAILURE() << "it was removed"; }, &other_id));
+  ASSERT_OK(watch->add(
+      fd,
+      [&] {
+        entered.Add();
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        EXPECT_FALSE(removed.load());
+        watch->remove(id);  // of itself: does not wait
+        left.store(true);
+      },
+      &id));
+  ASSERT_OK(watch->add(
+      other_fd, [] { ADD_FAILURE() << "it was removed"; }, &other_id));
   child.Kill(SIGKILL);
   entered.Await(1);
   watch->remove(other_id);
@@ -107,13 +118,17 @@ TEST(Watch, CallbacksMayAddAndRemove) {
   int fd = -1;
   uint64_t id = 0;
   ASSERT_OK(OpenProcess(first.pid(), &fd));
-  ASSERT_OK(watch->add(fd, [&] {
-    int next = -1;
-    uint64_t next_id = 0;
-    EXPECT_OK(OpenProcess(second.pid(), &next));
-    EXPECT_OK(watch->add(next, [&] { done.Add(); }, &next_id));
-    kill(second.pid(), SIGKILL);
-  }, &id));
+  ASSERT_OK(watch->add(
+      fd,
+      [&] {
+        int next = -1;
+        uint64_t next_id = 0;
+        EXPECT_OK(OpenProcess(second.pid(), &next));
+        EXPECT_OK(watch->add(
+            next, [&] { done.Add(); }, &next_id));
+        kill(second.pid(), SIGKILL);
+      },
+      &id));
   first.Kill(SIGKILL);
   done.Await(1);
 }
@@ -128,13 +143,16 @@ TEST(Watch, FollowsASocket) {
   Count called, taken, closed;
   std::atomic<bool> takes{false};
   uint64_t id = 0;
-  ASSERT_OK(watch->follow(ends[0], [&] {
-    called.Add();
-    char byte;
-    ssize_t n = -1;
-    while (takes.load() && (n = recv(reads, &byte, 1, MSG_DONTWAIT)) > 0) taken.Add();
-    if (n == 0) closed.Add();
-  }, &id));
+  ASSERT_OK(watch->follow(
+      ends[0],
+      [&] {
+        called.Add();
+        char byte;
+        ssize_t n = -1;
+        while (takes.load() && (n = recv(reads, &byte, 1, MSG_DONTWAIT)) > 0) taken.Add();
+        if (n == 0) closed.Add();
+      },
+      &id));
   EXPECT_EQ(0, called.Now());
   ASSERT_EQ(1, send(ends[1], "a", 1, 0));
   called.Await(3);
@@ -154,21 +172,23 @@ TEST(Watch, NoProcess) {
   std::unique_ptr<Watch> watch;
   ASSERT_OK(Watch::open(&watch));
   uint64_t id = 0;
-  EXPECT_EQ(watch->add(-1, [] {}, &id), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(watch->add(
+                -1, [] {}, &id),
+            FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
 // Where no descriptor is left, the message names the limit and the remedy.
 TEST(Watch, WithoutDescriptors) {
   EXPECT_EQ(0, Child([] {
-              const rlimit limit{0, 0};
-              setrlimit(RLIMIT_NOFILE, &limit);
-              std::unique_ptr<Watch> watch;
-              if (Watch::open(&watch) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
-              const std::string said = LastMessage();
-              const bool whole =
-                  said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
-              return whole ? 0 : 2;
-            }).Wait());
+                 const rlimit limit{0, 0};
+                 setrlimit(RLIMIT_NOFILE, &limit);
+                 std::unique_ptr<Watch> watch;
+                 if (Watch::open(&watch) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
+                 const std::string said = LastMessage();
+                 const bool whole =
+                     said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
+                 return whole ? 0 : 2;
+               }).Wait());
 }
 
 }  // namespace

@@ -119,27 +119,36 @@ double NormalQuantile(double p) {
                              4.5921953931549871457e+4, 6.7265770927008700853e+4,
                              3.3430575583588128105e+4, 2.5090809287301226727e+3};
   static const double b[] = {1.0,
-                             4.2313330701600911252e+1, 6.8718700749205790830e+2,
-                             5.3941960214247511077e+3, 2.1213794301586595867e+4,
-                             3.9307895800092710610e+4, 2.8729085735721942674e+4,
+                             4.2313330701600911252e+1,
+                             6.8718700749205790830e+2,
+                             5.3941960214247511077e+3,
+                             2.1213794301586595867e+4,
+                             3.9307895800092710610e+4,
+                             2.8729085735721942674e+4,
                              5.2264952788528545610e+3};
   static const double c[] = {1.42343711074968357734e0,  4.63033784615654529590e0,
                              5.76949722146069140550e0,  3.64784832476320460504e0,
                              1.27045825245236838258e0,  2.41780725177450611770e-1,
                              2.27238449892691845833e-2, 7.74545014278341407640e-4};
   static const double d[] = {1.0,
-                             2.05319162663775882187e0,  1.67638483018380384940e0,
-                             6.89767334985100004550e-1, 1.48103976427480074590e-1,
-                             1.51986665636164571966e-2, 5.47593808499534494600e-4,
+                             2.05319162663775882187e0,
+                             1.67638483018380384940e0,
+                             6.89767334985100004550e-1,
+                             1.48103976427480074590e-1,
+                             1.51986665636164571966e-2,
+                             5.47593808499534494600e-4,
                              1.05075007164441684324e-9};
   static const double e[] = {6.65790464350110377720e0,  5.46378491116411436990e0,
                              1.78482653991729133580e0,  2.96560571828504891230e-1,
                              2.65321895265761230930e-2, 1.24266094738807843860e-3,
                              2.71155556874348757815e-5, 2.01033439929228813265e-7};
   static const double f[] = {1.0,
-                             5.99832206555887937690e-1, 1.36929880922735805310e-1,
-                             1.48753612908506148525e-2, 7.86869131145613259100e-4,
-                             1.84631831751005468180e-5, 1.42151175831644588870e-7,
+                             5.99832206555887937690e-1,
+                             1.36929880922735805310e-1,
+                             1.48753612908506148525e-2,
+                             7.86869131145613259100e-4,
+                             1.84631831751005468180e-5,
+                             1.42151175831644588870e-7,
                              2.04426310338993978564e-15};
   const double q = p - 0.5;
   if (std::fabs(q) <= 0.425) {
@@ -204,8 +213,8 @@ size_t StateFloats(int32_t optimizer_kind, size_t dim) {
   }
 }
 
-bool ApplyUpdate(const frugal_optimizer& o, int32_t nan_policy, uint32_t world_size,
-                 uint64_t step, std::vector<float> g, size_t dim, float* row) {
+bool ApplyUpdate(const frugal_optimizer& o, int32_t nan_policy, uint32_t world_size, uint64_t step,
+                 std::vector<float> g, size_t dim, float* row) {
   if (o.flags & FRUGAL_OPT_MEAN_RANKS) {
     for (float& x : g) x = x / static_cast<float>(world_size);
   }
@@ -334,8 +343,7 @@ size_t Reference::AddTable(const frugal_table_config& config) {
   return tables_.size() - 1;
 }
 
-void Reference::SetOptimizer(size_t table, uint64_t first_step,
-                             const frugal_optimizer& optimizer) {
+void Reference::SetOptimizer(size_t table, uint64_t first_step, const frugal_optimizer& optimizer) {
   tables_[table].schedule[first_step] = optimizer;
 }
 
@@ -412,9 +420,8 @@ void Reference::Lookup(uint64_t step, const Op& op, float* out) const {
     if (terms.empty()) continue;
     const std::vector<float> sum = Fold32(terms);
     for (size_t c = 0; c < dim; ++c) {
-      const float x = op.pooling == FRUGAL_POOL_MEAN
-                          ? sum[c] / static_cast<float>(terms.size())
-                          : sum[c];
+      const float x =
+          op.pooling == FRUGAL_POOL_MEAN ? sum[c] / static_cast<float>(terms.size()) : sum[c];
       out[c] = Canonical(x);
     }
   }

@@ -37,8 +37,7 @@ float Canonical(float x);  // a NaN as 0x7fc00000
 double PowBySquaring(double x, uint64_t t);
 double Ln(double x);
 double NormalQuantile(double p);
-float InitialValue(const frugal_table_config& config, uint64_t seed, uint64_t key,
-                   uint64_t column);
+float InitialValue(const frugal_table_config& config, uint64_t seed, uint64_t key, uint64_t column);
 size_t StateFloats(int32_t optimizer_kind, size_t dim);
 
 // Applies one gradient to one row (values, then state) as sections 3.1 to 3.9 say. Returns false
@@ -149,8 +148,7 @@ class Reference {
 
   std::vector<float> InitialRow(const Table& table, uint64_t key) const;
   void CreateRow(uint64_t step, size_t table, uint64_t key);
-  void AddVersion(Table* table, uint64_t key, uint64_t from, bool absolute,
-                  std::vector<float> row);
+  void AddVersion(Table* table, uint64_t key, uint64_t from, bool absolute, std::vector<float> row);
 
   const uint64_t seed_;
   const uint32_t world_size_;

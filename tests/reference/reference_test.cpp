@@ -72,9 +72,9 @@ TEST(Reference, Fold32CopiesASingleTerm) {
 
 TEST(Reference, Sum16AddsInLanes) {
   std::vector<float> x(33, 0.0f);
-  x[0] = 1e8f;  // lane 0
-  x[16] = 1;    // lane 0 too: lost there
-  x[8] = -1e8f; // lane 8, added to lane 0 afterwards
+  x[0] = 1e8f;   // lane 0
+  x[16] = 1;     // lane 0 too: lost there
+  x[8] = -1e8f;  // lane 8, added to lane 0 afterwards
   x[1] = 2;
   EXPECT_EQ(Sum16(x), 2.0f);
   EXPECT_EQ(Bits(Sum16({-0.0f})), 0u);

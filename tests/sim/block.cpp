@@ -51,10 +51,14 @@ FRUGAL_UNSEEN void set_running(BlockRunner::Thread* thread) { g_running = thread
 
 const char* doing(uint32_t state) {
   switch (state) {
-    case kInSync: return "waits in sync";
-    case kInBallot: return "waits in ballot";
-    case kInShuffle: return "waits in shuffle";
-    default: return "has returned";
+    case kInSync:
+      return "waits in sync";
+    case kInBallot:
+      return "waits in ballot";
+    case kInShuffle:
+      return "waits in shuffle";
+    default:
+      return "has returned";
   }
 }
 
@@ -311,8 +315,8 @@ void BlockRunner::fail_access(Thread* thread, uint64_t address, size_t bytes, Ac
     const char* what = access == Access::kRead    ? "read"
                        : access == Access::kWrite ? "write"
                                                   : "add";
-    const std::string why = address % bytes != 0 ? "misaligned"
-                                                 : why_not(device_, address, bytes, access);
+    const std::string why =
+        address % bytes != 0 ? "misaligned" : why_not(device_, address, bytes, access);
     char text[300];
     snprintf(text, sizeof text, "%s of %zu bytes at 0x%llx: %s", what, bytes,
              static_cast<unsigned long long>(address), why.c_str());
@@ -357,8 +361,8 @@ void BlockRunner::diverged() {
   for (uint32_t i = first; i < first + kWarp; ++i)
     if (thread_of(i)->state != waiting->state) other = thread_of(i);
   char text[200];
-  snprintf(text, sizeof text, "divergence: it %s, thread %u of its warp %s",
-           doing(waiting->state), other->position.thread, doing(other->state));
+  snprintf(text, sizeof text, "divergence: it %s, thread %u of its warp %s", doing(waiting->state),
+           other->position.thread, doing(other->state));
   fail(waiting, text);
   doom();
 }

@@ -17,11 +17,11 @@
 #include <vector>
 
 #include "device/runtime.h"
+#include "device/simt.h"
 #include "sim/fiber.h"
 #include "sim/memory.h"
 #include "sim/random.h"
 #include "sim/sim.h"
-#include "device/simt.h"
 
 namespace frugal::device::sim {
 

@@ -7,7 +7,7 @@ namespace frugal::device::sim {
 namespace {
 
 constexpr KernelEntry kEntries[] = {
-#define X(name, Arguments)  \
+#define X(name, Arguments)   \
   {#name, sizeof(Arguments), \
    [](const void* arguments) { name##_body(*static_cast<const Arguments*>(arguments)); }},
     FRUGAL_KERNELS(X)

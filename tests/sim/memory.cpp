@@ -99,9 +99,9 @@ void insert(Registry& r, const Range& range) {
     next.capacity = capacity;
   }
   const Range* end = now.ranges + now.count;
-  const Range* at = std::upper_bound(
-      static_cast<const Range*>(now.ranges), end, range,
-      [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  const Range* at =
+      std::upper_bound(static_cast<const Range*>(now.ranges), end, range,
+                       [](const Range& a, const Range& b) { return a.begin < b.begin; });
   Range* out = std::copy(static_cast<const Range*>(now.ranges), at, next.ranges);
   *out++ = range;
   std::copy(at, end, out);
@@ -281,7 +281,8 @@ bool free_device_memory(int32_t device, uint64_t address, size_t* bytes) {
       std::lock_guard<std::mutex> state(r.state);
       r.freed[r.freed_next++ % kFreedKept] = {found->begin, found->end};
     }
-    remove_if(r, [&](const Range& a) { return a.begin == address; }, &range);
+    remove_if(
+        r, [&](const Range& a) { return a.begin == address; }, &range);
   }
   unmap(range);
   *bytes = range.end - range.begin;
@@ -295,7 +296,9 @@ void free_all_device_memory(int32_t device) {
     {
       Unseen unseen;
       std::lock_guard<std::mutex> lock(r.update);
-      if (!remove_if(r, [&](const Range& a) { return a.device == device; }, &range)) break;
+      if (!remove_if(
+              r, [&](const Range& a) { return a.device == device; }, &range))
+        break;
     }
     unmap(range);
   }
@@ -322,8 +325,7 @@ MemoryError pin_memory(uint64_t address, size_t bytes, bool read_only) {
   const Table& now = *r.current;
   for (size_t i = 0; i < now.count; ++i) {
     const Range& range = now.ranges[i];
-    if (range.begin < address + bytes && address < range.end)
-      return MemoryError::kTwice;
+    if (range.begin < address + bytes && address < range.end) return MemoryError::kTwice;
   }
   {
     std::lock_guard<std::mutex> state(r.state);
@@ -348,8 +350,7 @@ bool unpin_memory(uint64_t address) {
   std::lock_guard<std::mutex> lock(r.update);
   Range range = {};
   if (!remove_if(
-          r, [&](const Range& a) { return a.device == kHostMemory && a.begin == address; },
-          &range))
+          r, [&](const Range& a) { return a.device == kHostMemory && a.begin == address; }, &range))
     return false;
   std::lock_guard<std::mutex> state(r.state);
   r.pinned_ranges -= 1;

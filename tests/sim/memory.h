@@ -27,7 +27,7 @@ enum class Access : int32_t { kRead, kWrite, kAdd };
 struct Range {
   uint64_t begin, end;
   uint64_t offset;
-  int32_t device;  // or kHostMemory
+  int32_t device;          // or kHostMemory
   bool read_only = false;  // of host memory
   FRUGAL_UNSEEN bool allows(int32_t on, Access access) const {
     return device == on || (device == kHostMemory && access != Access::kAdd &&
@@ -65,11 +65,11 @@ class Section {
 
 enum class MemoryError : int32_t {
   kNone,
-  kLimit,       // the limit that was set
-  kNoMemory,    // of this machine
-  kUnaligned,   // no page boundary
-  kUnmapped,    // no memory of this process
-  kTwice,       // overlaps what is pinned already
+  kLimit,      // the limit that was set
+  kNoMemory,   // of this machine
+  kUnaligned,  // no page boundary
+  kUnmapped,   // no memory of this process
+  kTwice,      // overlaps what is pinned already
 };
 
 // For one device, which `device` numbers. garbage: the byte that fills it.

@@ -178,32 +178,35 @@ DeviceInfo SimRuntime::info() const {
 // --- Memory -------------------------------------------------------------------------------------
 
 Result SimRuntime::alloc(size_t bytes, Ptr<char>* out) {
-  return guarded("alloc", [&]() -> Result {
-    uint8_t garbage;
-    {
-      Unseen unseen;
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (bytes == 0) return misuse("alloc", kInvalidValue, "no bytes");
-      if (memory_limit_ - std::min(memory_limit_, allocated_) < bytes)
-        return no_memory("alloc", "out of device memory");
-      allocated_ += bytes;
-      ++allocations_;
-      ++allocations_ever_;
-      constexpr uint8_t kGarbage[4] = {0xff, 0xfb, 0xcd, 0x7f};
-      garbage = kGarbage[random_.below(4)];
-    }
-    uint64_t address = 0;
-    if (add_device_memory(device_, bytes, garbage, &address) != MemoryError::kNone) {
-      Unseen unseen;
-      std::lock_guard<std::mutex> lock(mutex_);
-      allocated_ -= bytes;
-      --allocations_;
-      --allocations_ever_;
-      return no_memory("alloc", kNoHostMemory);
-    }
-    *out = {address};
-    return {};
-  }, Wants::kMemory);
+  return guarded(
+      "alloc",
+      [&]() -> Result {
+        uint8_t garbage;
+        {
+          Unseen unseen;
+          std::lock_guard<std::mutex> lock(mutex_);
+          if (bytes == 0) return misuse("alloc", kInvalidValue, "no bytes");
+          if (memory_limit_ - std::min(memory_limit_, allocated_) < bytes)
+            return no_memory("alloc", "out of device memory");
+          allocated_ += bytes;
+          ++allocations_;
+          ++allocations_ever_;
+          constexpr uint8_t kGarbage[4] = {0xff, 0xfb, 0xcd, 0x7f};
+          garbage = kGarbage[random_.below(4)];
+        }
+        uint64_t address = 0;
+        if (add_device_memory(device_, bytes, garbage, &address) != MemoryError::kNone) {
+          Unseen unseen;
+          std::lock_guard<std::mutex> lock(mutex_);
+          allocated_ -= bytes;
+          --allocations_;
+          --allocations_ever_;
+          return no_memory("alloc", kNoHostMemory);
+        }
+        *out = {address};
+        return {};
+      },
+      Wants::kMemory);
 }
 
 void SimRuntime::free(Ptr<char> p) {
@@ -222,12 +225,18 @@ Result SimRuntime::pin(void* p, size_t bytes, bool read_only) {
   return guarded("pin", [&]() -> Result {
     if (!p || bytes == 0) return misuse("pin", kInvalidValue, "no bytes");
     switch (pin_memory(reinterpret_cast<uint64_t>(p), bytes, read_only)) {
-      case MemoryError::kNone: return {};
-      case MemoryError::kLimit: return no_memory("pin", "out of memory that can be pinned");
-      case MemoryError::kNoMemory: return no_memory("pin", kNoHostMemory);
-      case MemoryError::kUnaligned: return misuse("pin", kInvalidValue, "not on a page boundary");
-      case MemoryError::kUnmapped: return misuse("pin", kInvalidValue, "not mapped");
-      case MemoryError::kTwice: break;
+      case MemoryError::kNone:
+        return {};
+      case MemoryError::kLimit:
+        return no_memory("pin", "out of memory that can be pinned");
+      case MemoryError::kNoMemory:
+        return no_memory("pin", kNoHostMemory);
+      case MemoryError::kUnaligned:
+        return misuse("pin", kInvalidValue, "not on a page boundary");
+      case MemoryError::kUnmapped:
+        return misuse("pin", kInvalidValue, "not mapped");
+      case MemoryError::kTwice:
+        break;
     }
     return misuse("pin", kAlreadyRegistered, "part or all of it is pinned");
   });
@@ -254,10 +263,13 @@ Result SimRuntime::kind_of(const void* p, Memory* out) {
 // --- Streams and events -------------------------------------------------------------------------
 
 Result SimRuntime::create_stream(Priority priority, Stream* out) {
-  return guarded("create_stream", [&]() -> Result {
-    streams_.create(priority, out);
-    return {};
-  }, Wants::kMemory);
+  return guarded(
+      "create_stream",
+      [&]() -> Result {
+        streams_.create(priority, out);
+        return {};
+      },
+      Wants::kMemory);
 }
 
 void SimRuntime::destroy_stream(Stream s) {
@@ -265,10 +277,13 @@ void SimRuntime::destroy_stream(Stream s) {
 }
 
 Result SimRuntime::create_event(Event* out) {
-  return guarded("create_event", [&]() -> Result {
-    streams_.create(out);
-    return {};
-  }, Wants::kMemory);
+  return guarded(
+      "create_event",
+      [&]() -> Result {
+        streams_.create(out);
+        return {};
+      },
+      Wants::kMemory);
 }
 
 void SimRuntime::destroy_event(Event e) {
@@ -335,60 +350,70 @@ bool SimRuntime::usable(uint64_t address) const {
 }
 
 Result SimRuntime::copy(Ptr<char> to, Ptr<char> from, size_t bytes, Stream s) {
-  return guarded("copy", [&] {
-    if (bytes == 0) return Result();
-    if (!usable(to.address) || !usable(from.address))
-      return misuse("copy", kInvalidValue, "neither memory of the device nor pinned");
-    auto operation = std::make_unique<Operation>();
-    operation->kind = Operation::Kind::kCopy;
-    operation->to = to.address;
-    operation->from = from.address;
-    operation->bytes = bytes;
-    return streams_.enqueue(Streams::kCopy, s, std::move(operation), nullptr);
-  }, Wants::kMemory);
+  return guarded(
+      "copy",
+      [&] {
+        if (bytes == 0) return Result();
+        if (!usable(to.address) || !usable(from.address))
+          return misuse("copy", kInvalidValue, "neither memory of the device nor pinned");
+        auto operation = std::make_unique<Operation>();
+        operation->kind = Operation::Kind::kCopy;
+        operation->to = to.address;
+        operation->from = from.address;
+        operation->bytes = bytes;
+        return streams_.enqueue(Streams::kCopy, s, std::move(operation), nullptr);
+      },
+      Wants::kMemory);
 }
 
 Result SimRuntime::fill(Ptr<char> to, int value, size_t bytes, Stream s) {
-  return guarded("fill", [&] {
-    if (bytes == 0) return Result();
-    if (!usable(to.address))
-      return misuse("fill", kInvalidValue, "neither memory of the device nor pinned");
-    auto operation = std::make_unique<Operation>();
-    operation->kind = Operation::Kind::kFill;
-    operation->to = to.address;
-    operation->value = value;
-    operation->bytes = bytes;
-    return streams_.enqueue(Streams::kFill, s, std::move(operation), nullptr);
-  }, Wants::kMemory);
+  return guarded(
+      "fill",
+      [&] {
+        if (bytes == 0) return Result();
+        if (!usable(to.address))
+          return misuse("fill", kInvalidValue, "neither memory of the device nor pinned");
+        auto operation = std::make_unique<Operation>();
+        operation->kind = Operation::Kind::kFill;
+        operation->to = to.address;
+        operation->value = value;
+        operation->bytes = bytes;
+        return streams_.enqueue(Streams::kFill, s, std::move(operation), nullptr);
+      },
+      Wants::kMemory);
 }
 
 Result SimRuntime::launch(uint32_t kernel, const Shape& shape, const void* arguments, size_t bytes,
                           Stream s) {
-  return guarded("launch", [&]() -> Result {
-    const KernelEntry* entry = nullptr;
-    {
-      Unseen unseen;
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (kernel < kTestKernels)
-        entry = kernel_entry(kernel);
-      else if (kernel - kTestKernels < test_kernel_count_)
-        entry = &test_kernels_[kernel - kTestKernels];
-    }
-    if (!entry || !entry->run) return misuse("launch", kInvalidDeviceFunction, "no such kernel");
-    if (bytes != entry->bytes || bytes > kMaxArguments)
-      return misuse("launch", kInvalidValue, "arguments of another size");
-    if (shape.blocks == 0 || shape.blocks > INT32_MAX || shape.threads == 0 ||
-        shape.threads > kMaxThreads || shape.threads % kWarp != 0 ||
-        shape.shared_bytes > kMaxShared)
-      return misuse("launch", kInvalidConfiguration, "no such shape");
-    auto operation = std::make_unique<Operation>();
-    operation->kind = Operation::Kind::kKernel;
-    operation->kernel = entry;
-    operation->shape = shape;
-    const char* from = static_cast<const char*>(arguments);
-    operation->arguments.assign(from, from + bytes);
-    return streams_.enqueue("launch", s, std::move(operation), nullptr);
-  }, Wants::kMemory);
+  return guarded(
+      "launch",
+      [&]() -> Result {
+        const KernelEntry* entry = nullptr;
+        {
+          Unseen unseen;
+          std::lock_guard<std::mutex> lock(mutex_);
+          if (kernel < kTestKernels)
+            entry = kernel_entry(kernel);
+          else if (kernel - kTestKernels < test_kernel_count_)
+            entry = &test_kernels_[kernel - kTestKernels];
+        }
+        if (!entry || !entry->run)
+          return misuse("launch", kInvalidDeviceFunction, "no such kernel");
+        if (bytes != entry->bytes || bytes > kMaxArguments)
+          return misuse("launch", kInvalidValue, "arguments of another size");
+        if (shape.blocks == 0 || shape.blocks > INT32_MAX || shape.threads == 0 ||
+            shape.threads > kMaxThreads || shape.threads % kWarp != 0 ||
+            shape.shared_bytes > kMaxShared)
+          return misuse("launch", kInvalidConfiguration, "no such shape");
+        auto operation = std::make_unique<Operation>();
+        operation->kind = Operation::Kind::kKernel;
+        operation->kernel = entry;
+        operation->shape = shape;
+        const char* from = static_cast<const char*>(arguments);
+        operation->arguments.assign(from, from + bytes);
+        return streams_.enqueue("launch", s, std::move(operation), nullptr);
+      },
+      Wants::kMemory);
 }
 
 // --- For tests ----------------------------------------------------------------------------------

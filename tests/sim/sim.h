@@ -32,17 +32,17 @@ const KernelEntry* kernel_entry(uint32_t number);
 
 // What happens to an operation of a stream before it starts, each in percent of operations.
 struct Delays {
-  uint32_t yields = 25;   // its thread yields a few times
-  uint32_t sleeps = 8;    // for up to sleep_us
-  uint32_t holds = 4;     // until a thread waits for it or for what follows it, or hold_us
+  uint32_t yields = 25;  // its thread yields a few times
+  uint32_t sleeps = 8;   // for up to sleep_us
+  uint32_t holds = 4;    // until a thread waits for it or for what follows it, or hold_us
   uint32_t sleep_us = 200;
   uint32_t hold_us = 3000;
 };
 
 struct Live {
-  uint64_t allocations, bytes;      // of the device
-  uint64_t streams, events;         // created and not destroyed
-  uint64_t pinned, pinned_bytes;    // of the process
+  uint64_t allocations, bytes;    // of the device
+  uint64_t streams, events;       // created and not destroyed
+  uint64_t pinned, pinned_bytes;  // of the process
   // The same and what is no more, since the device was opened; of the process.
   uint64_t allocations_ever, streams_ever, events_ever, pinned_ever;
 };

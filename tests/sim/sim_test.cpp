@@ -5,6 +5,8 @@
 // failures come on request. Each fault has its text. Under ThreadSanitizer each kind of race is
 // reported, and none where there is none. A mistake of the simulated GPU would hide faults of
 // everything tested on it. So most tests here provoke a fault.
+#include "sim/sim.h"
+
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -21,9 +23,8 @@
 #include <thread>
 #include <vector>
 
-#include "sim/order.h"
-#include "sim/sim.h"
 #include "device/simt.h"
+#include "sim/order.h"
 
 namespace frugal::device {
 namespace {
@@ -93,8 +94,17 @@ void early_return_body(const ReturnArgs& a) {
 }
 
 enum Touch : uint32_t {
-  kRead4, kRead8, kRead16, kWrite4, kWrite16, kAdd4, kLaneReturns, kLaneInSync, kOtherMeeting,
-  kSharedOverflow, kLoopThenFault
+  kRead4,
+  kRead8,
+  kRead16,
+  kWrite4,
+  kWrite16,
+  kAdd4,
+  kLaneReturns,
+  kLaneInSync,
+  kOtherMeeting,
+  kSharedOverflow,
+  kLoopThenFault
 };
 struct TouchArgs {
   Ptr<char> p;
@@ -129,17 +139,30 @@ void touch_body(const TouchArgs& a) {
       ballot(true);
       device::sync();
       return;
-    default: break;
+    default:
+      break;
   }
   if (block() != 1 || thread() != 17) return;
   if (a.known > 0) load(as<uint32_t>(Ptr<char>{a.p.address - a.known}));
   switch (a.touch) {
-    case kRead4: load(as<uint32_t>(a.p)); break;
-    case kRead8: load(as<uint64_t>(a.p)); break;
-    case kRead16: load(as<Float4>(a.p)); break;
-    case kWrite4: store(as<uint32_t>(a.p), 1u); break;
-    case kWrite16: store(as<Float4>(a.p), Float4{1, 2, 3, 4}); break;
-    case kAdd4: add(as<uint32_t>(a.p), 1); break;
+    case kRead4:
+      load(as<uint32_t>(a.p));
+      break;
+    case kRead8:
+      load(as<uint64_t>(a.p));
+      break;
+    case kRead16:
+      load(as<Float4>(a.p));
+      break;
+    case kWrite4:
+      store(as<uint32_t>(a.p), 1u);
+      break;
+    case kWrite16:
+      store(as<Float4>(a.p), Float4{1, 2, 3, 4});
+      break;
+    case kAdd4:
+      add(as<uint32_t>(a.p), 1);
+      break;
   }
 }
 
@@ -210,14 +233,14 @@ const sim::KernelEntry kKernels[] = {
 
 // --- A device -----------------------------------------------------------------------------------
 
-#define ASSERT_FINE(call)                                     \
-  do {                                                        \
-    const Result result_ = (call);                            \
+#define ASSERT_FINE(call)                                       \
+  do {                                                          \
+    const Result result_ = (call);                              \
     ASSERT_TRUE(result_.ok()) << #call << ": " << result_.text; \
   } while (0)
-#define EXPECT_FINE(call)                                     \
-  do {                                                        \
-    const Result result_ = (call);                            \
+#define EXPECT_FINE(call)                                       \
+  do {                                                          \
+    const Result result_ = (call);                              \
     EXPECT_TRUE(result_.ok()) << #call << ": " << result_.text; \
   } while (0)
 
@@ -305,9 +328,9 @@ TEST(Kernels, SumOfBlocks) {
     for (uint32_t i = 0; i < kCount; ++i) expected += in.floats()[i] = static_cast<float>(i % 17);
     const uint32_t blocks = static_cast<uint32_t>(1 + seed % 5);
     const uint32_t threads = seed == 8 ? 1024 : static_cast<uint32_t>(32 << (seed % 4));
-    ASSERT_FINE(device.Launch(kSum, {blocks, threads, threads / kWarp * 4},
-                              SumArgs{as<float>(in.bytes_ptr()), as<float>(out.bytes_ptr()), kCount,
-                                      0}));
+    ASSERT_FINE(
+        device.Launch(kSum, {blocks, threads, threads / kWarp * 4},
+                      SumArgs{as<float>(in.bytes_ptr()), as<float>(out.bytes_ptr()), kCount, 0}));
     ASSERT_FINE(device.Finish());
     float sum = 0;
     for (uint32_t i = 0; i < blocks; ++i) sum += out.floats()[i];
@@ -426,11 +449,11 @@ std::string FaultOf(Device& device, const TouchArgs& arguments, uint32_t threads
   bool flag;
   Memory memory;
   const Result later[] = {
-      device.sim->alloc(16, &p),         device.sim->create_stream(Priority::kLow, &s),
-      device.sim->create_event(&e),      device.Launch(kTouch, {}, TouchArgs{}),
-      device.sim->capturing({}, &flag),  device.sim->kind_of(&p, &memory),
-      device.sim->fill({1}, 0, 1, {}),   device.sim->copy({1}, {1}, 1, {}),
-      device.sim->pin(&p, 1),            device.sim->query({}, &flag),
+      device.sim->alloc(16, &p),        device.sim->create_stream(Priority::kLow, &s),
+      device.sim->create_event(&e),     device.Launch(kTouch, {}, TouchArgs{}),
+      device.sim->capturing({}, &flag), device.sim->kind_of(&p, &memory),
+      device.sim->fill({1}, 0, 1, {}),  device.sim->copy({1}, {1}, 1, {}),
+      device.sim->pin(&p, 1),           device.sim->query({}, &flag),
   };
   for (const Result& r : later) {
     EXPECT_EQ(r.kind, ErrorKind::kFault) << r.call;
@@ -1117,8 +1140,7 @@ TEST(Failures, ForEver) {
   Device device;
   device.sim->fail_after(3, ErrorKind::kOutOfMemory, true);
   Ptr<char> p = device.Alloc(16), q = device.Alloc(16), r;
-  for (int i = 0; i < 5; ++i)
-    EXPECT_EQ(device.sim->alloc(16, &r).kind, ErrorKind::kOutOfMemory);
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(device.sim->alloc(16, &r).kind, ErrorKind::kOutOfMemory);
   device.sim->fail_after(0, ErrorKind::kNone, false);
   EXPECT_FINE(device.sim->alloc(16, &r));
   EXPECT_EQ(device.sim->live().allocations, 3u);
@@ -1216,14 +1238,14 @@ void Provoke(Race race) {
         {Race::kThreads, kTwoThreads}, {Race::kLanes, kTwoLanes}, {Race::kBlocks, kTwoBlocks}};
     if (clashes.count(race)) {
       const uint32_t blocks = race == Race::kBlocks ? 4 : 1;
-      EXPECT_FINE(device.Launch(kClash, {blocks, 64, 0},
-                                ClashArgs{as<uint32_t>(p), clashes.at(race)}, b));
+      EXPECT_FINE(
+          device.Launch(kClash, {blocks, 64, 0}, ClashArgs{as<uint32_t>(p), clashes.at(race)}, b));
     }
-    EXPECT_FINE(device.Launch(
-        kSum, {2, 128, 16},
-        SumArgs{as<float>(words.bytes_ptr()), as<float>(words.bytes_ptr()) + 900, 100,
-                race == Race::kShared},
-        b));
+    EXPECT_FINE(
+        device.Launch(kSum, {2, 128, 16},
+                      SumArgs{as<float>(words.bytes_ptr()), as<float>(words.bytes_ptr()) + 900, 100,
+                              race == Race::kShared},
+                      b));
     // Time passes, and other calls are made: no order comes from that.
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     device.sim->free(device.Alloc(64));

@@ -135,9 +135,8 @@ void StreamThread::delay(uint64_t position) {
   const Delays delays = delays_;
   yields_ = delays.yields > 0;
   if (roll < delays.holds) {
-    work_.wait_until(lock, now_ns() + uint64_t{1000} * delays.hold_us, [&] {
-      return demanded_ >= position || closing_ || health_->failed();
-    });
+    work_.wait_until(lock, now_ns() + uint64_t{1000} * delays.hold_us,
+                     [&] { return demanded_ >= position || closing_ || health_->failed(); });
     return;
   }
   lock.unlock();

@@ -52,9 +52,9 @@ class StreamThread;
 
 struct Mark {
   std::shared_ptr<StreamThread> stream;
-  uint64_t position = 0;   // of its operation in the stream
+  uint64_t position = 0;  // of its operation in the stream
   uint32_t queries = 0;
-  bool passed = false;     // under the stream's lock
+  bool passed = false;  // under the stream's lock
 };
 
 struct Operation {

@@ -80,7 +80,7 @@ class Streams {
   mutable std::mutex mutex_;  // what follows
   std::unordered_map<void*, StreamRef> streams_;
   std::unordered_map<void*, MarkRef> events_;  // and their last records
-  std::vector<StreamRef> retired_;  // destroyed, may still work
+  std::vector<StreamRef> retired_;             // destroyed, may still work
   StreamRef default_;
   uint64_t seed_ = 1, created_ = 0, violations_ = 0;
   Delays delays_;

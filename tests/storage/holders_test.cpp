@@ -288,19 +288,20 @@ TEST_F(SlotMapTest, RandomLives) {
       at->second = false;
       if (existed) {
         rows.recount([] { return false; }, [](auto) { FAIL(); });
-        rows.recount([] { return true; }, [&](auto visit) {
-          for (const Holder& h : holders) {
-            std::map<uint32_t, uint32_t> times;
-            for (uint32_t slot : h.slots)
-              if (slot != kNoSlot) ++times[slot];
-            std::vector<uint32_t> distinct, start = {0};
-            for (auto& [slot, n] : times) {
-              distinct.push_back(slot);
-              start.push_back(start.back() + n);
-            }
-            visit(distinct.data(), distinct.size(), start.data());
-          }
-        });
+        rows.recount([] { return true; },
+                     [&](auto visit) {
+                       for (const Holder& h : holders) {
+                         std::map<uint32_t, uint32_t> times;
+                         for (uint32_t slot : h.slots)
+                           if (slot != kNoSlot) ++times[slot];
+                         std::vector<uint32_t> distinct, start = {0};
+                         for (auto& [slot, n] : times) {
+                           distinct.push_back(slot);
+                           start.push_back(start.back() + n);
+                         }
+                         visit(distinct.data(), distinct.size(), start.data());
+                       }
+                     });
         look(key);
       }
     }

@@ -43,8 +43,8 @@ TEST(RowVersionsSchedules, ReadersBesideWriters) {
         float last = 0;
         for (int i = 0; i < 3; ++i) {
           Row copy;
-          HOLDS(s, read_row(word, rows[r].at, kFloats, copy.at,
-                            [] { return Status{FRUGAL_OK}; }) == FRUGAL_OK);
+          HOLDS(s, read_row(word, rows[r].at, kFloats, copy.at, [] { return Status{FRUGAL_OK}; }) ==
+                       FRUGAL_OK);
           HOLDS(s, copy.whole() && copy.at[0] >= last);
           last = copy.at[0];
         }

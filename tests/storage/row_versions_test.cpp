@@ -64,8 +64,10 @@ TEST(RowVersions, WhatIsCopied) {
     for (size_t i = 0; i < 64; ++i) from[i] = static_cast<float>(i + 1);
     for (const bool load : {false, true}) {
       std::fill_n(to, 64, 0.0f);
-      if (load) load_shared(from, to, n);
-      else store_shared(to, from, n);
+      if (load)
+        load_shared(from, to, n);
+      else
+        store_shared(to, from, n);
       for (size_t i = 0; i < 64; ++i) {
         ASSERT_EQ(to[i], i < (n + 1) / 2 * 2 ? from[i] : 0) << n << " " << i;
       }

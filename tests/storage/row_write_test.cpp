@@ -253,8 +253,10 @@ TEST_F(RowWriteTest, AWatcherFollowsEachRow) {
         undo->state = some.layout().state_pitch ? kept.rows.state : nullptr;
         undo->slot = &slot;
         undo->rows = entries;
-        if (marked) undo->marks = marks;
-        else undo->progress = &progress;
+        if (marked)
+          undo->marks = marks;
+        else
+          undo->progress = &progress;
       };
       const Slots slots{6, 11};
       const Row was = row_of(some, 11);

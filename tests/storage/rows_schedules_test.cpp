@@ -4,10 +4,9 @@
 // Declarations and calls find rows, create them and release them; other threads undo or delete rows
 // (support/schedule.h). A held slot has the row's key, and the row's initial values or what was
 // written to that row since.
-#include "storage/rows.h"
-
 #include <vector>
 
+#include "storage/rows.h"
 #include "support/rows.h"
 #include "support/schedule.h"
 #include "window/part.h"

@@ -107,8 +107,7 @@ TEST(RowLayouts, Strides) {
     EXPECT_EQ(row.state_pitch, 4u);
     EXPECT_EQ(row.state_floats, 1u);
     float memory[4];
-    const device::RowsRef ref =
-        two.at(memory, memory + 1);
+    const device::RowsRef ref = two.at(memory, memory + 1);
     EXPECT_EQ(ref.values, memory);
     EXPECT_EQ(ref.state, memory + 1);
     EXPECT_EQ(ref.state_second, two.value_pitch);

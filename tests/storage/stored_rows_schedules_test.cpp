@@ -5,10 +5,9 @@
 // their slots (support/schedule.h). An update holds its rows until they are written. Only the
 // writer changes a row with a held slot. At the end every row has the result of its committed
 // updates.
-#include "storage/rows.h"
-
 #include <vector>
 
+#include "storage/rows.h"
 #include "support/rows.h"
 #include "support/schedule.h"
 #include "support/slow_store.h"

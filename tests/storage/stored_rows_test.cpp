@@ -1,10 +1,10 @@
 // The life of one slot that loads and leaves, with a storage tier that counts its calls.
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <functional>
 #include <numeric>
 #include <utility>
-
-#include <gtest/gtest.h>
 
 #include "support/inside.h"
 #include "support/rows.h"
@@ -264,7 +264,7 @@ TEST_F(StoredRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
     for (WithoutMemory without; without.next();)
       without([&] {
         return by_find ? rows_.tier()->find_slots(often.data(), often.size(), slots.data())
-                      : resolve(often, &slots);
+                       : resolve(often, &slots);
       });
     release_hold(slots);
     // It has no holder.

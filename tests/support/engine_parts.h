@@ -138,8 +138,8 @@ struct CommitParts : EngineParts {
 
   EngineMemory memory{UINT64_MAX};
   Declarations declarations;
-  Committer committer{mu, phase, records, ranks, pacing, tables, declarations, flusher, workers,
-                      memory, meters};
+  Committer committer{mu,           phase,   records, ranks,  pacing, tables,
+                      declarations, flusher, workers, memory, meters};
   Aborter aborter{mu, phase, records, ranks, committer, declarations, workers, meters};
 };
 

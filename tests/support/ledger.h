@@ -31,8 +31,8 @@ struct TableWithLedger : testing::Test {
       std::fill_n(h.sums.as<float>(), h.rows() * h.stride, 0.25f);
     frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
     o.kind = FRUGAL_ADAGRAD;
-    update->scalars = arith::step_scalars(o, kStep, static_cast<uint32_t>(ranks.size()),
-                                          FRUGAL_NAN_REJECT, dim);
+    update->scalars =
+        arith::step_scalars(o, kStep, static_cast<uint32_t>(ranks.size()), FRUGAL_NAN_REJECT, dim);
   }
   void TearDown() override {
     parts.clear();

@@ -108,7 +108,7 @@ struct Schedule::State {
     const char* name = "";
     std::function<void()> body;
     Kind kind = kReady;
-    const void* mutex = nullptr;      // that it locks, or gave up to wait
+    const void* mutex = nullptr;  // that it locks, or gave up to wait
     const void* condition = nullptr;
     uint64_t until = 0;
     int64_t priority = 0;
@@ -127,7 +127,7 @@ struct Schedule::State {
   int running = -1;
   uint64_t clock = 1000000000;
   uint64_t points = 0, choices = 0;
-  uint32_t keep_of = 0;        // of so many points all but one keep the thread; 0: by priorities
+  uint32_t keep_of = 0;  // of so many points all but one keep the thread; 0: by priorities
   std::vector<uint64_t>
       changes;  // points at which the running thread's priority becomes the lowest
   int64_t lowest = 0;
@@ -403,7 +403,8 @@ void Schedule::sleep(uint64_t ns) {
 // --- Many ----------------------------------------------------------------------------------------
 
 void explore(const char* name, uint64_t rounds, const std::function<void(Schedule&)>& one) {
-  struct sigaction on {}, before;
+  struct sigaction on {
+  }, before;
   on.sa_handler = died;
   on.sa_flags = static_cast<int>(SA_RESETHAND);
   sigaction(SIGABRT, &on, &before);

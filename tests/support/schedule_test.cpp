@@ -197,7 +197,12 @@ TEST_F(EndsDeathTest, ADeadlock) {
 }
 
 TEST_F(EndsDeathTest, ALivelock) {
-  EXPECT_EXIT(run([] { for (;;) cpu_relax(); }, [] {}), testing::ExitedWithCode(1), "livelock");
+  EXPECT_EXIT(run(
+                  [] {
+                    for (;;) cpu_relax();
+                  },
+                  [] {}),
+              testing::ExitedWithCode(1), "livelock");
 }
 
 TEST_F(EndsDeathTest, AMutexThatIsKept) {

@@ -32,7 +32,8 @@ struct Watcher final : RowWatcher {
       EXPECT_TRUE(slots.insert(slot).second) << slot << " is written twice";
       if (const uint32_t* entries = write.purpose().entries)
         EXPECT_EQ(update->slots[entries[i]], slot);
-      else EXPECT_FALSE(chunks[write.purpose().chunk]) << "the chunk had ended";
+      else
+        EXPECT_FALSE(chunks[write.purpose().chunk]) << "the chunk had ended";
     }
     ++lists;
     return 0;

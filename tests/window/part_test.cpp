@@ -303,8 +303,8 @@ TEST_F(PartTest, WithoutMemoryNoPlaceIsHeld) {
       if (shared) fresh.cut_from(&arena);
       PartRef part = make_part();
       ASSERT_OK(part->take_keys(pool, hashed, keys.data(), keys.size(), false, 0));
-      const Status s = without(
-          [&] { return part->resolve(fresh, hashed, Rows::Missing::kReserve, nullptr); });
+      const Status s =
+          without([&] { return part->resolve(fresh, hashed, Rows::Missing::kReserve, nullptr); });
       ASSERT_EQ(part->resolved(), s == FRUGAL_OK) << without.rounds();
       ASSERT_EQ(hashed.has_reserved(), s == FRUGAL_OK) << without.rounds();
       if (s == FRUGAL_OK) part->release_hold(hashed);

@@ -12,8 +12,6 @@
 //
 // With caches rank 0 has one, and a thread plans its refreshes ahead, as the engine does. Then rows
 // have values. Each row that is read, cached or in host memory, has the bits of one thread.
-#include "window/window.h"
-
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -24,6 +22,7 @@
 #include "support/rows.h"
 #include "support/schedule.h"
 #include "window/apply.h"
+#include "window/window.h"
 
 namespace frugal::window_schedules_test {
 
@@ -33,9 +32,9 @@ constexpr uint64_t kFirst = 100;  // step
 
 struct Kind {
   bool tree_heap = false;
-  bool stale = false;     // ranks run apart
-  bool declares = true;   // else nothing is known of reads but by force()
-  bool caches = false;    // rank 0 keeps rows
+  bool stale = false;    // ranks run apart
+  bool declares = true;  // else nothing is known of reads but by force()
+  bool caches = false;   // rank 0 keeps rows
 };
 
 constexpr uint32_t kRows = 8, kDim = 3;

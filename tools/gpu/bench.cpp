@@ -20,8 +20,8 @@
 #include "child.h"
 #include "cuda_parts.h"
 #include "device/kernels.h"
-#include "sim/sim.h"
 #include "engine.h"
+#include "sim/sim.h"
 
 namespace gpu_tools {
 namespace {
@@ -80,7 +80,7 @@ struct Sizes {
   std::vector<size_t> batches;
   double target;  // seconds of a measurement
   int turns;
-  size_t steps;   // of a run of training
+  size_t steps;  // of a run of training
 };
 
 // Several batches are declared and looked up in turn, so that the rows of a batch have left the
@@ -442,8 +442,10 @@ class Bench {
     Engine& engine = EngineOf({t.shape.rows, dim});
     const auto keys = Wide(batches);
     std::vector<double> again;
-    const Turns turns({CopyIn(), Kernels(batches, t, extent_),
-                       {"lookup", [&] {
+    const Turns turns({CopyIn(),
+                       Kernels(batches, t, extent_),
+                       {"lookup",
+                        [&] {
                           const LookupTimes times = Lookups(engine, keys);
                           again.push_back(times.again);
                           return times.first;
@@ -475,26 +477,25 @@ class Bench {
     const auto keys = Wide(batches);
     Engine& engine = EngineOf({t.shape.rows, dim});
     Pinned<float> staging(runtime_, batch * dim);
-    const Turns turns({{"lookup", [&] { return Lookups(engine, keys).first; }},
-                       {"index_select",
-                        [&] {
-                          return PerWaitedCall([&](size_t i) {
-                            const auto& k = batches[i % kBatches].keys();
-                            GatherPlain(t, k, staging.data());
-                            lane_->Copy(Out(batch, dim, i), staging.seen(),
-                                        batch * dim * sizeof(float));
-                            lane_->Wait();
-                          });
-                        }},
-                       {"pipelined",
-                        [&] {
-                          return PerWaitedCall([&](size_t i) {
-                            GatherPipelined(t, batches[i % kBatches].keys(), staging,
-                                            Out(batch, dim, i));
-                            lane_->Wait();
-                          });
-                        }}},
-                      sizes_.turns);
+    const Turns turns(
+        {{"lookup", [&] { return Lookups(engine, keys).first; }},
+         {"index_select",
+          [&] {
+            return PerWaitedCall([&](size_t i) {
+              const auto& k = batches[i % kBatches].keys();
+              GatherPlain(t, k, staging.data());
+              lane_->Copy(Out(batch, dim, i), staging.seen(), batch * dim * sizeof(float));
+              lane_->Wait();
+            });
+          }},
+         {"pipelined",
+          [&] {
+            return PerWaitedCall([&](size_t i) {
+              GatherPipelined(t, batches[i % kBatches].keys(), staging, Out(batch, dim, i));
+              lane_->Wait();
+            });
+          }}},
+        sizes_.turns);
     GatherPipelined(t, batches[3].keys(), staging, Out(batch, dim, 3));
     VerifyTable(batches[3].keys(), dim, 3);
     Outcome o;
@@ -595,15 +596,15 @@ class Bench {
           "the bare kernel");
   }
   Side Bare(std::vector<KernelBatch>& batches, Table& t) {
-    return {"bare", [&] {
-              return PerCall([&](size_t i) {
-                KernelBatch& b = batches[i % batches.size()];
-                const size_t n = b.keys().size();
-                BareGather({t.device.at().address, b.index().address,
-                            Out(n, t.shape.dim, i).address, static_cast<uint32_t>(n),
-                            t.shape.dim / 4});
-              });
-            }};
+    return {
+        "bare", [&] {
+          return PerCall([&](size_t i) {
+            KernelBatch& b = batches[i % batches.size()];
+            const size_t n = b.keys().size();
+            BareGather({t.device.at().address, b.index().address, Out(n, t.shape.dim, i).address,
+                        static_cast<uint32_t>(n), t.shape.dim / 4});
+          });
+        }};
   }
 
   // All rows in device memory, kernels alone.
@@ -643,7 +644,8 @@ class Bench {
     const frugal_stats before = engine.Stats();
     std::vector<double> again;
     const Turns turns({Bare(batches, t),
-                       {"lookup", [&] {
+                       {"lookup",
+                        [&] {
                           const LookupTimes times = Lookups(engine, keys);
                           again.push_back(times.again);
                           return times.first;
@@ -1066,7 +1068,7 @@ Sizes SizesFor(bool gpu, bool quick) {
   if (quick)
     return {1'000'000, 400'000, 65536, size_t{256} << 20, {128, 8192, 131072}, 0.01, 3, 30};
   return {10'000'000, 4'000'000, 65536, size_t{256} << 20, {128, 512, 2048, 8192, 32768, 131072},
-          0.03, 5, 60};
+          0.03,       5,         60};
 }
 
 // Lines of results of earlier runs.
@@ -1162,9 +1164,10 @@ int Main(int argc, char** argv) {
     results.Line(line);
   }
   auto n = [](uint64_t x) { return static_cast<unsigned long long>(x); };
-  printf("bench: %llu cases, %llu done before, %llu failed, %llu skipped, %llu sides missing, "
-         "%llu of %llu aims met\n",
-         n(done), n(before), n(failed), n(skipped), n(bench.sides_missing()), n(met), n(aims));
+  printf(
+      "bench: %llu cases, %llu done before, %llu failed, %llu skipped, %llu sides missing, "
+      "%llu of %llu aims met\n",
+      n(done), n(before), n(failed), n(skipped), n(bench.sides_missing()), n(met), n(aims));
   return failed == 0 ? 0 : 1;
 }
 

@@ -1,6 +1,6 @@
-# include <cuda_runtime_api.h>
+#include <cuda_runtime_api.h>
 
-# include "cuda_parts.h"
+#include "cuda_parts.h"
 
 namespace gpu_tools {
 namespace {

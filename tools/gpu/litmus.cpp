@@ -29,14 +29,14 @@
 namespace gpu_tools {
 namespace {
 
+using frugal::device::FillArgs;
 using frugal::device::GatherArgs;
 using frugal::device::StageArgs;
-using frugal::device::FillArgs;
 
-constexpr uint32_t kPlaces = 1024;             // of 16 bytes; the even ones are under test
+constexpr uint32_t kPlaces = 1024;  // of 16 bytes; the even ones are under test
 constexpr uint32_t kTested = kPlaces / 2;
-constexpr uint32_t kMostRows = 32;             // of a launch
-constexpr uint32_t kChain = 8;                 // launches between two waits of the host
+constexpr uint32_t kMostRows = 32;  // of a launch
+constexpr uint32_t kChain = 8;      // launches between two waits of the host
 constexpr uint32_t kDelayBytes = 1u << 20;
 constexpr uint32_t kLongDelayBytes = 1u << 27;  // tens of microseconds of a GPU, more than a launch
 
@@ -181,9 +181,14 @@ class Litmus {
       DeviceDelay(s);
       const Ptr<float> out = given_.at<float>();
       switch (random_.Below(3)) {
-        case 0: Gather(s, 0, n, host_.seen<float>(), false, out, false); break;
-        case 1: Stage(s, n, host_.seen<float>(), out); break;
-        default: Fill(s, n, host_.seen<float>(), out);
+        case 0:
+          Gather(s, 0, n, host_.seen<float>(), false, out, false);
+          break;
+        case 1:
+          Stage(s, n, host_.seen<float>(), out);
+          break;
+        default:
+          Fill(s, n, host_.seen<float>(), out);
       }
       s.Copy(back_.seen(), given_.at(), n * sizeof(Row));
       if (settings_.broken) {
@@ -446,9 +451,9 @@ class Litmus {
   Settings settings_;
   bench::Random random_;
   uint32_t stamp_ = 0;
-  Pinned<Row> host_, hosts_;    // areas with places
-  Pinned<Row> packed_, back_;   // contiguous rows
-  Pinned<uint32_t> lists_;      // for each launch of a chain: places, sources
+  Pinned<Row> host_, hosts_;   // areas with places
+  Pinned<Row> packed_, back_;  // contiguous rows
+  Pinned<uint32_t> lists_;     // for each launch of a chain: places, sources
   Pinned<uint32_t> identity_;
   OnDevice<Row> device_, given_, ignored_;
   OnDevice<char> delay_;
@@ -505,8 +510,7 @@ int Main(int argc, char** argv) {
   for (const auto& mode : modes) {
     const int64_t start = bench::NowNs();
     const Count c = mode.run();
-    const bool met =
-        settings.broken ? c.stale > 0 : c.bad() == 0 && c.rounds >= settings.rounds;
+    const bool met = settings.broken ? c.stale > 0 : c.bad() == 0 && c.rounds >= settings.rounds;
     results.Line(Json()
                      .Set("case", settings.broken ? "litmus_broken" : "litmus")
                      .Set("mode", mode.name)

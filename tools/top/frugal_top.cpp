@@ -172,10 +172,10 @@ struct View {
   int32_t health = 0;
   double world = 0;
   double steps = 0, rows = 0, keys = 0, created = 0, aborted = 0;  // a second
-  double hit_rate = -1;    // -1: no cache was asked
-  double stall = 0;        // share of the trainers' time spent at gates
-  double deferred = 0;     // share of the written rows that were deferred
-  double writing = 0;      // processors that apply updates
+  double hit_rate = -1;                                            // -1: no cache was asked
+  double stall = 0;     // share of the trainers' time spent at gates
+  double deferred = 0;  // share of the written rows that were deferred
+  double writing = 0;   // processors that apply updates
   double pending_rows = 0, pending_bytes = 0, pending_peak = 0;
   // The tiers: caches on GPUs and in host memory, tables.
   double hbm_bytes = 0, cache_bytes = 0, host_bytes = 0;

@@ -3,10 +3,11 @@
 // What: picks the widest instruction set that this build has and this machine can run.
 // Invariants: the choice changes speed only, never a bit of a result.
 // Callers: the engine (kernels()), tests (kernels_isa()).
+#include "device/kernels.h"
+
 #include <string.h>
 
 #include "device/cpu/tables.h"
-#include "device/kernels.h"
 
 namespace frugal::device {
 namespace {

@@ -1,6 +1,5 @@
 // Launchers: each kernel of ops/kernels.h is its body and nothing else.
 #include "device/cuda/kernels.h"
-
 #include "device/ops/kernels.h"
 
 namespace frugal::device {
@@ -16,8 +15,8 @@ FRUGAL_KERNELS(X)
 }
 
 CudaKernels cuda_kernels() {
-#define X(name, Arguments)                                                                   \
-  static_assert(sizeof(Arguments) <= 4096, "arguments of a kernel are at most 4 KiB");       \
+#define X(name, Arguments)                                                             \
+  static_assert(sizeof(Arguments) <= 4096, "arguments of a kernel are at most 4 KiB"); \
   static_assert(__is_trivially_copyable(Arguments), "arguments are copied byte by byte");
   FRUGAL_KERNELS(X)
 #undef X

@@ -10,7 +10,7 @@ namespace frugal::device {
 
 struct CudaKernel {
   const char* name;
-  const void* function;    // for cudaLaunchKernel
+  const void* function;  // for cudaLaunchKernel
   size_t argument_bytes;
 };
 

@@ -119,7 +119,7 @@ struct Driver {
     void* at = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
     FRUGAL_CUDA_TRY(cudaGetDriverEntryPointByVersion, name, &at, CUDART_VERSION, cudaEnableDefault,
-                &found);
+                    &found);
     if (found != cudaDriverEntryPointSuccess || at == nullptr)
       return told(cudaErrorSymbolNotFound, "cudaGetDriverEntryPointByVersion");
     *out = reinterpret_cast<F>(at);
@@ -153,8 +153,8 @@ class Scope {
   Result result_;
 };
 
-#define FRUGAL_SCOPE                              \
-  const Scope scope(driver_, device_);            \
+#define FRUGAL_SCOPE                   \
+  const Scope scope(driver_, device_); \
   if (!scope.result().ok()) return scope.result()
 
 cudaStream_t stream_of(Stream s) { return static_cast<cudaStream_t>(s.handle); }
@@ -267,8 +267,7 @@ class CudaRuntime final : public Runtime {
       if (over < kSpinNs) {
         cpu_relax();
       } else {
-        std::this_thread::sleep_for(
-            std::chrono::nanoseconds(std::min(sleep, timeout_ns - over)));
+        std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(sleep, timeout_ns - over)));
         sleep = std::min(2 * sleep, kLongestSleepNs);
       }
     }
@@ -292,7 +291,7 @@ class CudaRuntime final : public Runtime {
     if (result.ok()) result = check_usable(from, "cudaMemcpyAsync");
     if (!result.ok()) return result;
     FRUGAL_CUDA_TRY(cudaMemcpyAsync, pointer_of(to), pointer_of(from), bytes, cudaMemcpyDefault,
-                stream_of(s));
+                    stream_of(s));
     return {};
   }
 
@@ -313,7 +312,7 @@ class CudaRuntime final : public Runtime {
     FRUGAL_SCOPE;
     void* parameters[] = {const_cast<void*>(arguments)};
     FRUGAL_CUDA_TRY(cudaLaunchKernel, kernels.at[kernel].function, dim3(shape.blocks),
-                dim3(shape.threads), parameters, shape.shared_bytes, stream_of(s));
+                    dim3(shape.threads), parameters, shape.shared_bytes, stream_of(s));
     return {};
   }
 

@@ -13,7 +13,7 @@ struct SameKeysArgs {
   Ptr<uint32_t> slots;     // one a key
   uint64_t padding;        // the key that kPaddingSlot stands for
   uint64_t count;
-  Ptr<uint32_t> differ;    // a word that becomes 1 if a key differs, and is not written else
+  Ptr<uint32_t> differ;  // a word that becomes 1 if a key differs, and is not written else
 };
 
 FRUGAL_DEVICE void same_keys_body(const SameKeysArgs& a) {

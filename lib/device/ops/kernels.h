@@ -13,6 +13,7 @@
 #include "device/ops/rows.h"
 #include "device/ops/update.h"
 
+// clang-format off
 #define FRUGAL_KERNELS(X)             \
   X(gather_rows, GatherArgs)          \
   X(stage_rows, StageArgs)            \
@@ -33,6 +34,7 @@
   X(apply_adam, ApplyArgs)            \
   X(apply_rmsprop, ApplyArgs)         \
   X(apply_ftrl, ApplyArgs)
+// clang-format on
 
 namespace frugal::device {
 
@@ -40,7 +42,7 @@ enum class Kernel : uint32_t {
 #define X(name, Arguments) name,
   FRUGAL_KERNELS(X)
 #undef X
-  kCount
+      kCount
 };
 
 // The update kernel of an optimizer.

@@ -29,12 +29,8 @@ inline constexpr uint32_t kFloats = sizeof(V) / sizeof(float);
 FRUGAL_DEVICE Float4 operator+(Float4 a, Float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
-FRUGAL_DEVICE Float4 operator*(float a, Float4 b) {
-  return {a * b.x, a * b.y, a * b.z, a * b.w};
-}
-FRUGAL_DEVICE Float4 operator/(Float4 a, float b) {
-  return {a.x / b, a.y / b, a.z / b, a.w / b};
-}
+FRUGAL_DEVICE Float4 operator*(float a, Float4 b) { return {a * b.x, a * b.y, a * b.z, a * b.w}; }
+FRUGAL_DEVICE Float4 operator/(Float4 a, float b) { return {a.x / b, a.y / b, a.z / b, a.w / b}; }
 
 FRUGAL_DEVICE bool has_nan(float x) { return x != x; }
 FRUGAL_DEVICE bool has_nan(Float4 v) {
@@ -88,8 +84,8 @@ FRUGAL_DEVICE void store_vector(Ptr<T> row, uint32_t index, V v) {
   if constexpr (kIsFloat<T>) {
     store(as<V>(row) + index, v);
   } else {
-    store(as<Four<T>>(row) + index, Four<T>{stored_as<T>(v.x), stored_as<T>(v.y),
-                                            stored_as<T>(v.z), stored_as<T>(v.w)});
+    store(as<Four<T>>(row) + index,
+          Four<T>{stored_as<T>(v.x), stored_as<T>(v.y), stored_as<T>(v.z), stored_as<T>(v.w)});
   }
 }
 
@@ -100,7 +96,8 @@ FRUGAL_DEVICE Float4 load_part(Ptr<float> row, uint32_t index, uint32_t dim, boo
   if (fours && dim - first >= 4) return load_vector<Float4>(row, index);
   Float4 v = {};
   uint32_t c = first;
-  for_elements(dim - first, [&](float& x) { x = load(row + c++); }, v);
+  for_elements(
+      dim - first, [&](float& x) { x = load(row + c++); }, v);
   return v;
 }
 
@@ -109,7 +106,8 @@ FRUGAL_DEVICE void store_part(Ptr<float> row, uint32_t index, uint32_t dim, bool
   const uint32_t first = index * 4;
   if (fours) return store_vector<Float4>(row, index, v);
   uint32_t c = first;
-  for_elements(dim - first, [&](float& x) { store(row + c++, x); }, v);
+  for_elements(
+      dim - first, [&](float& x) { store(row + c++, x); }, v);
 }
 
 // --- Lane groups --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ struct BagsOfKeysArgs {
   BagsPtr bags;
   Ptr<Source> key_sources;  // one a key: padding is no term; null: all keys are terms
   Ptr<uint32_t> bag;
-  Ptr<float> terms;      // or null
+  Ptr<float> terms;  // or null
 };
 
 FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
@@ -65,11 +65,11 @@ struct PoolArgs {
   RowsPtr host, cached_rows, staged;
   Ptr<Source> key_sources;  // one a key, as place_keys makes them; padding is no term
   BagsPtr bags;
-  Ptr<float> weights;     // one a key; or null
-  uint32_t mean;          // 1: divides by the number of terms
+  Ptr<float> weights;  // one a key; or null
+  uint32_t mean;       // 1: divides by the number of terms
   uint32_t dim;
   Ptr<float> out;
-  uint64_t out_stride;    // bytes, a multiple of 4
+  uint64_t out_stride;  // bytes, a multiple of 4
 };
 
 // A lane group for each tile of a bag. It adds the terms one after the other, a run at a time.
@@ -138,12 +138,12 @@ FRUGAL_DEVICE float finish_sum16(Float4 acc) {
 struct WeightGradArgs {
   RowsPtr host, cached_rows, staged;
   Ptr<Source> key_sources;  // one a key, as in PoolArgs
-  Ptr<float> grads;      // of bags
-  uint64_t grads_stride;  // bytes, a multiple of 4
-  Ptr<uint32_t> bag;     // of keys
+  Ptr<float> grads;         // of bags
+  uint64_t grads_stride;    // bytes, a multiple of 4
+  Ptr<uint32_t> bag;        // of keys
   uint32_t keys;
   uint32_t dim;
-  Ptr<float> out;        // one a key
+  Ptr<float> out;  // one a key
 };
 
 FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
@@ -162,8 +162,8 @@ FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
         const Float4 row = load_place(a.host, a.cached_rows, a.staged, place, v);
         const Float4 g = load_part(grad, v, a.dim, fours);
         for_elements(
-            a.dim - v * 4,
-            [](float& sum, const float& w, const float& x) { sum = sum + w * x; }, acc, row, g);
+            a.dim - v * 4, [](float& sum, const float& w, const float& x) { sum = sum + w * x; },
+            acc, row, g);
       }
     }
     const float sum = finish_sum16(acc);

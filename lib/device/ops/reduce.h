@@ -11,11 +11,11 @@ namespace frugal::device {
 
 // Where the gradient of a position comes from: GradSource of kernels.h.
 struct GradPtr {
-  Ptr<float> grads;      // gradient rows, of positions or of bags
-  uint64_t stride;       // bytes from row to row, a multiple of 4
-  Ptr<uint32_t> bag;     // position -> gradient row; null: the position itself
-  Ptr<float> factor;     // per position: multiplies the gradient; or null
-  Ptr<float> divisor;    // per gradient row: divides the gradient; or null
+  Ptr<float> grads;    // gradient rows, of positions or of bags
+  uint64_t stride;     // bytes from row to row, a multiple of 4
+  Ptr<uint32_t> bag;   // position -> gradient row; null: the position itself
+  Ptr<float> factor;   // per position: multiplies the gradient; or null
+  Ptr<float> divisor;  // per gradient row: divides the gradient; or null
 };
 
 // Vector `index` of the term of a position.
@@ -36,7 +36,7 @@ FRUGAL_DEVICE V load_term(const GradPtr& g, uint32_t position, uint32_t index) {
 struct ReduceArgs {
   PartPtr part;
   GradPtr source;
-  Ptr<Item> items;       // the runs of frequent rows in the order of `runs`
+  Ptr<Item> items;         // the runs of frequent rows in the order of `runs`
   uint32_t frequent_runs;  // their number
   uint32_t dim;
   Ptr<float> sums;       // of distinct rows: the rank gradients, in host memory
@@ -114,7 +114,7 @@ struct CombineArgs {
   uint32_t frequent_count;
   uint32_t frequent_runs;  // of all of them
   uint32_t dim;
-  Ptr<float> runs;       // as reduce_runs leaves them; only read
+  Ptr<float> runs;  // as reduce_runs leaves them; only read
   Ptr<float> sums;
   uint64_t sums_stride;  // floats
 };

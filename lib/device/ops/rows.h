@@ -25,7 +25,7 @@ struct PartPtr {
   uint32_t distinct, zeros;
 };
 
-inline constexpr uint32_t kRun = 32;           // positions of an item; the run of fold32
+inline constexpr uint32_t kRun = 32;  // positions of an item; the run of fold32
 
 // A run of positions of a row: its row, and which run of the row.
 struct alignas(8) Item {
@@ -62,13 +62,13 @@ FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
 struct GatherArgs {
   PartPtr part;
   RowsPtr host, cached_rows, staged;
-  Ptr<Source> source;    // of distinct rows; null: all are host rows
-  Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
+  Ptr<Source> source;  // of distinct rows; null: all are host rows
+  Ptr<Item> items;     // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
   uint32_t host_blocks;  // blocks of the first group; the others take HBM rows, and the zeros
   uint32_t dim;
   Ptr<float> out;
-  uint64_t out_stride;   // bytes, a multiple of 4
+  uint64_t out_stride;  // bytes, a multiple of 4
 };
 
 // The items of one group of blocks: a row's vector is read once and written to all positions. Rows
@@ -144,8 +144,8 @@ FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
 struct StageArgs {
   PartPtr part;
   RowsPtr host, staged;
-  Ptr<uint32_t> rows;    // distinct rows to copy into HBM; null: the first `count`
-  Ptr<uint32_t> to;      // their indexes there; null: in order
+  Ptr<uint32_t> rows;  // distinct rows to copy into HBM; null: the first `count`
+  Ptr<uint32_t> to;    // their indexes there; null: in order
   uint32_t count;
   uint32_t dim;
 };
@@ -156,7 +156,7 @@ struct FillArgs {
   // Their strides: a multiple of 16 bytes or, if state_elements is 1, any.
   RowsPtr host_state, cached_state;
   Ptr<uint32_t> slots;
-  Ptr<uint32_t> to;      // cache slots
+  Ptr<uint32_t> to;  // cache slots
   uint32_t count;
   uint32_t dim;
   uint32_t state_elements;  // of a row, columns with what is between them: 0, 1 or whole vectors
@@ -214,9 +214,8 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
 }
 
 FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
-  copy_rows(FillArgs{a.host, a.staged, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
-    return load(a.part.slots + (a.rows ? load(a.rows + i) : i));
-  });
+  copy_rows(FillArgs{a.host, a.staged, {}, {}, {}, a.to, a.count, a.dim, 0},
+            [&](uint64_t i) { return load(a.part.slots + (a.rows ? load(a.rows + i) : i)); });
 }
 
 FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {

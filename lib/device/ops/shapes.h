@@ -19,7 +19,7 @@ inline constexpr uint32_t kBlockThreads = 256;  // at most; what kernels are com
 // What a device has.
 struct Extent {
   uint32_t processors = 132;
-  uint32_t link_blocks = 0;  // blocks that read over the PCIe bus; 0: one a processor
+  uint32_t link_blocks = 0;          // blocks that read over the PCIe bus; 0: one a processor
   uint32_t threads = kBlockThreads;  // of a block
 };
 

@@ -30,11 +30,11 @@ struct SumTermsArgs {
   Ptr<Ptr<float>> ranks;  // rank gradients
   uint64_t ranks_stride;  // floats, a multiple of 4
   Ptr<Term> terms;
-  Ptr<uint32_t> start;    // null: one term a row
+  Ptr<uint32_t> start;  // null: one term a row
   uint32_t count;
   uint32_t dim;
-  Ptr<float> sums;        // device memory, aligned to 16 bytes
-  uint64_t sums_stride;   // floats, a multiple of 4
+  Ptr<float> sums;       // device memory, aligned to 16 bytes
+  uint64_t sums_stride;  // floats, a multiple of 4
 };
 
 FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
@@ -97,7 +97,7 @@ struct ApplyArgs {
   uint32_t count;
   uint32_t dim;
   Ptr<float> sums;
-  uint64_t sums_stride;   // floats, a multiple of 4
+  uint64_t sums_stride;  // floats, a multiple of 4
 };
 
 // Steps 1 to 6 for one element.
