@@ -22,7 +22,7 @@ Status none_left() { return os_no_descriptor(errno, "shared memory that other pr
 Status cannot_tell() {
   return fail(
       FRUGAL_ERR_OUT_OF_MEMORY,
-      "another process cannot be told of shared memory: free memory of the machine, or raise "
+      "shared memory cannot be published to another process: free memory of the machine, or raise "
       "the limits of open files (ulimit -n) or of sockets (net.core.wmem_max), and call again");
 }
 
@@ -109,7 +109,9 @@ Status RegionPublisher::add(int socket, int connection, uint64_t* id) try {
   readers_.push_back({*id, socket, connection});
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to tell another process of buffers; call again");
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory to publish shared memory to another process: free memory of the machine "
+              "and call again");
 }
 
 void RegionPublisher::forget(uint64_t id) noexcept {

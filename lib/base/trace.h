@@ -105,7 +105,7 @@ class Trace {
     bool written = false;
     TraceEvent event;
   };
-  static_assert(sizeof(Slot) == 64, "frugal.h tells the size");
+  static_assert(sizeof(Slot) == 64, "frugal.h states the size");
   struct Ring : HeapObject {
     Mapping memory;
     Slot* slots = nullptr;

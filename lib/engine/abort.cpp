@@ -22,8 +22,8 @@ Status Aborter::tell(Trainer& t) {
     return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
-                "the process of rank %u is gone or does not answer: the step is undone on all "
-                "ranks; begin %s, which waits until somebody has joined as that rank",
+                "the process of rank %u is gone or does not respond: the step is undone on all "
+                "ranks; begin %s, which waits until a trainer has joined as that rank",
                 lost, again.c_str());
   return fail(FRUGAL_ERR_STEP_ABORTED,
               "another rank aborted the step: it is undone on all ranks; begin %s", again.c_str());

@@ -140,7 +140,7 @@ Status Engine::with_slots(Trainer& t, const Vector<Access>& accesses, Call call)
       deadline(FRUGAL_TIMEOUT_DEFAULT), &t, [&] { return (s = call()) != FRUGAL_ERR_BUSY; }, help);
   if (waited == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
   if (waited == FRUGAL_ERR_TIMEOUT)
-    return fail(waited, "rows that were not declared waited for places in memory; call again");
+    return fail(waited, "rows that were not declared waited for slots; call again");
   return waited == FRUGAL_OK ? s : waited;
 }
 

@@ -32,8 +32,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
     // on waiting. (An abort may itself be what the gate found closed first.)
     if (const uint32_t lost = ranks_.lost(); lost != kNoRank)
       return fail(s,
-                  "step %llu waited for somebody to join in place of rank %u, whose process is "
-                  "gone or does not answer; call again",
+                  "step %llu waited for a trainer to join as rank %u, whose process is gone or "
+                  "does not respond; call again",
                   static_cast<unsigned long long>(step), lost);
     return fail(s, "step %llu waited for %s; call again", static_cast<unsigned long long>(step),
                 gate_.what(pass).c_str());

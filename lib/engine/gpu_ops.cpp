@@ -58,7 +58,7 @@ Status Gpu::begin(DeviceWork& f, const PartRef& part, PartOnDevice** out) {
   device::Result r;
   if ((*out)->sent.handle) r = runtime_->wait(stream_, (*out)->sent);
   if (r.ok() && f.after_refresh) r = runtime_->wait(stream_, refresh_done_);
-  return noted(r, "waiting for a batch's places, or for the cache");
+  return noted(r, "waiting for a batch's slots, or for the cache refresh");
 }
 
 Status Gpu::identity(size_t n, Ptr<uint32_t>* out) {

@@ -15,9 +15,8 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [](const Pass&) { return String("an abort"); }, nullptr});
   add({0, [this](Pass&) REQUIRES(control) { return of_.ranks.lost() == kNoRank; },
        [this](const Pass&) REQUIRES(control) {
-         return text(
-             "somebody to join in place of rank %u, whose process is gone or does not answer",
-             of_.ranks.lost());
+         return text("a trainer to join as rank %u, whose process is gone or does not respond",
+                     of_.ranks.lost());
        },
        nullptr});
   add({waited_for(WaitedFor::kRanks),

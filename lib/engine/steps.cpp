@@ -14,10 +14,11 @@ namespace frugal {
 Status Engine::begin_call(Trainer& t, bool tells) {
   FRUGAL_TRY(check());
   if (t.closing.load() && t.lost_peer.load() == t.rank)
-    return fail(FRUGAL_ERR_PEER_LOST,
-                "rank %u did not answer while others waited for it, and has lost its place: close "
-                "it and join again",
-                t.rank);
+    return fail(
+        FRUGAL_ERR_PEER_LOST,
+        "rank %u did not respond while other ranks waited for it, and was removed: close its "
+        "trainer and join again",
+        t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);

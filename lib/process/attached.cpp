@@ -29,7 +29,7 @@ Status Ends::open(int socket) {
   connection =
       ForkedDescriptors::open([&] { return fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
   if (made && sockets[0] >= 0 && sockets[1] >= 0 && connection >= 0) return FRUGAL_OK;
-  return os_no_descriptor(errno, "what tells this process of the controller's memory");
+  return os_no_descriptor(errno, "the socket over which the controller publishes its memory");
 }
 
 Ends::~Ends() {

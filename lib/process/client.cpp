@@ -101,7 +101,8 @@ Status Client::health() {
     FRUGAL_TRY(controller_.check());
     return fail(
         FRUGAL_ERR_PEER_LOST,
-        "the controller did not answer a call of this process: close the engine and open it again");
+        "the controller did not reply to a call of this process: close the engine and open it "
+        "again");
   }
   if (Status s = controller_.answered(controller_.control().health(config_.timeout_ms, &h))) {
     (void)controller_.see_end(s);

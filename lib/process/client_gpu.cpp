@@ -47,7 +47,7 @@ Status Client::pin_shared(const SumsAddress& s, DeviceWork& device_work, const c
   RegionRefs reads;
   FRUGAL_TRY(controller_.regions().find(s.shm_address, s.bytes, &reads, out));
   if (s.shm_address % 64)
-    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent an address that is not a multiple of 64");
   FRUGAL_TRY(reads[0]->pin(s.shm_address, s.bytes));
   device_work.kept.push_back(reads[0]);  // it stays mapped until the device work has completed
   return FRUGAL_OK;
@@ -97,7 +97,7 @@ Status Client::cached_rows_of(RemoteTrainer& t, const CachedRowsAddress& of,
         if (auto table = weak.lock(); table && table->id == of.table) made.table = std::move(table);
     }
     if (!made.table)
-      return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent cached rows of an unknown table");
     if (DeviceCachedRows::open(*t.gpu, made.table->with_state(), of.cache_slots,
                                &made.cached_rows) != FRUGAL_OK) {
       *without = of.table;

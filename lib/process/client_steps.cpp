@@ -240,7 +240,9 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     FRUGAL_TRY(ask_step(t, e, &told));
     traced = e.args[0] != 0;
     if (e.args[2] == 0) break;
-    if (!t.gpu) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of a cache");
+    if (!t.gpu)
+      return fail(FRUGAL_ERR_INTERNAL,
+                  "the controller sent a cache refresh to a trainer without a cache");
     without = 0;
     Status s;
     try {

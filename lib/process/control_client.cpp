@@ -96,7 +96,7 @@ Status take_given(wire::Answer::Reader answer, Incoming& in, Reply* reply) {
     return FRUGAL_OK;
   } catch (const std::bad_alloc&) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "no memory for an answer of the controller: free memory of the machine and call "
+                "no memory for a reply of the controller: free memory of the machine and call "
                 "again");
   }
 }
@@ -217,8 +217,8 @@ struct ControlClient::Impl final : HeapObject {
                           "call again",
                           what);
       return fail(FRUGAL_ERR_TIMEOUT,
-                  "the controller at %.200s has not answered \"%s\" within %lld ms; it may do it "
-                  "all the same: call again",
+                  "the controller at %.200s has not replied to \"%s\" within %lld ms, but may "
+                  "carry it out later: call again",
                   address.c_str(), what, static_cast<long long>(timeout_ms));
     }
     return made.error.status == FRUGAL_OK ? FRUGAL_OK : fail_as(made.error);

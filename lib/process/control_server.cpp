@@ -58,14 +58,13 @@ struct Given {
   Status take(Reply& reply, wire::Answer::Builder answer) noexcept {
     const Vector<uint64_t>& numbers = reply.numbers;
     if (reply.descriptors.size() > kMostDescriptors || numbers.size() > kMostNumbers)
-      return fail(FRUGAL_ERR_INTERNAL,
-                  "an answer with %zu descriptors and %zu numbers is too large",
+      return fail(FRUGAL_ERR_INTERNAL, "a reply with %zu descriptors and %zu numbers is too large",
                   reply.descriptors.size(), numbers.size());
     try {
       opened.reserve(reply.descriptors.size());
     } catch (const std::bad_alloc&) {
       return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                  "the controller has no memory for an answer: free memory of the machine and call "
+                  "the controller has no memory for a reply: free memory of the machine and call "
                   "again");
     }
     for (int& fd : reply.descriptors) {
@@ -74,8 +73,8 @@ struct Given {
       fd = above_standard(os_read_only(fd));
       if (fd < 0)
         return errno == EBADF
-                   ? fail_errno(FRUGAL_ERR_INTERNAL, errno, "an answer's descriptor is closed")
-                   : os_no_descriptor(errno, "an answer of the controller");
+                   ? fail_errno(FRUGAL_ERR_INTERNAL, errno, "a descriptor of a reply is closed")
+                   : os_no_descriptor(errno, "a reply of the controller");
       opened.push_back(fd);
     }
     keep = std::move(reply.keep);

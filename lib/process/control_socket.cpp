@@ -75,9 +75,9 @@ Status peer_of(int socket, Credentials* out) {
   socklen_t size = sizeof credentials;
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0)
     return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno,
-                      "this system, or a sandbox, does not tell who is at the other end of a "
-                      "socket (SO_PEERCRED): "
-                      "no trainers as processes");
+                      "this system, or a sandbox, does not name the process at the other end "
+                      "of a socket (SO_PEERCRED), which trainers in other processes need: use "
+                      "threads of one process");
   *out = {credentials.pid, credentials.uid};
   return FRUGAL_OK;
 }

@@ -63,7 +63,8 @@ Status PinnedSlabs::pin_slab(uint64_t slab) {
   if (slab >= pinned_.size())
     return fail(
         FRUGAL_ERR_INTERNAL,
-        "the controller sent a row that its table does not have, or a place outside of its memory");
+        "the controller sent a row that its table does not have, or an address outside of its "
+        "memory");
   if (pinned_[slab]) return FRUGAL_OK;
   bool pinned = false;
   FRUGAL_TRY(pins_->pinner()->pin_read_only(base_ + slab * slab_, slab_, &pinned));

@@ -21,8 +21,8 @@ Status ProcessRequestLoop::handle(const Header& request) {
   const Call call = static_cast<Call>(request.type);
   if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
     return fail(FRUGAL_ERR_UNSUPPORTED,
-                "this process has attached with FRUGAL_OBSERVE, which only looks: open without it "
-                "to change the engine");
+                "this process has attached with FRUGAL_OBSERVE, which only observes: open without "
+                "it to change the engine");
   if (call == Call::kRead) return read(request, nullptr);
   if (call == Call::kFlush) return engine_->flush({after_ns(request.args[0])});
   if (call == Call::kMetrics) {

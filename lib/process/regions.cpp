@@ -12,7 +12,7 @@ namespace {
 constexpr uint64_t kNoShmAddressFrom = uint64_t{1} << 62;
 
 Status cannot_be() {
-  return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory that cannot be");
+  return fail(FRUGAL_ERR_INTERNAL, "the controller published memory that cannot exist");
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ Status Regions::take_in(RegionRefs* gone) {
     if (got < 0)
       return fail_errno(
           FRUGAL_ERR_OUT_OF_MEMORY, code,
-          "the controller's memory cannot be heard of: free memory of the machine and "
+          "no memory to receive a region of the controller: free memory of the machine and "
           "call again");
     if (got != sizeof news) return cannot_be();
     if (!news.there) {
@@ -104,9 +104,10 @@ Status Regions::find(uint64_t shm_address, uint64_t bytes, RegionRefs* reads,
   if (!found && ended_ && shm_address >= told_ && shm_address < kNoShmAddressFrom)
     return fail(
         FRUGAL_ERR_PEER_LOST,
-        "the controller has memory that this process has not mapped, which it could not tell "
-        "it of: close the engine and open it again");
-  if (!found) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+        "the controller has memory that it has not published to this process: close the engine "
+        "and open it again");
+  if (!found)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent an address outside of its memory");
   reads->push_back(found);
   *out = found->at(shm_address);
   return FRUGAL_OK;

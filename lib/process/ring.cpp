@@ -16,8 +16,8 @@ constexpr uint64_t kRingSpinNs = 50000;      // about what a sleep and a wake-up
 constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
 
 const char kOver[] =
-    "has cut the channel: it is stopping, or took this process for dead, or another has its place; "
-    "close the trainer, and join again";
+    "has cut the channel: it is stopping, or took this process for dead, or another trainer has "
+    "its rank; close the trainer, and join again";
 
 // The half of the count that changes.
 const uint32_t* low_half(const std::atomic<uint64_t>& count) {

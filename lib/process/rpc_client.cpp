@@ -39,7 +39,7 @@ Status RpcClient::not_answered(Status s) {
   FRUGAL_TRY(controller_.check());
   if (s == FRUGAL_ERR_PEER_LOST) return s;
   return fail(FRUGAL_ERR_PEER_LOST,
-              "the controller's process does not answer: close the engine, or the trainer");
+              "the controller's process does not respond: close the engine, or the trainer");
 }
 
 Status RpcClient::begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered,
@@ -47,8 +47,7 @@ Status RpcClient::begin_answer(const Header& h, uint64_t* until, Exchange& e, bo
   channel_->set_together(h.type & kTogether);
   if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != sequence_) {
     channel_->cut();
-    return fail(FRUGAL_ERR_PEER_LOST,
-                "the controller broke the protocol: an answer to no question");
+    return fail(FRUGAL_ERR_PEER_LOST, "the controller broke the protocol: a reply to no request");
   }
   // The reply has begun: its rest comes as soon.
   *until = std::max(*until, answer_until(controller_.deadline().at));

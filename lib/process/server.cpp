@@ -98,7 +98,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     FRUGAL_TRY(attached(peer, out));
     return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED,
                                    "this process has attached with FRUGAL_OBSERVE, which only "
-                                   "looks: open without it to change the engine")
+                                   "observes: open without it to change the engine")
                             : FRUGAL_OK;
   }
 
@@ -127,7 +127,7 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
     if (asked.flags & FRUGAL_OBSERVE)
       return engine_ ? FRUGAL_OK
                      : fail(FRUGAL_ERR_NOT_FOUND,
-                            "there is no engine to look at yet: nobody has opened one");
+                            "there is no engine to observe: open one without FRUGAL_OBSERVE first");
     if (engine_) return same_engine(asked);
     frugal_config c = asked;
     c.backing = FRUGAL_BACKING_SHM;
@@ -329,7 +329,8 @@ struct Server::Impl final : ControlHandler, RequestLoopOwner, Reaper::Owner {
   }
 
   static Status not_awaited() {
-    return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more: join again");
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the process no longer waits to join as this rank: join again");
   }
 
   // The rank is free afterwards, however long memory is short: no other thread would free it.

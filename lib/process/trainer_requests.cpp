@@ -399,7 +399,7 @@ Status TrainerRequestLoop::step_end(const Header& request) {
       }
       const uint64_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
       if (bytes) {
-        if (!shown_) return broken("sums in memory that nobody else sees");
+        if (!shown_) return broken("sums in staging memory that is not sealed");
         p.sums = staging_->lend(shm_address.sums, bytes);
         if (!p.sums) return broken("sums lie outside of its memory");
       }

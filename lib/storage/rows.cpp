@@ -83,7 +83,7 @@ Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64
                   "id %s at position %zu: the table has ids 0..%llu; nothing was taken",
                   number_text(keys[i]).c_str(), i, static_cast<unsigned long long>(capacity - 1));
   return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
-              "ids changed while they were looked at; nothing was taken");
+              "ids changed while the call checked them; nothing was taken");
 }
 
 }  // namespace

@@ -161,8 +161,8 @@ TEST_F(AbortTest, TheOthersAreToldWhoseProcessIsGone) {
   EXPECT_FALSE(b->in_step.load());
   EXPECT_EQ(tell(a), FRUGAL_ERR_PEER_LOST);
   EXPECT_EQ(LastMessage(),
-            "the process of rank 1 is gone or does not answer: the step is undone on all ranks; "
-            "begin step 4 again, which waits until somebody has joined as that rank");
+            "the process of rank 1 is gone or does not respond: the step is undone on all ranks; "
+            "begin step 4 again, which waits until a trainer has joined as that rank");
   EXPECT_EQ(parts.ranks.check_inside(*a), FRUGAL_ERR_PEER_LOST);
 }
 

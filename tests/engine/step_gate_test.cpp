@@ -86,8 +86,7 @@ TEST_F(StepGateTest, OperationsOutsideStepsAndAborts) {
 TEST_F(StepGateTest, ARankThatIsLost) {
   open();
   parts->ranks.lose(1);
-  EXPECT_EQ(look(0),
-            "somebody to join in place of rank 1, whose process is gone or does not answer");
+  EXPECT_EQ(look(0), "a trainer to join as rank 1, whose process is gone or does not respond");
   EXPECT_EQ(pass.waited, 0u) << "that is no part of training";
 }
 

@@ -94,7 +94,7 @@ void again(const char* call, const std::function<int32_t()>& make,
     look_after_other();
     // A controller that can accept no connection cannot report that. One wait for a whole time-out
     // is enough.
-    if (!g_peer && why.find("has not answered") != std::string::npos) failing::over();
+    if (!g_peer && why.find("has not replied") != std::string::npos) failing::over();
     if (status == FRUGAL_ERR_PEER_LOST) throw Lost{};
     if (status == FRUGAL_ERR_UNHEALTHY && g_peer) end(3, "unhealthy " + why);
     // (To ask an engine in another process for its health may fail like any other call.)

@@ -65,7 +65,7 @@ class TalkTest : public testing::Test {
 };
 
 const Exchange kFlush{Call::kFlush, {1}, {}};
-constexpr char kBroken[] = "the controller broke the protocol: an answer to no question";
+constexpr char kBroken[] = "the controller broke the protocol: a reply to no request";
 constexpr char kCut[] = "is gone, or its channel was cut";
 
 // --- Requests and replies ------------------------------------------------------------------------
@@ -310,7 +310,7 @@ TEST_F(TalkTest, ANoneAnswererIsAsGoodAsGone) {
   EXPECT_EQ(rpc.not_answered(FRUGAL_ERR_PEER_LOST), FRUGAL_ERR_PEER_LOST);
   EXPECT_FALSE(rpc.channel().is_cut());
   EXPECT_EQ(told(rpc.not_answered(FRUGAL_ERR_TIMEOUT)),
-            "FRUGAL_ERR_PEER_LOST: the controller's process does not answer: close the engine, or "
+            "FRUGAL_ERR_PEER_LOST: the controller's process does not respond: close the engine, or "
             "the trainer");
   EXPECT_TRUE(rpc.channel().is_cut());  // what it says later fits to nothing
 }

@@ -33,10 +33,10 @@ int Usage() {
   std::fputs(
       "frugal-top ADDRESS | --from FILE   [--interval SECONDS] [--once] [--json]\n"
       "  ADDRESS            of a controller, as in frugal_config.service\n"
-      "  --from FILE        text of frugal_metrics, read anew at each look\n"
-      "  --interval SECONDS between two looks; default 1\n"
-      "  --once             one look, means since the engine was opened\n"
-      "  --json             a line of JSON for each look\n",
+      "  --from FILE        text of frugal_metrics, read anew for each sample\n"
+      "  --interval SECONDS between two samples; default 1\n"
+      "  --once             one sample, means since the engine was opened\n"
+      "  --json             a line of JSON for each sample\n",
       stderr);
   return kUsage;
 }

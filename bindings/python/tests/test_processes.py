@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_and_replaced(world: World, peer: Start) -> None:
         world.trainer.step_begin(2)  # if step_end came before the death
     assert world.engine.committed_step() == 0
     # The time-out is longer than a slice of a wait.
-    with pytest.raises(frugal.Timeout, match="in place of rank 1"):
+    with pytest.raises(frugal.Timeout, match="a trainer to join as rank 1"):
         world.trainer.step_begin(1, timeout=0.25)
     begun = threading.Thread(target=world.trainer.step_begin, args=(1,))
     begun.start()
