@@ -323,7 +323,7 @@ void Scene::Caller::Fault(const char* call, int32_t status, const char* why) {
   frugal_last_error(&error);
   const std::lock_guard<std::mutex> lock(run_.fault_mu_);
   if (run_.fault_.empty()) {
-    run_.fault_ = std::string(call) + " answered " + frugal_status_name(status) + ": " + why;
+    run_.fault_ = std::string(call) + " returned " + frugal_status_name(status) + ": " + why;
     if (status != FRUGAL_OK) run_.fault_ += std::string(" (") + error.message + ")";
   }
   run_.stop_ = true;
@@ -339,7 +339,7 @@ int32_t Scene::Caller::Answer(const char* call, int32_t status,
     return status;
   for (int32_t s : own)
     if (s == status) return status;
-  Fault(call, status, "not an answer that it may give here");
+  Fault(call, status, "not a status that it may return here");
   return status;
 }
 
@@ -347,7 +347,7 @@ void Scene::Caller::EngineCall(const char* call, int32_t status,
                                std::initializer_list<int32_t> own) {
   Answer(call, status, own);
   if ((status == FRUGAL_ERR_BAD_HANDLE || status == FRUGAL_ERR_CLOSED) && !run_.closing_)
-    Fault(call, status, "nobody has closed the engine");
+    Fault(call, status, "the engine is not closed");
 }
 
 void Scene::Caller::TableCall(const TableUse& use, const char* call, int32_t status,
@@ -356,7 +356,7 @@ void Scene::Caller::TableCall(const TableUse& use, const char* call, int32_t sta
   if (status == FRUGAL_ERR_BAD_HANDLE && (use.Dropped() || run_.closing_)) return;
   if (status == FRUGAL_ERR_CLOSED && run_.closing_) return;
   if (status == FRUGAL_ERR_BAD_HANDLE || status == FRUGAL_ERR_CLOSED)
-    Fault(call, status, "nobody has dropped the table or closed the engine");
+    Fault(call, status, "the table is not dropped, nor the engine closed");
 }
 
 // What a trainer's call has returned. `ops`: their tables may have been dropped.
@@ -373,7 +373,7 @@ Scene::Caller::In Scene::Caller::Told(Life* life, const char* call, int32_t stat
   if (status == FRUGAL_ERR_BAD_HANDLE && ops)
     for (const auto& op : *ops)
       if (op->table.Dropped()) return In::kGoesOn;
-  Fault(call, status, "nobody has closed the trainer or the engine, or dropped a table");
+  Fault(call, status, "trainer and engine are not closed, and no table is dropped");
   return In::kOver;
 }
 
@@ -790,7 +790,7 @@ void Scene::Caller::DropTable(TableSpec* spec) {
   if (status == FRUGAL_ERR_BUSY) spec->handle = table;
   TableCall(use, "frugal_table_drop", status, {FRUGAL_ERR_BUSY});
   if (status == FRUGAL_ERR_BAD_HANDLE && !run_.closing_)
-    Fault("frugal_table_drop", status, "nobody else drops it");
+    Fault("frugal_table_drop", status, "no other thread drops it");
 }
 
 void Scene::Caller::CloseSomebody() {
@@ -993,7 +993,7 @@ void Scene::FinalChecks(Caller* caller) {
   auto expect = [&](const char* call, int32_t status) {
     caller->Answer(call, status, {});
     if (status != FRUGAL_OK && fault_.empty())
-      caller->Fault(call, status, "nobody else calls any more");
+      caller->Fault(call, status, "no other thread calls any more");
     return status == FRUGAL_OK && fault_.empty();
   };
 #define EXPECT_ANSWER(function, ...) \

@@ -166,7 +166,7 @@ TEST_F(RowCacheTest, DroppedRows) {
   cache.drop(77);
   EXPECT_EQ(cached(), (Slots{1, 3, 4}));
   refresh(2, {{5, kNever}});
-  EXPECT_EQ(admitted, Vector<uint32_t>{5}) << "its line is free";
+  EXPECT_EQ(admitted, Vector<uint32_t>{5}) << "its cache slot is free";
   uint32_t cache_slot = 0, slots[3];
   Slots gone;
   while (const size_t n = cache.drop_some(&cache_slot, slots, 3))
@@ -254,7 +254,8 @@ class Walk {
 
   void run() {
     for (step_ = 1; step_ < 120 && !testing::Test::HasFailure(); ++step_) {
-      SCOPED_TRACE(testing::Message() << "step " << step_ << ", " << cache_slots_ << " lines");
+      SCOPED_TRACE(testing::Message()
+                   << "step " << step_ << ", " << cache_slots_ << " cache slots");
       while (declared_ < step_ + kAhead) {
         ++declared_;
         for (uint64_t n = random_.below(12); n > 0; --n) reads_[declared_].insert(some_row());
@@ -412,7 +413,7 @@ class Walk {
       ASSERT_TRUE(std::binary_search(slots.begin(), slots.end(), admitted[i]));
       ASSERT_LT(cache_slots[i], cache_slots_);
       ASSERT_TRUE(used.insert(cache_slots[i]).second)
-          << "line " << cache_slots[i] << " has another row";
+          << "cache slot " << cache_slots[i] << " has another row";
       ASSERT_TRUE(model_.emplace(admitted[i], cache_slots[i]).second);
       fresh_.insert(admitted[i]);
     }

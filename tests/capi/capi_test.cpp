@@ -49,14 +49,14 @@ uint32_t Bits(float x) {
 // The call is refused with one of `statuses`, and the thread's last error says so in words.
 testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> statuses) {
   if (std::find(statuses.begin(), statuses.end(), status) == statuses.end()) {
-    return testing::AssertionFailure() << "answered " << frugal_status_name(status) << " and not "
+    return testing::AssertionFailure() << "returned " << frugal_status_name(status) << " and not "
                                        << frugal_status_name(*statuses.begin());
   }
   frugal_error error;
   frugal_last_error(&error);
   if (error.status != status) {
     return testing::AssertionFailure()
-           << "answered " << frugal_status_name(status) << ", but the last error is "
+           << "returned " << frugal_status_name(status) << ", but the last error is "
            << frugal_status_name(error.status);
   }
   if (error.message == nullptr || std::strlen(error.message) < 4) {
@@ -3501,7 +3501,7 @@ TEST(Fork, TheChildIsRefusedAndTheParentGoesOn) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status));
-  EXPECT_EQ(WEXITSTATUS(status), 0) << "calls that did not answer FRUGAL_ERR_FORKED";
+  EXPECT_EQ(WEXITSTATUS(status), 0) << "calls that did not return FRUGAL_ERR_FORKED";
   RowOp row(table, {1}, 1);
   ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
   ASSERT_OK(frugal_step_end(trainer, 1, 0));

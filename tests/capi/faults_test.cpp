@@ -296,7 +296,7 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
     if (testing::Test::HasFailure()) break;
   }
   if (failing) {
-    std::printf("mode %d%s: %d ends told, %d commits later\n", mode, attached ? ", attached" : "",
+    std::printf("mode %d%s: %d ends fail, %d commits stall\n", mode, attached ? ", attached" : "",
                 told, stalled);
     EXPECT_GT(told, 0);
     EXPECT_GT(stalled, 0);
@@ -403,7 +403,7 @@ TEST(Memory, EndsBesideAnOwedCommit) {
         if (HasFailure()) return;
       }
   for (const Way way : {kAbort, kClose, kCloseThere, kLose}) {
-    std::printf("way %d: %d commit first, %d lack memory once more, %d are told\n", way,
+    std::printf("way %d: %d commit first, %d lack memory once more, %d are notified\n", way,
                 committed_first[way], lacked[way], told_of[way]);
     if (way >= kCloseThere && !serves) continue;
     EXPECT_GT(committed_first[way], 0);
@@ -516,8 +516,8 @@ void EveryPlace(int32_t mode, Arm arm, std::vector<uint32_t> flush_threads, doub
       EXPECT_TRUE(SameBits(out.rows, expected));
       if (testing::Test::HasFailure()) return;
     }
-    std::printf("mode %d, threads %u: %d requests failed, %d told by calls\n", mode, threads, fired,
-                told);
+    std::printf("mode %d, threads %u: %d requests failed, %d reported by calls\n", mode, threads,
+                fired, told);
     EXPECT_GT(static_cast<uint64_t>(fired) * slice.sliced, 100u);
   }
 }
@@ -708,7 +708,7 @@ TEST(Memory, CloseCommitsWhatIsOwed) {
       EXPECT_TRUE(SameBits(rows, expected));
       if (HasFailure()) return;
     }
-  std::printf("%d closings commit what is owed, %d lack memory, too\n", stalled, lacked);
+  std::printf("%d closings commit stalled steps, %d lack memory, too\n", stalled, lacked);
   EXPECT_GT(lacked, 0);
 }
 

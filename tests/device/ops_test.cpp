@@ -908,7 +908,7 @@ TEST_F(OpsTest, ReduceAndCombine) {
     c.sums_stride = stride;
     launch(Kernel::combine_runs, combine_shape(c, extent(random)), c);
     take(true);
-    EXPECT_TRUE(same(sums->now(), expected, true)) << "heavy rows of dim " << dim;
+    EXPECT_TRUE(same(sums->now(), expected, true)) << "frequent rows of dim " << dim;
     EXPECT_TRUE(same(runs->now(), expected_runs, true)) << "runs are only read";
   });
 }

@@ -128,7 +128,7 @@ TEST_F(AbortTest, RowsThatTheStepHasMadeExistNoLonger) {
   EXPECT_EQ(rows.count(), 3u);
   ASSERT_OK(undo(a));
   EXPECT_EQ(rows.count(), 0u);
-  EXPECT_FALSE(rows.has_reserved()) << "nobody holds their places";
+  EXPECT_FALSE(rows.has_reserved()) << "their slots have no holder";
   expect_undone(0);
 }
 

@@ -121,7 +121,7 @@ TEST_F(CacheRefreshDeathTest, OneHasTheCachesAtATime) {
   refresh.end_plan();
   refresh.begin_refresh();
   EXPECT_DEATH(refresh.begin_refresh(), "free");
-  EXPECT_DEATH(refresh.begin_plan(4), "may_plan") << "the boundary is the trainer's";
+  EXPECT_DEATH(refresh.begin_plan(4), "may_plan") << "the refresh is the trainer's";
   refresh.begin_plan(kNoStep);
   EXPECT_DEATH(refresh.end_refresh(4), "planning_");
 }

@@ -115,7 +115,7 @@ TEST_F(FlusherTest, AJobWritesAllOfAnUpdate) {
     EXPECT_TRUE(job->finished());
     expected += static_cast<int>(n);
     for (uint32_t slot = 0; slot < 3000; ++slot) ASSERT_EQ(parts.times(table, slot), expected);
-    EXPECT_EQ(parts.pacing.pending(), 0u) << "it is written, though somebody still has it";
+    EXPECT_EQ(parts.pacing.pending(), 0u) << "it is written, though a reference to it is left";
     EXPECT_EQ(parts.counters.rows_updated.load(), n * 3000);
   }
 }

@@ -170,7 +170,7 @@ TEST_F(PacingTest, FlushThreadsRestWhileTrainersElsewhereHaveAllProcessors) {
   EXPECT_TRUE(pacing->resting());
   EXPECT_FALSE(steps(20, 100, 30));
   EXPECT_TRUE(pacing->resting()) << "updates are not deferred yet";
-  EXPECT_TRUE(steps(20, 100, 30)) << "whoever rested is woken";
+  EXPECT_TRUE(steps(20, 100, 30)) << "threads that rested are woken";
   EXPECT_FALSE(pacing->resting());
   steps(100, 400, 30);
   EXPECT_TRUE(pacing->resting());
@@ -207,7 +207,7 @@ TEST_F(PacingTest, TheLimitFollowsTheLastStep) {
   const UpdateRef a = add(10 * kMiB);
   EXPECT_EQ(pacing->limit(), 4 * kMiB) << "it is not committed";
   EXPECT_TRUE(pacing->drains()) << "more is pending";
-  EXPECT_FALSE(pacing->calls_first(4)) << "it is written beside any calls";
+  EXPECT_FALSE(pacing->calls_first(4)) << "it is written concurrently with any calls";
   const UpdateRef b = add(30 * kMiB);
   commit();
   EXPECT_EQ(pacing->limit(), 50 * kMiB);
@@ -234,7 +234,7 @@ TEST_F(PacingTest, GatesWaitForEverythingUntilAllIsWritten) {
   EXPECT_TRUE(pacing->drains());
   EXPECT_FALSE(pacing->calls_first(4));
   EXPECT_FALSE(pacing->begin(kLarge, false).deferred);
-  EXPECT_TRUE(pacing->begin(kLarge, true).deferred) << "behind updates that are pending";
+  EXPECT_TRUE(pacing->begin(kLarge, true).deferred) << "after updates that are pending";
   for (int i = 0; i < 2; ++i) steps(20, 100, 30);
   ASSERT_TRUE(pacing->deferred());
   EXPECT_TRUE(pacing->drains());

@@ -74,7 +74,7 @@ TEST_F(RanksTest, ThoseWhoAreThere) {
   EXPECT_EQ(count.so_far(), 0);
   EXPECT_EQ(met, (std::vector<uint32_t>{0, 2}));
   EXPECT_EQ(ranks.at(0), nullptr);
-  ranks.each([](Trainer&) { FAIL() << "nobody is there"; });
+  ranks.each([](Trainer&) { FAIL() << "no trainer has joined"; });
 }
 
 TEST_F(RanksTest, AStepIsEndedWhenAllHaveJoinedAndNobodyIsLate) {
@@ -145,7 +145,7 @@ TEST_F(RanksTest, RanksThatAreApartAreTold) {
   EXPECT_FALSE(ranks.between(&why));
   EXPECT_EQ(why, "rank 0 is inside step 0");
   end(a);
-  EXPECT_FALSE(ranks.any_behind(1)) << "who has begun no step yet is not behind";
+  EXPECT_FALSE(ranks.any_behind(1)) << "a rank that has begun no step is not late";
   EXPECT_FALSE(ranks.between(&why));
   EXPECT_EQ(why, "step 0 is ended by some ranks, and not by rank 1, 2");
   for (int i = 0; i < 2; ++i) {
@@ -314,7 +314,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
   for (const TrainerRef& t : {a, b}) t->process.heard.store(long_ago);
   ranks.note_awaited(0);
   const auto find = [&](uint64_t limit) { return ranks.find_unresponsive({limit, UINT64_MAX}); };
-  EXPECT_FALSE(find(0)) << "nobody is to be told";
+  EXPECT_FALSE(find(0)) << "no callback is set";
   ranks.on_unresponsive([&](const TrainerRef& t) { told.push_back(t->rank); });
   EXPECT_FALSE(find(3'600'000'000'000));
   ranks.note_awaited(1);
@@ -324,7 +324,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
     Lock in_a_call(b->call_mu);
     std::thread([&] { EXPECT_FALSE(find(0)); }).join();
   }
-  EXPECT_FALSE(ranks.find_unresponsive({1, 0})) << "nobody had looked for a while";
+  EXPECT_FALSE(ranks.find_unresponsive({1, 0})) << "no thread had checked for a while";
   EXPECT_TRUE(find(0));
   EXPECT_EQ(told, std::vector<uint32_t>{1});
   EXPECT_EQ(ranks.lost(), 1u);

@@ -105,7 +105,9 @@ struct View final : StepView {
     return FRUGAL_OK;
   }
   Status show_device(const Access&, DeviceWork&) override { return FRUGAL_OK; }
-  Status row_awaited() override { return fail(FRUGAL_ERR_PEER_LOST, "who writes the row is gone"); }
+  Status row_awaited() override {
+    return fail(FRUGAL_ERR_PEER_LOST, "the thread that writes the row is gone");
+  }
   Status end(bool) override { return ends; }
   BufferPool& sums(bool) override { return pool; }
   bool keeps_gradients() const override { return keeps; }
@@ -302,7 +304,7 @@ TEST_F(RowPathTest, BatchesThatAreNotTheOpsOwn) {
   trainer.parts[0].up_to_date = false;  // else only the handle is checked
   const frugal_op good = op(table, batch);
   ASSERT_OK(find(good));
-  EXPECT_EQ(found.declared, trainer.parts[0].part) << "somebody is to be asked before it is read";
+  EXPECT_EQ(found.declared, trainer.parts[0].part) << "the batch must be checked before it is read";
   EXPECT_FALSE(found.part);
   const auto refused = [&](Status status, const char* text, const frugal_op& o) {
     EXPECT_EQ(find(o), status) << text;

@@ -79,7 +79,7 @@ TEST(StepRecords, ItIsBetweenStepsWhenAllThatIsEndedIsCommitted) {
     records.erase(3);
   }
   records.erase(4);
-  EXPECT_TRUE(records.between(&why)) << "nobody has told anything of step 2";
+  EXPECT_TRUE(records.between(&why)) << "no rank has reported anything of step 2";
   EXPECT_EQ(records.end(), 3u);
 }
 

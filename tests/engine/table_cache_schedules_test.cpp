@@ -301,7 +301,7 @@ class World {
         s_.point();
         if (rank == 0 && p->sources && p->sources.as<device::Source>()[k].is_own()) {
           const uint64_t cache_slot = p->sources.as<device::Source>()[k].index();
-          s_.note("reads row %llu in line %llu", slot, cache_slot);
+          s_.note("reads row %llu in cache slot %llu", slot, cache_slot);
           HOLDS(s_, window_.placement().may_cache(0, slot));
           HOLDS(s_, std::count(last_.later.begin(), last_.later.end(), cache_slot) == 0);
           HOLDS(s_, tau_ || row.in_line + 1 == row.versions.size());
@@ -508,7 +508,7 @@ class World {
 void explore_kind(const char* name, bool stale) {
   Totals totals;
   explore(name, 10000, [&](Schedule& s) { World(s, stale, &totals).run(); });
-  std::printf("%llu boundaries as planned, %llu rows read in lines, %llu in host memory\n",
+  std::printf("%llu refreshes as planned, %llu rows read in caches, %llu in host memory\n",
               static_cast<unsigned long long>(totals.planned),
               static_cast<unsigned long long>(totals.in_cached_rows),
               static_cast<unsigned long long>(totals.in_host));

@@ -144,10 +144,10 @@ TEST_F(TableCacheTest, ABoundaryIsDoneAsPlanned) {
   EXPECT_EQ(told->sent, std::vector<size_t>{1}) << "the row that comes in";
   EXPECT_FALSE(cache->plan_ahead(11, {b})) << "it is planned";
   cache->check_plan(11, {b});
-  EXPECT_EQ(read(b, mine[0]), 0) << "not before the boundary";
+  EXPECT_EQ(read(b, mine[0]), 0) << "not before the refresh";
   const UpdateRef u = commit(10, {a});
   refresh(11, {b}, {u});
-  EXPECT_EQ(told->told, (Told{{true, 2, 1}})) << "one of two lines is read";
+  EXPECT_EQ(told->told, (Told{{true, 2, 1}})) << "one of two cached rows is read";
   EXPECT_EQ(read(b, mine[0]), 1);
   EXPECT_EQ(read(a, mine[1]), 1);
   EXPECT_EQ(read(b, mine[2]), 0);
@@ -259,7 +259,7 @@ TEST_F(TableCacheTest, APushThatIsNotAsDeclared) {
   const PartRef other = resolved_part(parts.pool, 10, 1, {mine[1], theirs[0]});
   const UpdateRef u = commit(10, {other});
   refresh(11, {b}, {u});
-  EXPECT_EQ(told->told, (Told{{false, 1, 0}})) << "nobody reads the row in the step";
+  EXPECT_EQ(told->told, (Told{{false, 1, 0}})) << "no part reads the row in the step";
   EXPECT_EQ(read(b, mine[0]), 0);
   EXPECT_EQ(read(a, mine[1]), 1);
 }

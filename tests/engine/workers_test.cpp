@@ -261,7 +261,7 @@ TEST(WorkersSchedules, NoWakeUpIsLost) {
     Mutex mu;
     uint32_t reached = 0;
     for (uint32_t r : {0, 1}) {
-      s.thread(r ? "settles on 2" : "settles on 1", [&, r] {
+      s.thread(r ? "awaits 2" : "awaits 1", [&, r] {
         UniqueLock lock(mu);
         workers.await(lock, [&] { return reached >= 1 + r; });
       });

@@ -146,7 +146,7 @@ struct Job : JobBase {
     begin(5);
     use(5, true);
     AGAIN(frugal_step_abort(trainers[0]));
-    again("frugal_step_begin, which tells of the abort", [&] {
+    again("frugal_step_begin, which reports the abort", [&] {
       const int32_t told = frugal_step_begin(trainers[1], 5, FRUGAL_TIMEOUT_DEFAULT);
       return told == FRUGAL_ERR_STEP_ABORTED ? FRUGAL_OK
              : told == FRUGAL_OK             ? FRUGAL_ERR_INTERNAL

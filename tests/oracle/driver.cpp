@@ -186,7 +186,7 @@ class Run {
   void CheckFinal();
   bool Expect(int32_t status, int32_t expected, const char* call) {
     if (status == expected) return true;
-    Fail(std::string(call) + " answered " + frugal_status_name(status) + " and not " +
+    Fail(std::string(call) + " returned " + frugal_status_name(status) + " and not " +
          frugal_status_name(expected) + ": " + LastError());
     return false;
   }
@@ -265,7 +265,7 @@ class RankDriver {
 
   void Unexpected(int32_t status, int32_t expected, const char* call) {
     std::ostringstream out;
-    out << Where() << call << " answered " << frugal_status_name(status) << " and not "
+    out << Where() << call << " returned " << frugal_status_name(status) << " and not "
         << frugal_status_name(expected) << ": " << LastError();
     run_.Fail(out.str());
   }
@@ -373,7 +373,7 @@ RankDriver::Moved RankDriver::Advance() {
     case Phase::kAwaitAbort: {
       // This attempt is going to be undone: the next call says so.
       if (run_.one_thread() && !AbortComing()) return Moved::kWaiting;
-      progress_.doing = "step_begin, to be told of an abort";
+      progress_.doing = "step_begin, to receive an abort";
       const int32_t status =
           frugal_step_begin(trainer_, script_.StepNumber(index_ + 1), FRUGAL_TIMEOUT_DEFAULT);
       if (Check(status, FRUGAL_ERR_STEP_ABORTED, "step_begin") == Result::kOk) TakeAbort();
@@ -400,16 +400,16 @@ RankDriver::Moved RankDriver::Advance() {
 RankDriver::Moved RankDriver::AtBoundary() {
   if (script_.boundaries.count(index_) != 0 && last_boundary_ < static_cast<int64_t>(index_)) {
     if (!arrived_) {
-      progress_.doing = "waiting for the commit before a boundary";
+      progress_.doing = "waiting for the commit before a step boundary";
       if (trainer_ != nullptr && run_.NextIndex() < index_) {
         if (!AbortComing()) return Moved::kWaiting;
-        progress_.doing = "step_begin before a boundary";
+        progress_.doing = "step_begin before a step boundary";
         const int32_t status = frugal_step_begin(trainer_, step_number(), FRUGAL_TIMEOUT_DEFAULT);
         if (Check(status, FRUGAL_ERR_STEP_ABORTED, "step_begin") == Result::kOk) TakeAbort();
         return Moved::kYes;
       }
       arrived_ = true;
-      progress_.doing = "at a boundary";
+      progress_.doing = "at a step boundary";
       run_.Arrive();
       return Moved::kYes;
     }
@@ -506,13 +506,13 @@ void RankDriver::TakeAbort() {
   const size_t next = run_.NextIndex();
   const bool possible = run_.exact() ? next == index_ : next <= index_;
   if (!possible) {
-    run_.Fail(Where() + "was told of an abort, after which step " + std::to_string(next) +
+    run_.Fail(Where() + "received an abort, after which step " + std::to_string(next) +
               " is the next");
     return;
   }
   index_ = next;
   if (run_.exact() && ++attempt_[index_] >= step().attempts.size()) {
-    run_.Fail(Where() + "was told of an abort that nobody made");
+    run_.Fail(Where() + "received an abort that no rank made");
     return;
   }
   phase_ = Phase::kBoundary;

@@ -375,7 +375,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
     const std::pair<const char*, uint64_t> far[] = {
         {"rows loaded", here.loaded + totals.far.loaded},
         {"rows that left", here.left + totals.far.left},
-        {"rows refused a place", here.refused + totals.far.refused}};
+        {"rows refused a slot", here.refused + totals.far.refused}};
     for (const auto& [name, value] : far) {
       const bool short_of =
           arguments.require_far >= 0 && value <= static_cast<uint64_t>(arguments.require_far);
@@ -385,7 +385,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
     }
     const bool few = arguments.require_far >= 0 &&
                      (totals.far_tables == 0 || totals.scarce * 3 < totals.far_tables);
-    std::printf("  %-24s %12llu\n  %-24s %12llu%s\n", "tables with a far store",
+    std::printf("  %-24s %12llu\n  %-24s %12llu%s\n", "tables with storage tier",
                 static_cast<unsigned long long>(totals.far_tables), "of these for 5 % or less",
                 static_cast<unsigned long long>(totals.scarce), few ? "   TOO FEW" : "");
     enough = enough && !few;

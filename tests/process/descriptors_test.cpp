@@ -70,7 +70,7 @@ TEST(Descriptors, AChannel) {
     Vector<int> all = sent();
     const int kept = all[2];
     Descriptors d(all);
-    EXPECT_EQ(d.channel(2, true, &peer), FRUGAL_ERR_INTERNAL) << "one behind the last";
+    EXPECT_EQ(d.channel(2, true, &peer), FRUGAL_ERR_INTERNAL) << "one after the last";
     EXPECT_NE(d.channel(0, false, &peer), FRUGAL_OK) << "it has staging memory";
     EXPECT_EQ(all[2], kept);
     EXPECT_TRUE(all[0] >= 0 && all[1] >= 0) << "a channel that is none takes nothing";

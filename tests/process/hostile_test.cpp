@@ -718,7 +718,8 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) {
          e.Begin(Call::kPrefetch, {e.step, 1 << 20, 1}, uint64_t{64} << 20);
        }},
-      {"no-reading", How::kSilent, "asks until the answers that it does not take fill the ring",
+      {"no-reading", How::kSilent,
+       "sends requests until replies that it does not take fill the ring",
        [](Enemy& e) {
          while (e.Send(*e.trainer, Call::kInside, {}, {}, 500) == FRUGAL_OK) {
          }
@@ -832,7 +833,7 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) {
          SendAll(ConnectAttached(e.address), Request([](auto r) { r.setPing(); }), 12);
        }},
-      {"unread-calls", How::kBeside, "200,000 calls whose answers it does not read",
+      {"unread-calls", How::kBeside, "200,000 calls whose replies it does not read",
        [](Enemy& e) {
          const int fd = ConnectAttached(e.address);
          const std::vector<char> stats = Request([](auto r) { r.setStats(); });

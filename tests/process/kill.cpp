@@ -647,7 +647,8 @@ class Harness {
     if (!controller.serves()) return fail("a controller does not start");
     controller_pid_ = controller.pid();
     // With one process that has come and gone it has what it needs itself.
-    if (wait_for(spawn({"--read", folder_.address()})) != kDone) return fail("nobody can attach");
+    if (wait_for(spawn({"--read", folder_.address()})) != kDone)
+      return fail("no process can attach");
     const long descriptors = wait_to_fall(descriptors_of, LONG_MAX),
                threads = wait_to_fall(threads_of, LONG_MAX);
     for (auto& r : page_->ranks) r.step.store(0);

@@ -728,7 +728,7 @@ int EachStatus() {
 #ifndef FRUGAL_CONTROLLER
     if (status == FRUGAL_ERR_PEER_LOST || status == FRUGAL_ERR_INTERNAL) continue;
 #endif
-    std::printf("%s is provoked by nobody\n", (*at)[1].str().c_str());
+    std::printf("%s is provoked by no call here\n", (*at)[1].str().c_str());
     ++missing;
   }
   if (all < 20) std::printf("only %d statuses in %s\n", all, FRUGAL_HEADER);

@@ -102,9 +102,9 @@ TEST(Regions, SeeWhatThereIs) {
   arena.put_back(b, 64 * kMiB);
   ASSERT_OK(second.regions.look());
   ASSERT_OK(first.regions.look());
-  EXPECT_GE(shared_kib(), before + (64 << 10)) << "somebody reads it";
+  EXPECT_GE(shared_kib(), before + (64 << 10)) << "a thread reads it";
   EXPECT_STREQ(at + 64 * kMiB - 10, "after");
-  EXPECT_EQ(first.find(shm_address, 1, &at), FRUGAL_ERR_INTERNAL) << "nobody else finds it";
+  EXPECT_EQ(first.find(shm_address, 1, &at), FRUGAL_ERR_INTERNAL) << "no other process finds it";
   reads.clear();
   EXPECT_LE(shared_kib(), before + (16 << 10));
   // A reader that the publisher has forgotten receives nothing more.

@@ -326,7 +326,7 @@ TEST_F(Service, SilentConnections) {
 // A controller without memory says so.
 TEST_F(Service, AControllerWithoutMemory) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "a sanitizer's own memory has no place there";
+  GTEST_SKIP() << "a sanitizer's own memory does not fit there";
 #endif
   int serves = 0;
   for (rlim_t mib = 24; mib <= 120; mib += 4) {
@@ -1744,7 +1744,7 @@ TEST_F(Service, NoKeyGoesOverTheSocket) {
     if (frugal_get_stats(e, &stats) || stats.keys_pushed != kSteps * kKeys) return 6;
     return frugal_close(e) ? 7 : 0;
   });
-  if (status == -1 || status == 77) GTEST_SKIP() << "nobody may be traced here";
+  if (status == -1 || status == 77) GTEST_SKIP() << "no process may be traced here";
   ASSERT_EQ(0, status);
   // The tracer sees what goes over the socket.
   EXPECT_GT(traced.in(0).socket, 500u);
@@ -3146,7 +3146,7 @@ TEST_F(Service, CallsAreMadeAgain) {
     OK(failing([&] { return frugal_table_drop(table); }));
     EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_table_drop(table));
     OK(frugal_table_drop(found));  // which another process has dropped
-    EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_table_drop(found)) << "it has been let go of";
+    EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_table_drop(found)) << "its handle was released";
     EXPECT_EQ(FRUGAL_ERR_NOT_FOUND, frugal_table_find(other, "t", &found));
   }
   OK(frugal_close(e));

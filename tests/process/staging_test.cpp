@@ -36,7 +36,7 @@ class StagingTest : public testing::Test {
 
 TEST_F(StagingTest, PlacesThatAreNone) {
   EXPECT_FALSE(staging->lend(0, 0));
-  EXPECT_FALSE(staging->lend(8, 64)) << "rows begin on lines";
+  EXPECT_FALSE(staging->lend(8, 64)) << "rows begin at multiples of 64 bytes";
   EXPECT_FALSE(staging->lend(kBytes - 64, 128));
   EXPECT_FALSE(staging->lend(kBytes, 64));
   EXPECT_FALSE(staging->lend(UINT64_MAX & ~uint64_t{63}, 128)) << "the sum wraps";

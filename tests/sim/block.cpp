@@ -183,7 +183,7 @@ FRUGAL_UNSEEN void BlockRunner::run_block(uint32_t block) {
   section_.end();
   for (uint32_t i = 0; i < kCanary && !doomed_; ++i) {
     if (shared_[shape_.shared_bytes + i] == static_cast<char>(kCanaryWord)) continue;
-    fail(nullptr, "a write behind the end of its shared memory");
+    fail(nullptr, "a write after the end of its shared memory");
     doomed_ = true;
   }
 }

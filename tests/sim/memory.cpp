@@ -420,7 +420,7 @@ std::string why_not(int32_t device, uint64_t address, size_t bytes, Access acces
         before = &table.ranges[i];
     if (!before) return "out of bounds: device memory that was never allocated";
     snprintf(text, sizeof text,
-             "out of bounds: %llu bytes behind the end of device memory of %llu bytes",
+             "out of bounds: %llu bytes after the end of device memory of %llu bytes",
              static_cast<unsigned long long>(address - before->end),
              static_cast<unsigned long long>(before->end - before->begin));
     return text;

@@ -166,7 +166,7 @@ DeviceInfo SimRuntime::info() const {
   Unseen unseen;
   std::lock_guard<std::mutex> lock(mutex_);
   DeviceInfo info = {};
-  snprintf(info.name, sizeof info.name, "CUDA seam on the host (slow, for tests)");
+  snprintf(info.name, sizeof info.name, "simulated GPU on the host (slow, for tests)");
   info.memory_bytes = memory_limit_;
   info.processors = 4;
   // Each is a fiber of each stream that runs kernels, and to ThreadSanitizer a thread, of which it

@@ -40,7 +40,7 @@ TEST_F(HoldersTest, CountsHaveNoLargestValue) {
     }
   }
   EXPECT_EQ(holders.count(7), kAll);
-  EXPECT_EQ(holders.count(6), 3u) << "of another place";
+  EXPECT_EQ(holders.count(6), 3u) << "of another slot";
   for (uint64_t left = kAll; left-- > 0;) {
     ASSERT_EQ(holders.release_hold(7, 1), left != 0);
     if (left % 4099 == 0) {

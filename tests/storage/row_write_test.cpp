@@ -157,14 +157,14 @@ TEST_F(RowWriteTest, RowsThatBegin) {
   Vector<uint32_t> created;
   ASSERT_OK(rows.resolve(keys, 3, nullptr, Rows::Missing::kReserve, slots, nullptr));
   rows.create_reserved(slots, 3, &created);
-  ASSERT_EQ(w.heard.size(), 4u) << "two rows, before and behind";
+  ASSERT_EQ(w.heard.size(), 4u) << "two rows, before and after";
   for (size_t i = 0; i < 4; ++i) {
     EXPECT_EQ(w.heard[i].what, What::kNew);
     EXPECT_EQ(w.heard[i].slots, Slots{slots[i / 2]});
   }
   EXPECT_EQ(w.heard[1].rows[0], row_of(rows, slots[0]));
   rows.uncreate(slots, 1, true);
-  ASSERT_EQ(w.heard.size(), 6u) << "somebody holds its place";
+  ASSERT_EQ(w.heard.size(), 6u) << "its slot has a holder";
   EXPECT_EQ(w.heard[4].what, What::kNew);
   rows.uncreate(slots + 1, 1, false);
   EXPECT_EQ(w.heard.size(), 6u) << "an aborted step has written nothing";

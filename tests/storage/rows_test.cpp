@@ -256,7 +256,7 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   rows.use(slots.data(), 1, 5, 5, &made, &earlier);
   spoil(rows, slots[0]);
   rows.release_hold(slots.data(), 1);
-  EXPECT_TRUE(rows.exists(slots[0])) << "nobody needs to hold what exists";
+  EXPECT_TRUE(rows.exists(slots[0])) << "a row that exists needs no holder";
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 1u);
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 0u) << "it does not exist any more";
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
@@ -265,7 +265,7 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   EXPECT_EQ(rows.key_of(slots[0]), 12u);
   EXPECT_TRUE(is_new(rows, slots[0], 12));
   for (size_t i = 5; i < rows.layout().value_pitch / sizeof(float); ++i) {
-    EXPECT_EQ(rows.values(slots[0])[i], 0) << "what lies behind the values";
+    EXPECT_EQ(rows.values(slots[0])[i], 0) << "the padding after the values";
     EXPECT_EQ(rows.state(slots[0])[i], 0);
     EXPECT_EQ(rows.state(slots[0])[rows.layout().value_pitch / sizeof(float) + i], 0);
   }
@@ -293,7 +293,7 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_TRUE(rows.holders_unknown());
   // No slot is free while it may have a holder.
   Slots full;
-  rows.recount([] { return false; }, [](auto) { FAIL() << "while somebody is finding rows"; });
+  rows.recount([] { return false; }, [](auto) { FAIL() << "while a thread is finding rows"; });
   EXPECT_EQ(resolve({12}, Missing::kReserve, &full), FRUGAL_ERR_TABLE_FULL);
   recount({slots[0]});
   EXPECT_FALSE(rows.holders_unknown());

@@ -349,7 +349,7 @@ bool Schedule::try_lock(const void* mutex) {
   State& s = *state_;
   pass(*this, s, kStay);
   const bool held = !s.holders.emplace(mutex, s.running).second;
-  s.tell(held ? "tries in vain" : "locks", mutex);
+  s.tell(held ? "tries without success" : "locks", mutex);
   return !held;
 }
 
@@ -377,7 +377,7 @@ void Schedule::wait(const void* condition, const void* mutex, uint64_t until) {
 
 void Schedule::notify(const void* condition, bool all) {
   State& s = *state_;
-  s.tell(all ? "tells all" : "tells one", condition);
+  s.tell(all ? "notifies all" : "notifies one", condition);
   uint32_t waiters[kMostThreads], m = 0;
   for (uint32_t i = 0; i < s.n; ++i)
     if (s.threads[i].kind == State::kWaiting && s.threads[i].condition == condition)

@@ -160,7 +160,7 @@ struct ApplyTest : testing::Test {
       if (versions && update->ranks[0].lent) continue;
       for (const bool chunks : {false, true}) {
         const std::string way =
-            std::string(chunks ? "chunks" : "claims") + (versions ? ", read beside" : "");
+            std::string(chunks ? "chunks" : "claims") + (versions ? ", read concurrently" : "");
         Rows rows;
         open(&rows);
         std::vector<VersionWord> words(kVersionWords);

@@ -269,7 +269,7 @@ class World {
       const Row& row = rows_[slot];
       const auto* source = part.sources.as<device::Source>();
       if (rank == 0 && kind_.caches && source[k].is_own()) {
-        s_.note("reads row %llu in line %llu", slot, source[k].index());
+        s_.note("reads row %llu in cache slot %llu", slot, source[k].index());
         const float* cached_row =
             device::behind(cached_rows_->at().host, source[k].index() * host_.layout().value_pitch);
         HOLDS(s_, std::memcmp(cached_row, row.values[before(row, kFirst + i)].data(),

@@ -196,7 +196,7 @@ TEST_F(WindowTest, GatesWaitForWhatTheyRead) {
   EXPECT_EQ(write(104), Slots{1});
   EXPECT_EQ(first_gate(), UINT64_MAX);
   EXPECT_TRUE(window.pending_until(UINT64_MAX));
-  EXPECT_EQ(write(200), Slots()) << "what nobody reads waits for those who want all";
+  EXPECT_EQ(write(200), Slots()) << "rows without a next read wait for a flush of all";
   EXPECT_EQ(write(UINT64_MAX), Slots{3});
   EXPECT_FALSE(window.any_pending());
   const WindowStats stats = window.stats();
@@ -272,7 +272,7 @@ TEST_F(WindowTest, ALateDeclaration) {
     EXPECT_TRUE(fresh.pending_until(103));
     EXPECT_TRUE(fresh.in_flight_until(103));
     Claim second;
-    EXPECT_FALSE(fresh.claim(106, 8, &second)) << "somebody is writing it";
+    EXPECT_FALSE(fresh.claim(106, 8, &second)) << "a thread is writing it";
     fresh.unlink(sooner);
     EXPECT_FALSE(fresh.pending_until(105));
     EXPECT_TRUE(fresh.pending_until(106));
@@ -389,7 +389,7 @@ TEST_F(WindowTest, ForcedRows) {
   EXPECT_TRUE(window.force(slots, 5, 102)) << "they are not written yet";
   window.finish(c);
   EXPECT_FALSE(window.pending_until(window.next_commit()));
-  EXPECT_TRUE(window.force(slots, 5, 102)) << "the younger one of row 1";
+  EXPECT_TRUE(window.force(slots, 5, 102)) << "the later one of row 1";
   EXPECT_EQ(claim(window.next_commit(), 8, &c), Slots{1});
   window.finish(c);
   EXPECT_FALSE(window.force(slots, 5, 102));
@@ -619,7 +619,7 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
       EXPECT_FALSE(fresh.pending_until(103));
       EXPECT_TRUE(fresh.pending_until(104));
     }
-    EXPECT_GE(failed, 2) << "the list of parts and the place in the queue want memory";
+    EXPECT_GE(failed, 2) << "the list of parts and the item of the queue need memory";
   }
 }
 
@@ -753,7 +753,7 @@ class Walk {
     while (window_.any_pending() && !testing::Test::HasFailure()) {
       claim(kNever, 500);
       if (testing::Test::HasFailure()) return;
-      ASSERT_FALSE(claims_.empty()) << "rows are pending and nobody can write them";
+      ASSERT_FALSE(claims_.empty()) << "rows are pending and no thread can write them";
       finish(0);
     }
     check();
@@ -894,7 +894,7 @@ class Walk {
       while (window_.pending_until(next_commit_) && !testing::Test::HasFailure()) {
         claim(next_commit_, 1 + random_.below(100));
         if (claims_.empty()) {
-          ADD_FAILURE() << "a gate waits for rows that nobody can write";
+          ADD_FAILURE() << "a gate waits for rows that no thread can write";
           return;
         }
         finish(0);
@@ -1010,7 +1010,7 @@ class Walk {
         ASSERT_TRUE(ended.count(run.update)) << "rows of it are unwritten";
         ended.erase(run.update);
       }
-    ASSERT_TRUE(ended.empty()) << "nobody was told that an update is written";
+    ASSERT_TRUE(ended.empty()) << "an update is written without notice";
   }
 
   // An undeclared lookup: its rows are written, whichever step reads them next.

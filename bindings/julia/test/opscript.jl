@@ -247,7 +247,7 @@ function replay(s::State, line)
             return sprint(showerror, failure, catch_backtrace())
         end
     end
-    return answer == expected ? nothing : "$name answered $answer, expected $expected$message"
+    return answer == expected ? nothing : "$name returned $answer, expected $expected$message"
 end
 
 function replay_all(path)

@@ -230,7 +230,7 @@ def replay(path: str) -> Tuple[int, str]:
             wanted = line.get("status", "FRUGAL_OK")
             answered = state.run(line)
             if answered != wanted:
-                return 1, f"{path}:{number}: {line['do']} answered {answered}, and {wanted} is right"
+                return 1, f"{path}:{number}: {line['do']} returned {answered}, and {wanted} is right"
             if "FRUGAL_TURNS" in os.environ:
                 print("done", flush=True)
     return 0, ""

@@ -3,7 +3,7 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    let told = |what: &str| std::env::var(what).expect("frugal-sys tells it");
+    let told = |what: &str| std::env::var(what).expect("frugal-sys sets it");
     let (include, lib) = (told("DEP_FRUGAL_INCLUDE"), told("DEP_FRUGAL_LIB"));
     println!("cargo:lib={lib}");
     for what in ["tests", "examples", "benches"] {

@@ -191,7 +191,7 @@ fn reads() {
     refused(ErrorKind::Busy, "", engine.read_all(&mut [op], Timeout::Engine));
     assert_eq!(found, [false; 3], "after an error");
     let op = table.op(&[2, 3, 1]).rows(&mut rows).found(&mut found);
-    invalid("read tells", trainer.lookup_all(&mut [op]));
+    invalid("a read reports", trainer.lookup_all(&mut [op]));
 }
 
 #[test]

@@ -510,7 +510,7 @@ fn run(path: &str) -> Result<(), Broken> {
             Err(error) => (error.status_name(), format!(": {}", error.message())),
         };
         if name != expected {
-            return Err(at(format!("{} answered {name}, expected {expected}{told}", line["do"])));
+            return Err(at(format!("{} returned {name}, expected {expected}{told}", line["do"])));
         }
         if std::env::var_os("FRUGAL_TURNS").is_some() {
             println!("done"); // lines are flushed one by one
