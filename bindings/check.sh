@@ -11,7 +11,8 @@ mkdir -p "$logs"
 . "$root/tools/shell.sh"
 say() { printf '== %s: %s\n' "$name" "$*"; }
 passed=0 failed=0 skipped=0
-library=$(find "$build" "$build/lib" -maxdepth 1 -name libfrugal.so.0 2>/dev/null | head -n 1) || true
+library=$(find "$build" "$build/lib" -maxdepth 1 -name libfrugal.so.0 2>/dev/null | head -n 1) ||
+  true
 
 finish() {
   echo "$passed passed, $failed failed, $skipped skipped"

@@ -76,18 +76,18 @@ static void note(const char *function, const frugal_op *ops, size_t count) {
 }
 
 /* Defines a function that calls the function of the same name in the real library. */
-#define FORWARD(result, name, parameters, arguments)                      \
-  FRUGAL_API result name parameters {                                     \
-    static result(*function) parameters;                                  \
-    *(void **)&function = find(#name);                                    \
-    return function arguments;                                            \
+#define FORWARD(result, name, parameters, arguments) \
+  FRUGAL_API result name parameters {                \
+    static result(*function) parameters;             \
+    *(void **)&function = find(#name);               \
+    return function arguments;                       \
   }
-#define FORWARD_OPS(name, parameters, arguments)                          \
-  FRUGAL_API int32_t name parameters {                                    \
-    static int32_t(*function) parameters;                                 \
-    *(void **)&function = find(#name);                                    \
-    note(#name, ops, op_count);                                           \
-    return function arguments;                                            \
+#define FORWARD_OPS(name, parameters, arguments) \
+  FRUGAL_API int32_t name parameters {           \
+    static int32_t(*function) parameters;        \
+    *(void **)&function = find(#name);           \
+    note(#name, ops, op_count);                  \
+    return function arguments;                   \
   }
 
 FORWARD(const char *, frugal_status_name, (int32_t status), (status))
@@ -102,19 +102,23 @@ FORWARD(int32_t, frugal_committed_step, (const frugal_engine *engine, uint64_t *
 FORWARD(void, frugal_optimizer_init, (frugal_optimizer * optimizer), (optimizer))
 FORWARD(void, frugal_table_config_init, (frugal_table_config * config), (config))
 FORWARD(int32_t, frugal_table_create,
-        (frugal_engine * engine, const frugal_table_config *config, frugal_table **out), (engine, config, out))
+        (frugal_engine * engine, const frugal_table_config *config, frugal_table **out),
+        (engine, config, out))
 FORWARD(int32_t, frugal_table_drop, (frugal_table * table), (table))
-FORWARD(int32_t, frugal_table_find, (const frugal_engine *engine, const char *name, frugal_table **out),
-        (engine, name, out))
+FORWARD(int32_t, frugal_table_find,
+        (const frugal_engine *engine, const char *name, frugal_table **out), (engine, name, out))
 FORWARD(int32_t, frugal_table_next,
         (const frugal_engine *engine, uint64_t *cursor, char *name, size_t capacity, size_t *size),
         (engine, cursor, name, capacity, size))
-FORWARD(int32_t, frugal_table_describe, (const frugal_table *table, frugal_table_info *out), (table, out))
+FORWARD(int32_t, frugal_table_describe, (const frugal_table *table, frugal_table_info *out),
+        (table, out))
 FORWARD(int32_t, frugal_table_count, (const frugal_table *table, uint64_t *out), (table, out))
 FORWARD(int32_t, frugal_table_set_optimizer,
-        (frugal_table * table, uint64_t step, const frugal_optimizer *optimizer), (table, step, optimizer))
+        (frugal_table * table, uint64_t step, const frugal_optimizer *optimizer),
+        (table, step, optimizer))
 FORWARD(int32_t, frugal_memory_needed,
-        (const frugal_config *engine, const frugal_table_config *table, uint64_t rows, frugal_memory *out),
+        (const frugal_config *engine, const frugal_table_config *table, uint64_t rows,
+         frugal_memory *out),
         (engine, table, rows, out))
 FORWARD(void, frugal_trainer_config_init, (frugal_trainer_config * config), (config))
 FORWARD(int32_t, frugal_trainer_create,
@@ -124,34 +128,40 @@ FORWARD(int32_t, frugal_trainer_close, (frugal_trainer * trainer), (trainer))
 FORWARD(int32_t, frugal_trainer_abandon, (frugal_trainer * trainer), (trainer))
 FORWARD(int32_t, frugal_set_stream, (frugal_trainer * trainer, void *stream), (trainer, stream))
 FORWARD(void, frugal_op_init, (frugal_op * op), (op))
-FORWARD(int32_t, frugal_prefetch_cancel, (frugal_trainer * trainer, frugal_batch *batch), (trainer, batch))
-FORWARD(int32_t, frugal_step_begin, (frugal_trainer * trainer, uint64_t step, int64_t ms), (trainer, step, ms))
+FORWARD(int32_t, frugal_prefetch_cancel, (frugal_trainer * trainer, frugal_batch *batch),
+        (trainer, batch))
+FORWARD(int32_t, frugal_step_begin, (frugal_trainer * trainer, uint64_t step, int64_t ms),
+        (trainer, step, ms))
 FORWARD(int32_t, frugal_step_end, (frugal_trainer * trainer, uint64_t step, uint32_t flags),
         (trainer, step, flags))
 FORWARD(int32_t, frugal_step_abort, (frugal_trainer * trainer), (trainer))
-FORWARD(int32_t, frugal_borrow, (frugal_trainer * trainer, size_t bytes, void **out), (trainer, bytes, out))
+FORWARD(int32_t, frugal_borrow, (frugal_trainer * trainer, size_t bytes, void **out),
+        (trainer, bytes, out))
 FORWARD(int32_t, frugal_get_stats, (const frugal_engine *engine, frugal_stats *out), (engine, out))
 FORWARD(int32_t, frugal_serve, (frugal_engine * engine, const char *address), (engine, address))
-FORWARD(int32_t, frugal_metrics, (const frugal_engine *engine, char *out, size_t capacity, size_t *size),
+FORWARD(int32_t, frugal_metrics,
+        (const frugal_engine *engine, char *out, size_t capacity, size_t *size),
         (engine, out, capacity, size))
 FORWARD(int32_t, frugal_trace_start, (frugal_engine * engine, size_t events), (engine, events))
 FORWARD(int32_t, frugal_trace_stop, (frugal_engine * engine, const char *path), (engine, path))
 
 FORWARD_OPS(frugal_prefetch,
-            (frugal_trainer * trainer, uint64_t step, const frugal_op *ops, size_t op_count, frugal_batch **out),
+            (frugal_trainer * trainer, uint64_t step, const frugal_op *ops, size_t op_count,
+             frugal_batch **out),
             (trainer, step, ops, op_count, out))
 FORWARD_OPS(frugal_lookup, (frugal_trainer * trainer, const frugal_op *ops, size_t op_count),
             (trainer, ops, op_count))
 FORWARD_OPS(frugal_push_grad, (frugal_trainer * trainer, const frugal_op *ops, size_t op_count),
             (trainer, ops, op_count))
 FORWARD_OPS(frugal_read,
-            (const frugal_engine *engine, frugal_trainer *trainer, const frugal_op *ops, size_t op_count,
-             int64_t ms),
+            (const frugal_engine *engine, frugal_trainer *trainer, const frugal_op *ops,
+             size_t op_count, int64_t ms),
             (engine, trainer, ops, op_count, ms))
 
-FRUGAL_API int32_t frugal_get(const frugal_table *table, const uint64_t *keys, size_t count, uint32_t flags,
-                              float *rows, size_t stride, uint8_t *found) {
-  int32_t (*function)(const frugal_table *, const uint64_t *, size_t, uint32_t, float *, size_t, uint8_t *);
+FRUGAL_API int32_t frugal_get(const frugal_table *table, const uint64_t *keys, size_t count,
+                              uint32_t flags, float *rows, size_t stride, uint8_t *found) {
+  int32_t (*function)(const frugal_table *, const uint64_t *, size_t, uint32_t, float *, size_t,
+                      uint8_t *);
   frugal_op op = FRUGAL_OP_INIT;
   *(void **)&function = find("frugal_get");
   op.table = (frugal_table *)table;
@@ -165,8 +175,8 @@ FRUGAL_API int32_t frugal_get(const frugal_table *table, const uint64_t *keys, s
   return function(table, keys, count, flags, rows, stride, found);
 }
 
-FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t count, uint32_t flags,
-                              const float *rows, size_t stride) {
+FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t count,
+                              uint32_t flags, const float *rows, size_t stride) {
   int32_t (*function)(frugal_table *, const uint64_t *, size_t, uint32_t, const float *, size_t);
   frugal_op op = FRUGAL_OP_INIT;
   *(void **)&function = find("frugal_put");
@@ -180,7 +190,8 @@ FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t 
   return function(table, keys, count, flags, rows, stride);
 }
 
-FRUGAL_API int32_t frugal_delete(frugal_table *table, const uint64_t *keys, size_t count, uint64_t *deleted) {
+FRUGAL_API int32_t frugal_delete(frugal_table *table, const uint64_t *keys, size_t count,
+                                 uint64_t *deleted) {
   int32_t (*function)(frugal_table *, const uint64_t *, size_t, uint64_t *);
   frugal_op op = FRUGAL_OP_INIT;
   *(void **)&function = find("frugal_delete");
@@ -191,8 +202,8 @@ FRUGAL_API int32_t frugal_delete(frugal_table *table, const uint64_t *keys, size
   return function(table, keys, count, deleted);
 }
 
-FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor, uint64_t *keys, size_t capacity,
-                                     size_t *count) {
+FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor, uint64_t *keys,
+                                     size_t capacity, size_t *count) {
   int32_t (*function)(const frugal_table *, uint64_t *, uint64_t *, size_t, size_t *);
   frugal_op op = FRUGAL_OP_INIT;
   *(void **)&function = find("frugal_table_keys");

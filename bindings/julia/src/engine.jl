@@ -92,7 +92,8 @@ function await_controller(config::ABI.Config)
         code = last_system_code()
         code in (Libc.ENOENT, Libc.ECONNREFUSED, Libc.ECONNRESET, Libc.EAGAIN) || return nothing
         if config.timeout_ms != TIMEOUT_INFINITE && (time_ns() - start) ÷ 1_000_000 >= config.timeout_ms
-            text = "no controller at $(unsafe_string(config.service)) within $(config.timeout_ms) ms ($(Libc.strerror(code)))"
+            text = "no controller at $(unsafe_string(config.service)) within $(config.timeout_ms) ms " *
+                   "($(Libc.strerror(code)))"
             throw(FrugalError(status, status_name(status), text, code, 0))
         end
         sleep(pause)

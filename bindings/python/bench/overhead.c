@@ -5,9 +5,9 @@
 #include "frugal.h"
 
 FRUGAL_API int64_t pairs(int32_t (*lookup)(frugal_trainer *, const frugal_op *, size_t),
-                         int32_t (*push)(frugal_trainer *, const frugal_op *, size_t), frugal_trainer *trainer,
-                         frugal_table *table, const frugal_batch *batch, float *rows, const float *grads,
-                         int64_t count) {
+                         int32_t (*push)(frugal_trainer *, const frugal_op *, size_t),
+                         frugal_trainer *trainer, frugal_table *table, const frugal_batch *batch,
+                         float *rows, const float *grads, int64_t count) {
   struct timespec begin, end;
   clock_gettime(CLOCK_MONOTONIC, &begin);
   for (int64_t n = 0; n < count; ++n) {

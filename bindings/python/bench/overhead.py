@@ -91,8 +91,13 @@ def main() -> int:
     one = measure(pairs, 1, 1000, arguments.turns)
     ratio = many["ratio"]
     print(f"Python {sys.version.split()[0]}, frugal {frugal.__version__}: lookup + push_grad, dim {DIM}")
-    print(f"65536 rows: Python {many['python'] / 1e6:.3f} ms, C {many['c'] / 1e6:.3f} ms, ratio {ratio:.4f} (aim {AIM})")
-    print(f"    1 row:  Python {one['python']:.0f} ns, C {one['c']:.0f} ns: {one['python'] - one['c']:.0f} ns for two calls")
+    print(
+        f"65536 rows: Python {many['python'] / 1e6:.3f} ms, C {many['c'] / 1e6:.3f} ms, ratio {ratio:.4f} (aim {AIM})"
+    )
+    print(
+        f"    1 row:  Python {one['python']:.0f} ns, C {one['c']:.0f} ns:"
+        f" {one['python'] - one['c']:.0f} ns for two calls"
+    )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({"rows": 65536, "many": many, "one": one, "aim": AIM}, file, indent=1)

@@ -48,7 +48,9 @@ class Shape(NamedTuple):
 SHAPES = {
     "loop": Shape(3, 1_000, 16, 128, 1, "SGD", 200, {("frugal", "torch"): 1.2}),
     "small": Shape(3, 1_000, 16, 128, 4, "SGD", 200, {("lookahead", "frugal"): 0.98, ("frugal", "torch"): 1.0}),
-    "large": Shape(1, 4_000_000, 32, 2_048, 20, "Adagrad", 20, {("lookahead", "frugal"): 1.1, ("frugal", "torch"): 5.0}),
+    "large": Shape(
+        1, 4_000_000, 32, 2_048, 20, "Adagrad", 20, {("lookahead", "frugal"): 1.1, ("frugal", "torch"): 5.0}
+    ),
     "tables": Shape(26, 100_000, 32, 2_048, 1, "Adagrad", 20, {("frugal", "torch"): 2.0}),
 }
 

@@ -13,7 +13,7 @@ inline PyObject* drop_grad(PyObject* anchor) {
   tensor_of(anchor).mutable_grad().reset();
   if (PyObject_SetAttr(anchor, names.aside, Py_None)) return nullptr;
   if (begun.get() == Py_None) Py_RETURN_NONE;
-  // Two have it, who are the anchor and this: it is used again.
+  // It is used again if only the anchor and this function refer to it.
   const bool alone = Py_REFCNT(begun.get()) == 2 && tensor_of(begun.get()).use_count() == 1;
   if (!alone) return PyObject_SetAttr(anchor, names.begun, Py_None) ? nullptr : Py_NewRef(Py_None);
   const Ref parts(PyList_New(0)), limit(PyFloat_FromDouble(0.0));
@@ -28,7 +28,7 @@ inline PyObject* grad_get(PyObject* self, PyObject* anchor, PyObject*) {
   HANDLE_TH_ERRORS
   Ref grad(THPVariable_Wrap(tensor_of(anchor).grad()));
   if (grad.get() == Py_None || is(grad, classes.gradient)) return grad.give();
-  return call(anchor, names._shown, grad.get()).give();  // of a reducer, or of who has none
+  return call(anchor, names._shown, grad.get()).give();  // a reducer's; else an error
   END_HANDLE_TH_ERRORS
 }
 

@@ -14,7 +14,8 @@ namespace frugal_torch {
 
 constexpr Py_ssize_t kMostHeld = 64;  // _gradient._MOST_HELD
 
-// References to Python's object of a gradient that nobody else has: PyTorch's versions differ.
+// The count of references to a gradient's Python object that has no other owner. PyTorch's versions
+// differ in it.
 inline Py_ssize_t references() {
   static const Py_ssize_t count = [] {
     const at::Tensor made = at::detail::empty_cpu({1}, at::kFloat), also = made;
@@ -31,7 +32,7 @@ inline bool shows_all(const at::Tensor& grad) {
 }
 
 struct Backward : torch::autograd::Node {
-  // `own`: nobody else has the keys.
+  // `own`: no other tensor shares the memory of the keys.
   Backward(torch::autograd::edge_list&& edges, Forward* of, const at::Tensor& keys, bool own,
            const at::Tensor& ends, const at::Tensor& weights)
       : Node(std::move(edges)),
@@ -51,7 +52,7 @@ struct Backward : torch::autograd::Node {
   std::string name() const override { return "FrugalBackward"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
 
-  // Compiled autograd makes a graph of what stands for this in Python: an addition and its hook.
+  // Compiled autograd makes a graph of an addition and its hook, which do the same in Python.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
   torch::autograd::variable_list apply_with_saved(
       const torch::autograd::variable_list& grads,
@@ -101,8 +102,8 @@ inline at::Tensor copy_of(const at::Tensor& tensor) {
   return copy;
 }
 
-// Does what Anchor.hold does, if nothing stands in the way. `shared`: somebody else has the
-// gradient, who may use its memory again.
+// Does what Anchor.hold does, or returns false. `shared`: the gradient has another owner, which may
+// use its memory again.
 inline bool Backward::hold(const at::Tensor& grad, bool shared) const {
   const Ref hooks = get(of->anchor, names.hooks), stepped = get(of->table, names.stepped),
             adding = get(of->anchor, names.adding);
@@ -124,7 +125,7 @@ inline bool Backward::hold(const at::Tensor& grad, bool shared) const {
   if (!held) return false;
   PyObject* of_part[] = {held.get(), of->places, factor.get()};
   const Ref part(PyObject_Vectorcall(classes.part, of_part, 3, nullptr));
-  // Nobody is adding, and from here on nobody comes in: there is the GIL, and no Python is run.
+  // No thread is adding, and none begins to: this thread has the GIL and runs no Python from here.
   if (!part || call(adding.get(), names.locked).get() != Py_False) return false;
   const at::Tensor& anchor = tensor_of(of->anchor);
   const bool first = !anchor.grad().defined();
@@ -154,7 +155,7 @@ inline Ref Backward::in_python() const {
 inline void Backward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
   {
     const c10::AutoGradMode recording(true);
-    // Of a number in the anchor's place, whose memory nobody may see.
+    // It takes a number in place of the anchor, whose memory no graph may read.
     const at::Tensor number = at::zeros({1, 1}).requires_grad_(true);
     addition = input_metadata(0).zeros_like().add(number).grad_fn();
     addition->set_next_edge(1, next_edge(0));

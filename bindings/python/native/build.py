@@ -2,9 +2,9 @@
 
     python build.py FOLDER [COMPILER]          (CXX and CXXFLAGS as elsewhere)
 
-The file goes to FOLDER, and its name says for which torch and which Python it is: frugal.torch loads no other. It needs
-Python's headers; torch's are in its package. Where something is missing, or does not compile, there is no file, one line
-says why, and frugal.torch does all in Python.
+The file goes to FOLDER, and its name says for which torch and which Python it is: frugal.torch loads no other. The
+build needs Python's headers; torch's are in its package. If something is missing, or does not compile, there is no
+file, one line says why, and frugal.torch does all in Python.
 """
 
 import os

@@ -9,10 +9,11 @@
 namespace frugal_torch {
 namespace {
 
-// Changes with what Python and this say to each other: _usual.py takes no file of another number.
+// Changes with the interface between Python and this module: _usual.py loads no file of another
+// number.
 constexpr long kRevision = 12;
 
-// tell(lock, Held, Part, Gradient, Lookup, _Count, DeviceContext): the classes that are looked for.
+// `tell(lock, Held, Part, Gradient, Lookup, _Count, DeviceContext)` sets `classes`.
 PyObject* tell(PyObject*, PyObject* arguments) {
   Classes told;
   if (!PyArg_ParseTuple(arguments, "OOOOOOO", &told.lock, &told.held, &told.part, &told.gradient,
@@ -46,7 +47,7 @@ PyObject* give_back(PyObject*, PyObject* known) {
 
 PyMethodDef methods[] = {
     {"show", give_back, METH_O, "Gives the tables' gradients back after a step."},
-    {"tell", tell, METH_VARARGS, "Tells the classes that are looked for."},
+    {"tell", tell, METH_VARARGS, "Sets the classes whose objects have a usual path."},
     {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL,
      "The step of the tables that an optimizer has: True, or None and nothing is done."},
     {nullptr, nullptr, 0, nullptr}};

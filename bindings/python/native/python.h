@@ -50,7 +50,7 @@ struct Names {
 };
 inline Names names;
 
-// Classes of frugal.torch, which it tells once.
+// Classes of frugal.torch, which it sets once.
 struct Classes {
   PyObject* lock;            // of Steps: another one is a forked child's
   PyObject* held;            // _gradient.Held
@@ -66,7 +66,7 @@ inline bool is(const Ref& object, PyObject* type) {
   return object && reinterpret_cast<PyObject*>(Py_TYPE(object.get())) == type;
 }
 
-// Python's own words. An answer that is empty is an error that Python has set.
+// Operations of Python. An empty result means that Python has set an error.
 inline Ref get(PyObject* object, PyObject* name) { return Ref(PyObject_GetAttr(object, name)); }
 inline Ref get(const Ref& object, PyObject* name) {
   return object ? get(object.get(), name) : Ref();
@@ -115,7 +115,7 @@ class Turn {
   bool mine_;
 };
 
-// The lock of a trainer's steps. Whoever has an error to tell drops it first and tells then.
+// The lock of a trainer's steps. An error that Python has set outlives its release.
 class Locked {
  public:
   explicit Locked(PyObject* steps) : lock_(get(steps, names.lock)) {
@@ -138,8 +138,8 @@ class Locked {
   bool mine_ = false;
 };
 
-// What a function of ours answers that has done nothing, so that Python is to do it: None, or an
-// error that is set.
+// The result of a function that has done nothing, so that Python does the work: None, or the error
+// that is set.
 inline PyObject* not_usual() {
   if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;

@@ -30,14 +30,14 @@ struct Forward {
   uint64_t padding_key;
   int32_t pooling;  // none, of bags: their maximum, which is taken here
   bool bags, padded;
-  bool shows_written;  // the row of padding_key, once somebody has written it
+  bool shows_written;  // the row of padding_key, once it was written
   PyObject *lookup, *table, *steps, *anchor;
   PyObject* places;  // Lookup.places[0]
   PyObject* first;   // the anchor's name among the module's parameters
   // Of the steps' _native.Trainer, which is another one after a move.
   PyObject *native, *turn;
   frugal_trainer* trainer;
-  int64_t slice;  // milliseconds that a call may wait before Python looks around
+  int64_t slice;  // milliseconds that a call may wait before Python handles signals
   // The offsets of the last call, with the last; those of the next may be the same.
   at::Tensor ends;
   int64_t length;  // of each bag, if keys were 2-D, or else -1
@@ -66,7 +66,7 @@ inline bool is_watched() {
   return false;
 }
 
-// Whether nobody looks at PyTorch's operations: no tracer, no mode of Python's, no transform.
+// Whether nothing observes PyTorch's operations: no tracer, no mode of Python's, no transform.
 // Autocast casts nothing of a lookup. Where a graph is recorded, it is one that can be kept.
 inline bool is_usual_mode() {
   const bool inference = c10::InferenceMode::is_enabled();
@@ -129,7 +129,7 @@ inline bool begin(PyObject* steps, PyObject* turns, decltype(&frugal_step_begin)
       return false;
     }
   }
-  // Which has words for who waits long.
+  // Python warns when the wait is long.
   return !PyErr_Occurred() && static_cast<bool>(call(steps, names.begin));
 }
 
@@ -164,7 +164,7 @@ inline at::Tensor look_up(Forward& self, frugal_op& op, at::IntArrayRef shape, b
     if (moment) *moment = moment_of(self.steps);
     return moment && !*moment ? at::Tensor() : out;
   }
-  // Python waits for longer, and has words for it.
+  // Python waits for longer, and warns.
   if (!training && status == FRUGAL_ERR_TIMEOUT) return {};
   const Ref number(PyLong_FromLong(status));
   call(self.steps, names.refused, number.get());  // which raises

@@ -132,8 +132,8 @@ inline Ref optimizer_of(PyObject* own, const Ref& table, int64_t count, const Re
   return call(own, names.with_scale, found.get(), gradient.get());
 }
 
-// Looks at what the optimizer's state has of a table, and counts: false, where it is not all in the
-// table.
+// Checks what the optimizer's state has of a table, and counts. False if something of it is not in
+// the table.
 inline bool take_state(Stepped& one, const Ref& made, PyObject* states, int64_t& next) {
   const Ref counts = get(made, names.counts), stateless = get(made, names.stateless);
   if (!counts || !stateless) return false;
@@ -270,7 +270,7 @@ inline bool hide(PyObject* known, PyObject* entries) {
 }
 
 // Gives the gradients back that were hidden (_hook._show), and holds the interpreter's lock, too.
-// Not while a backward in Python adds to one, which it has begun with looking for it.
+// Not while a backward in Python adds to one: it has already read where the gradient is.
 inline PyObject* show(PyObject* known) {
   const Ref hidden = get(known, names.hidden);
   if (!hidden || !PyList_CheckExact(hidden.get())) return not_usual();

@@ -15,7 +15,7 @@ namespace frugal_torch {
 
 constexpr int64_t kMostWeighed = 16384;  // _lookup._CHUNK
 
-// What stands behind the rows' node, where factors want a gradient: WeightedRows in Python.
+// The node after that of the rows, if factors need a gradient. In Python it is WeightedRows.
 struct WeightsBackward : torch::autograd::Node {
   WeightsBackward(torch::autograd::edge_list&& edges, Forward* of, Ref&& moment,
                   const at::Tensor& keys, const at::Tensor& ends, const at::Tensor& weights)

@@ -392,8 +392,10 @@ def test_read_only_is_for_inputs(session: Session, kind: str) -> None:
         trainer.lookup(session.batch, rows)
     with pytest.raises(ValueError, match="read-only"):
         session.engine.read(session.table, KEYS, found=flags, trainer=trainer)
-    op = frugal.Op(session.table, KEYS, pooling="sum", offsets=np.array([0, 3]), weights=np.ones(3, np.float32),
-                   weight_grads=wrap(read_only(np.ones(3, np.float32))), grads=np.ones((1, DIM), np.float32))  # fmt: skip
+    op = frugal.Op(
+        session.table, KEYS, pooling="sum", offsets=np.array([0, 3]), weights=np.ones(3, np.float32),
+        weight_grads=wrap(read_only(np.ones(3, np.float32))), grads=np.ones((1, DIM), np.float32),
+    )  # fmt: skip
     with pytest.raises(ValueError, match="read-only"):
         trainer.push_grad(op)
     trainer.push_grad(session.batch, rows)

@@ -157,7 +157,8 @@ def test_objects_tell_what_they_are() -> None:
     told = os.read(read, 1000).decode().split("\n")
     os.close(read)
     os.close(write)
-    assert told == [f"{of!r}"[:-1] + end for of, end in ((engine, ", of the parent process>"), (dense, ">"), (other, ", of the parent process>"))]
+    ends = (engine, ", of the parent process>"), (dense, ">"), (other, ", of the parent process>")
+    assert told == [f"{of!r}"[:-1] + end for of, end in ends]
     engine.close()
     assert repr(engine) == "<frugal.Engine, closed>" and repr(other) == "<frugal.Trainer of rank 0, closed>"
     assert repr(dense).endswith(", dense, Adam, closed>")
@@ -179,7 +180,7 @@ def test_a_rank_that_waits_for_nobody_says_so(block: bool, impatient: None) -> N
 
         begin(0)
         trainers[0].step_end(0)
-        with pytest.raises(UserWarning, match="rank 0 waits for ranks 1, 3, and nobody .* world_size is 4.* torchrun"):
+        with pytest.raises(UserWarning, match="rank 0 waits for ranks 1, 3: no trainer .* world_size is 4.* torchrun"):
             begin(1)
         with pytest.raises(frugal.Timeout):  # once
             begin(1, timeout=0.01)

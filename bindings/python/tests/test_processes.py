@@ -117,8 +117,8 @@ def test_the_address_is_told_or_the_environment_s(
     monkeypatch.setenv("FRUGAL_SERVICE", controller.address)
     with frugal.Engine() as engine:
         assert engine.service == controller.address
-    monkeypatch.setenv("FRUGAL_SERVICE", str(tmp_path / "nobody"))
-    with pytest.raises(frugal.PeerLost, match="nobody within 100 ms"):
+    monkeypatch.setenv("FRUGAL_SERVICE", str(tmp_path / "unserved"))
+    with pytest.raises(frugal.PeerLost, match="unserved within 100 ms"):
         frugal.Engine(timeout=0.1)
     with frugal.Engine(service=controller.address) as engine:
         assert engine.service == controller.address
@@ -334,7 +334,13 @@ def test_a_rank_that_fails_is_lost_and_replaced(world: World, peer: Start, how: 
 
 
 @pytest.mark.parametrize(
-    "how", ["with engine, trainer:\n    sys.exit(0)\n", "trainer.close()\nraise RuntimeError('on purpose')\n", "", "sys.exit(0)\n"]
+    "how",
+    [
+        "with engine, trainer:\n    sys.exit(0)\n",
+        "trainer.close()\nraise RuntimeError('on purpose')\n",
+        "",
+        "sys.exit(0)\n",
+    ],
 )
 def test_a_rank_that_ends_leaves(world: World, peer: Start, how: str) -> None:
     other = peer(FAILING + STEP_0 + how, world.service, "1")
@@ -353,20 +359,20 @@ def test_a_rank_that_ends_leaves(world: World, peer: Start, how: str) -> None:
 def test_who_waits_for_what_never_comes_says_so(world: World, impatient: None, tmp_path: Path) -> None:
     world.trainer.step_begin(0)
     world.trainer.step_end(0)
-    with pytest.raises(UserWarning, match="rank 0 waits for rank 1, and nobody has joined"):
+    with pytest.raises(UserWarning, match="rank 0 waits for rank 1: no trainer has joined"):
         world.trainer.step_begin(1)
     with frugal.Engine(world_size=WORLD, lookahead=4, service=world.service) as engine:
         with engine.create_trainer(1) as other, other.step(0):
             pass
         world.trainer.step_begin(1)
-    with pytest.raises(UserWarning, match="nobody serves .*nobody .*frugal-controller"):
-        frugal.Engine(service=tmp_path / "nobody")
+    with pytest.raises(UserWarning, match="no controller serves .*unserved .*frugal-controller"):
+        frugal.Engine(service=tmp_path / "unserved")
 
 
 def test_ctrl_c_while_nobody_serves(tmp_path: Path) -> None:
     timer = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
-        frugal.Engine(service=tmp_path / "nobody", timeout=math.inf)
+        frugal.Engine(service=tmp_path / "unserved", timeout=math.inf)
     timer.join()
 
 
@@ -460,7 +466,8 @@ def test_a_forked_child_of_a_trainer_process(world: World, peer: Start) -> None:
     child = os.fork()
     if child == 0:
         wrong = 0
-        for call in (lambda: world.trainer.step_end(0), lambda: world.table.get(world.keys), world.engine.committed_step):
+        end, get = lambda: world.trainer.step_end(0), lambda: world.table.get(world.keys)
+        for call in (end, get, world.engine.committed_step):
             try:
                 call()
                 wrong += 1

@@ -13,8 +13,8 @@ from __future__ import annotations
 import array as _array
 import ctypes
 import sys
-from ctypes import addressof, c_char, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint16, c_uint32
-from ctypes import c_uint64, c_void_p, py_object
+from ctypes import addressof, c_char, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint16
+from ctypes import c_uint32, c_uint64, c_void_p, py_object
 from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Protocol, Sequence, Tuple, TypeVar, Union
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _resolve_buffer(pins: Pins, array: Any) -> _Resolved:
     shape = view.shape
     strides = view.strides
     if shape is None or strides is None or view.suboffsets:
-        raise ValueError("its elements lie behind pointers")
+        raise ValueError("its elements are reached through pointers")
     return address, _FORMATS.get(form) or "the buffer format " + form, readonly, shape, strides, None
 
 
@@ -239,7 +239,7 @@ def _resolve_dlpack(pins: Pins, array: Any, what: str, place: Place) -> _Resolve
         if managed.major != 1:
             raise TypeError(f"{what}: DLPack version {managed.major}.{managed.minor} is not known")
         if managed.flags & _DL_IS_COPIED:
-            raise TypeError(f"{what}: {type(array).__name__} cannot tell its memory without a copy")
+            raise TypeError(f"{what}: {type(array).__name__} cannot export its memory without a copy")
         readonly = bool(managed.flags & _DL_READ_ONLY)
         tensor = managed.tensor
     elif name == b"dltensor":
@@ -428,7 +428,9 @@ def rows(
     if count == 1 or stride == 4 * width:
         return address, 0
     if stride < 4 * width or stride % 4:
-        raise ValueError(f"{what}: rows are {stride} bytes apart and take {4 * width}; a larger multiple of 4 is needed")
+        raise ValueError(
+            f"{what}: rows are {stride} bytes apart and take {4 * width}; a larger multiple of 4 is needed"
+        )
     return address, stride
 
 

@@ -85,7 +85,7 @@ def _await_controller(config: Any, limit_ms: float) -> None:
             raise PeerLost(f"no controller at {where} within {limit_ms:.0f} ms ({why})", status, error.system_code)
         if waited * 1000 >= _wait.WORD_MS and not told:
             told = True
-            warnings.warn(f"nobody serves {where} ({why}): start frugal-controller there", stacklevel=3)
+            warnings.warn(f"no controller serves {where} ({why}): start frugal-controller there", stacklevel=3)
         time.sleep(min(pause, left))
         pause = min(pause * 2, 0.05)
 

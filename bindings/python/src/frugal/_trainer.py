@@ -160,7 +160,9 @@ class Trainer(Single):
             raise self._refusal() from None
         try:
             if not self._finalizer.alive:
-                raise Closed(f"rank {self.rank} has left: its trainer cannot go to {device}", _abi.STATUS["FRUGAL_ERR_CLOSED"])
+                raise Closed(
+                    f"rank {self.rank} has left: its trainer cannot go to {device}", _abi.STATUS["FRUGAL_ERR_CLOSED"]
+                )
             self._finalizer()
             handle = c_void_p()
             try:
@@ -203,8 +205,8 @@ class Trainer(Single):
             self._told = True
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
             warnings.warn(
-                f"rank {self.rank} waits for {ranks}, and nobody has joined as such: world_size is"
-                f" {self._engine.world_size}. Start these ranks, each with its create_trainer(rank) or under torchrun,"
+                f"rank {self.rank} waits for {ranks}: no trainer has joined as such. world_size is"
+                f" {self._engine.world_size}: start these ranks, each with its create_trainer(rank) or under torchrun,"
                 " or open the engine with the world_size that there is",
                 stacklevel=4,
             )

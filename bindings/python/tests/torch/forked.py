@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Dict, List, Sequence
 
-# Forks what a line of its input says, and answers with the exit statuses. It has one thread, or its children would lack
+# Forks what a line of its input says, and prints the exit statuses. It has one thread, or its children would lack
 # what the others hold. A child goes on below the loop, as a program that was started.
 _SERVER = """
 import json, os, runpy, sys

@@ -1,4 +1,4 @@
-"""Tables under PyTorch's own optimizers, clipping, GradScaler and accumulation, each beside torch.nn's modules."""
+"""Tables under PyTorch's own optimizers, clipping, GradScaler and accumulation, each compared with torch.nn."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.
@@ -482,7 +482,7 @@ MOMENT_WRITES: Dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("write", MOMENT_WRITES)
 @pytest.mark.parametrize("kept", [False, True])
 def test_moments_are_written_in_place(trainer: frugal.Trainer, kind: str, write: str, kept: bool) -> None:
-    """As who restarts momentum does; `kept`: through tensors that were taken before the last step."""
+    """As programs do that restart momentum; `kept`: through tensors that were taken before the last step."""
     models = pair(trainer)
     optimizers = [STATES[kind](model.parameters()) for model in models]
     taken: List[List[Any]] = [[], []]
@@ -1110,7 +1110,7 @@ def test_what_is_computed_of_a_parameter_is_of_the_rows(trainer: frugal.Trainer,
         torch.testing.assert_close(found.detach(), expected.detach())
 
 
-# What nothing shorter than the gradient of all rows answers.
+# What needs the gradient of all rows.
 OF_ALL_ROWS: Dict[str, Callable[[Any], Any]] = {
     "product with rows": lambda p: p.grad * p,
     "rows and product": lambda p: p.detach() * p.grad,
@@ -1894,7 +1894,7 @@ def test_half_of_a_model(trainer: frugal.Trainer) -> None:
     torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 
-# --- A step that nobody makes ---
+# --- A step that no optimizer makes ---
 
 
 def tensors() -> int:
@@ -2110,7 +2110,7 @@ def test_a_copy_of_a_parameter_is_a_parameter(trainer: frugal.Trainer) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 def test_entries_of_a_caller_s_own_in_optimizer_state(trainer: frugal.Trainer, kind: str) -> None:
-    """As a subclass keeps them beside what the class that it inherits from has."""
+    """As a subclass keeps them in addition to what the class that it inherits from has."""
     modules, batch = bag_pair(trainer, integers(ROWS, DIM), sparse=False), all_keys(ROWS)
     for module in modules:
         (parameter,) = module.parameters()

@@ -1,4 +1,4 @@
-"""The programs of the documents run as they stand."""
+"""The programs of the documents run as they are."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def accumulation(model: Any, make: Make) -> None:
 
 
 def never_zeroed(model: Any, make: Make) -> None:
-    """A gradient that nobody zeroes is used again, and grows."""
+    """A gradient that is not zeroed is used again, and grows."""
     optimizer = make(model.parameters())
     for _, batch in zip(range(3), loader()):
         (model(**batch)["loss"] / 8).backward()

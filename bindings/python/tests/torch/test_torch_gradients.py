@@ -1,5 +1,5 @@
-"""Functions of lists in which parameters, weights and gradients of tables are mixed; what a gradient gives to hooks, under
-inference_mode() and as values; and what has its values. Each is compared with torch.nn."""
+"""Functions of lists in which parameters, weights and gradients of tables are mixed; what a gradient gives to hooks,
+under inference_mode() and as values; and what has its values. Each is compared with torch.nn."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.
@@ -149,7 +149,7 @@ def _ema(module: Any) -> Any:
 
 
 def _left(change: Callable[[Any, Any], Any], of: Callable[[Any], Any] = lambda kept: kept) -> Callable[[Any], Any]:
-    """What somebody sees who has kept detach() of a gradient, or the gradient itself."""
+    """What a program sees that has kept detach() of a gradient, or the gradient itself."""
 
     def run(module: Any) -> Any:
         kept = grad(module).detach()
@@ -243,7 +243,9 @@ def test_the_memory_of_a_gradient_has_no_numbers(trainer: frugal.Trainer) -> Non
 LATER: Dict[str, Callable[[Any], Any]] = {
     "a view, clamped from above": lambda g: view_after(g, lambda g: g.clamp_(-1, 0.5)),
     "a view, its own clamp": lambda g: view_after(g, lambda g: g.clamp_(max=1.0)),
-    "a view, without infinities": lambda g: view_after(g.mul_(float("inf")), lambda g: torch.nan_to_num(g, 0.5, 9.0, out=g)),
+    "a view, without infinities": lambda g: view_after(
+        g.mul_(float("inf")), lambda g: torch.nan_to_num(g, 0.5, 9.0, out=g)
+    ),
     "a view, clamped and scaled": lambda g: view_after(g, lambda g: g.clamp_(-1, 1).mul_(2).mul_(0.5)),
     "any, by rows": lambda g: torch.isnan(g).any(dim=1),
     "all, by rows": lambda g: torch.isfinite(g).all(1),
@@ -291,7 +293,8 @@ ASSIGNED: Dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("what", ASSIGNED)
 def test_what_was_made_of_a_gradient_becomes_it(trainer: frugal.Trainer, what: str) -> None:
     weight, rows = torch.arange(21.0).view(7, 3), []
-    for module in (ft.Embedding(7, 3, _weight=weight, trainer=trainer), torch.nn.Embedding(7, 3, _weight=weight.clone())):
+    ours, theirs = ft.Embedding(7, 3, _weight=weight, trainer=trainer), torch.nn.Embedding(7, 3, _weight=weight.clone())
+    for module in (ours, theirs):
         (module(torch.tensor([0, 1, 2, 1])) * torch.tensor([-1.0, 2.0, 3.0])).sum().backward()
         module.weight.grad = ASSIGNED[what](module.weight.grad)
         torch.optim.SGD(module.parameters(), lr=0.5).step()
@@ -341,12 +344,13 @@ def test_a_function_of_a_caller_s_gets_rows(trainer: frugal.Trainer) -> None:
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     for made in (module, theirs):
         product(torch.ones(2, 3), made.weight.clone()).sum().backward()
-    assert module.weight.grad is not None and torch.equal(module.weight.grad, theirs.weight.grad)  # type: ignore[arg-type]
+    grads = module.weight.grad, theirs.weight.grad
+    assert grads[0] is not None and torch.equal(*grads)  # type: ignore[arg-type]
 
 
 
 def test_buckets_of_gradients() -> None:
-    """As who sums gradients over ranks by hand makes them."""
+    """As programs make them that sum gradients over ranks by hand."""
     from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
     model = torch.nn.ModuleList([ft.Embedding(5, 3), torch.nn.Linear(3, 2)])

@@ -1,4 +1,4 @@
-"""What training scripts do beside the plain loop: with gradients, weights, subclasses of optimizers and transforms."""
+"""What training scripts do besides the plain loop: with gradients, weights, subclasses of optimizers and transforms."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward and of the functions of torch.nn.init.
@@ -275,7 +275,7 @@ def test_a_shape_cannot_be_changed(pair: Pair) -> None:
 
 
 def halves(kind: Any) -> Any:
-    """A subclass whose step does something beside."""
+    """A subclass whose step does something more."""
 
     class Halves(kind):  # type: ignore[misc]
         calls = 0
@@ -499,7 +499,8 @@ def test_functions_that_write_to_a_later_argument_write_rows(pair: Pair, form: s
     ids = torch.tensor([3, 7, 3])
     out = []
     for module in pair:
-        weight = {"weight": module.weight, "data": module.weight.data, "state_dict": module.state_dict()["weight"]}[form]
+        forms = {"weight": module.weight, "data": module.weight.data, "state_dict": module.state_dict()["weight"]}
+        weight = forms[form]
         with torch.no_grad():
             if bags:
                 offsets = torch.tensor([0, 1])
@@ -655,7 +656,7 @@ def left_behind(module: Any, optimizer: Any) -> torch.Tensor:
 def test_a_gradient_that_is_kept_is_the_weight_s(
     trainer: frugal.Trainer, use: Callable[[Any, Any], torch.Tensor], sparse: bool
 ) -> None:
-    """Until zero_grad() makes it nobody's."""
+    """Until zero_grad() drops it."""
     weight = integers(ROWS, DIM)
     pair = (
         ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer, sparse=sparse),

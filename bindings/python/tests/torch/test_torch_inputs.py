@@ -1,4 +1,4 @@
-"""What the modules take and refuse beside torch.nn's, whatever the program's default dtype and device are."""
+"""What the modules take and refuse, compared with torch.nn, whatever the program's default dtype and device are."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.

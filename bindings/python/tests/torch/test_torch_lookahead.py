@@ -243,7 +243,7 @@ def test_more_steps_than_batches_move_the_others(world: World) -> None:
     for i, batch in enumerate(world.lookahead(DataLoader(Samples(), BATCH))):
         world.step(batch)
         if i % 3 == 1:
-            world.step(batch)  # of which nobody was told
+            world.step(batch)  # which was not declared
             undeclared_keys += 2 * batch.numel()
     assert undeclared(world.engine) == undeclared_keys
     assert world.nothing_is_declared()
@@ -474,7 +474,7 @@ def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytes
     found = declared[turns * turn + 8 : 392]
     assert found == [pays] * len(found)
     assert declared[408:442] == [pays] * 34  # another epoch does not begin with a trial
-    assert (asked > 300) == pays  # and where it does not pay, nobody asks for keys
+    assert (asked > 300) == pays  # and where it does not pay, no keys are requested
     assert torch.equal(bag.weight.clone(), rows)
 
 

@@ -1,4 +1,4 @@
-"""Embedding, EmbeddingBag and EmbeddingBagCollection beside torch.nn's: values, gradients, arguments."""
+"""Embedding, EmbeddingBag and EmbeddingBagCollection compared with torch.nn: values, gradients, arguments."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.
@@ -673,7 +673,8 @@ def test_arguments_are_read_in_each_forward(trainer: frugal.Trainer) -> None:
     modules = modules_of(trainer, "sum", integers(ROWS, DIM), sparse=False)
     changes: List[Dict[str, Any]] = [
         {"mode": "mean"}, {"padding_idx": 3}, {"mode": "max"}, {"padding_idx": ROWS - 1}, {"include_last_offset": True},
-        {"mode": "sum", "sparse": True}, {"padding_idx": None}, {"scale_grad_by_freq": True, "mode": "mean", "sparse": False},
+        {"mode": "sum", "sparse": True}, {"padding_idx": None},
+        {"scale_grad_by_freq": True, "mode": "mean", "sparse": False},
     ]  # fmt: skip
     for change in changes:
         outs = []
@@ -739,7 +740,9 @@ def test_convert_keeps_what_modules_are(trainer: frugal.Trainer) -> None:
         out, expected = (module(*inputs) for module in (mine, theirs))
         assert out.dtype == expected.dtype
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-        for what in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"):
+        for what in (
+            "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"
+        ):  # fmt: skip
             assert getattr(mine, what, None) == getattr(theirs, what, None)
     alone: torch.nn.Module = ft.convert(torch.nn.Embedding(ROWS, DIM), trainer=trainer)
     assert isinstance(alone, ft.Embedding)
@@ -909,7 +912,7 @@ Make = Callable[[Any], Any]  # a module, by torch.nn or this package
      lambda m, **k: m.Embedding(2 * _weight._CHUNK + 20, 1, **k), lambda m, **k: m.Embedding(0, 4, **k)],
 )  # fmt: skip
 def test_the_same_seed_gives_the_same_rows(make: Make, dtype: torch.dtype) -> None:
-    """As torch.nn's, and what is drawn behind them is the same, too."""
+    """As torch.nn's, and what is drawn after them is the same, too."""
     made = []
     for modules in (ft, torch.nn):
         torch.manual_seed(41)
@@ -1014,7 +1017,8 @@ def test_where_a_module_cannot_be(ranks: int) -> None:
     with frugal.Engine(world_size=ranks) as engine, engine.create_trainer(0) as trainer:
         module = ft.Embedding(ROWS, DIM, device="cpu", trainer=trainer)
         # A trainer alone would go there, but that there is none; of several, the others would go on without this one.
-        kind, says = (frugal.Error, "cuda:77") if ranks == 1 else (ValueError, "Embedding cannot be on cuda:77: .* which is on cpu")
+        kind = frugal.Error if ranks == 1 else ValueError
+        says = "cuda:77" if ranks == 1 else "Embedding cannot be on cuda:77: .* which is on cpu"
         with pytest.raises(kind, match=says):
             ft.Embedding(ROWS, DIM, device="cuda:77", trainer=trainer)
         with pytest.raises(kind, match=says):

@@ -1,5 +1,5 @@
-"""A Parameter of PyTorch that is assigned to weight, or whose module is converted: it becomes the table's, and stays the object
-that it was for all who have it. Each case beside torch.nn."""
+"""A Parameter of PyTorch that is assigned to weight, or whose module is converted: it becomes the table's, and all
+references to it stay valid. Each case is compared with torch.nn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/dlrm_ddp.py: ranks in processes and in threads train the same bits, also after a crash; frugal.torch.attach."""
+"""examples/dlrm_ddp.py: ranks as processes and threads train the same bits, also after a crash. frugal.torch.attach."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed. In the
-# middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last steps a
-# rank does not use a table. Rank 0 saves alone while the other waits for it in the next step, and both in the middle of
-# one.
+# Each rank draws from a seed of its own; the rows are rank 0's, and what is drawn after them follows each rank's seed.
+# In the middle of the training another optimizer begins anew, and all ranks load what rank 0 has saved. In the last
+# steps a rank does not use a table. Rank 0 saves alone while the other waits for it in the next step, and both in the
+# middle of one.
 DRAWS = """
 torch.manual_seed(rank)
 if rank == 0:
@@ -200,8 +200,9 @@ def refused():
                 raise AssertionError("all_reduce of rows is lost")
 parameter = next(table.parameters())
 writes = [
-    lambda: table.weight.mul_(0.5), lambda: table.weight.data.add_(1.0), normalize, scale_rows, scale_view, set_rows, refused,
-    lambda: table.weight.copy_(table.weight * 0.5), lambda: parameter.data.clamp_(-0.1, 0.1), lambda: parameter.mul_(2.0),
+    lambda: table.weight.mul_(0.5), lambda: table.weight.data.add_(1.0), normalize, scale_rows, scale_view, set_rows,
+    refused, lambda: table.weight.copy_(table.weight * 0.5), lambda: parameter.data.clamp_(-0.1, 0.1),
+    lambda: parameter.mul_(2.0),
     lambda: torch.nn.init.uniform_(table.weight), lambda: torch._foreach_mul_([table.weight, table.weight], [0.5, 0.5]),
     lambda: torch.mul(table.weight, 0.5, out=table.weight),
 ]
@@ -423,7 +424,7 @@ def test_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     def come() -> None:
         told.append(store.add("here", 1))
 
-    _ranks.meet("here", 2, come)  # as the other one, who comes while this one waits
+    _ranks.meet("here", 2, come)  # as the other rank, which comes while this one waits
     assert told == [2]
     _ranks.meet("there", 1, come)
     store.set_timeout(timedelta(milliseconds=1))

@@ -141,14 +141,14 @@ def test_other_inputs_cost_what_is_documented(
             arguments = [keys.view(BAGS, PER_BAG)]
         else:
             arguments = [keys, offsets, torch.ones(KEYS, requires_grad=True)]
-            # Their gradient, for which rows are read and multiplied, a chunk of keys at a time; and copies of offsets and
-            # of factors.
+            # Their gradient, for which rows are read and multiplied, a chunk of keys at a time; and copies of offsets
+            # and of factors.
             monkeypatch.setattr(_lookup, "_CHUNK", 64)
             monkeypatch.setattr(_usual, "native", None)  # which has one chunk, and leaves more keys to Python
             allowed |= {
-                "aten::alias", "aten::arange", "aten::as_strided", "aten::contiguous", "aten::empty_like", "aten::fill_",
-                "aten::index", "aten::mul", "aten::resize_", "aten::searchsorted", "aten::select", "aten::slice",
-                "aten::sub", "aten::sum", "aten::to", "aten::_to_copy", "aten::zeros_like",
+                "aten::alias", "aten::arange", "aten::as_strided", "aten::contiguous", "aten::empty_like",
+                "aten::fill_", "aten::index", "aten::mul", "aten::resize_", "aten::searchsorted", "aten::select",
+                "aten::slice", "aten::sub", "aten::sum", "aten::to", "aten::_to_copy", "aten::zeros_like",
             }  # fmt: skip
             allowed |= {"aten::empty"}
             copied = 3

@@ -1,4 +1,4 @@
-"""Random training beside torch.nn: the same actions on both sides, and all that a caller can see is compared after each."""
+"""Random training compared with torch.nn: the same actions on both sides, and after each all that a caller can see."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.
@@ -159,7 +159,9 @@ class Run:
         for pair in self.outputs[-1:]:
             which = self.random.randrange(2)
             found = [
-                torch.autograd.grad(pair[side].sin().sum(), modules[which].weight, retain_graph=True, allow_unused=True)[0]
+                torch.autograd.grad(
+                    pair[side].sin().sum(), modules[which].weight, retain_graph=True, allow_unused=True
+                )[0]
                 for side, modules in ((0, self.ours), (1, self.theirs))
                 if modules[which].weight.requires_grad
             ]

@@ -492,7 +492,7 @@ def test_a_rank_that_waits_for_nobody_says_so(chooses: bool, impatient: None) ->
         bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer, optimizer=sgd())
         kind = torch.optim.Adagrad if chooses else torch.optim.SGD
         optimizer = kind(bags.parameters(), lr=0.5)
-        with pytest.raises(UserWarning, match="rank 0 waits for rank 1, and nobody has joined"):
+        with pytest.raises(UserWarning, match="rank 0 waits for rank 1: no trainer has joined"):
             for _ in range(2):
                 bags(torch.tensor([[1]])).sum().backward()
                 optimizer.step()
@@ -679,7 +679,8 @@ def test_a_child_does_not_wait_for_a_lock_of_the_parent() -> None:
 @pytest.mark.parametrize("optimizer", [sgd(), frugal.Adagrad()])
 def test_rows_that_are_there_are_loaded_while_a_rank_is_in_a_step(optimizer: frugal.Optimizer) -> None:
     """As where each rank loads the same file, with nothing between that and its first forward."""
-    with frugal.Engine(world_size=2, timeout=60) as engine, engine.create_trainer(0) as one, engine.create_trainer(1) as two:
+    engine = frugal.Engine(world_size=2, timeout=60)
+    with engine, engine.create_trainer(0) as one, engine.create_trainer(1) as two:
         modules = [ft.Embedding(ROWS, DIM, name="e", trainer=t, optimizer=optimizer) for t in (one, two)]
         saved = {"weight": integers(ROWS, DIM)}
         modules[0].load_state_dict(saved)

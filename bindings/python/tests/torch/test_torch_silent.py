@@ -286,7 +286,8 @@ def test_what_is_no_parameter_or_of_another_dtype_is_not_assigned(trainer: fruga
     for module in (embedding(trainer), torch.nn.Embedding(ROWS, DIM)):
         before = module.weight.detach().clone()
         for value in (torch.zeros(ROWS, DIM), module.weight * 0.5, module.weight.data):
-            with pytest.raises(TypeError, match=r"cannot assign 'torch.*Tensor' as parameter 'weight' \(torch.nn.Parameter"):
+            message = r"cannot assign 'torch.*Tensor' as parameter 'weight' \(torch.nn.Parameter"
+            with pytest.raises(TypeError, match=message):
                 module.weight = value
         with pytest.raises(RuntimeError, match="data of a different type|grad_dtype"):  # which newer ones name
             parameter_of(module).grad = torch.ones(ROWS, DIM, dtype=torch.float64)
@@ -673,7 +674,8 @@ def test_convert_takes_a_subclass_that_is_only_made_in_another_way(trainer: frug
     theirs = Scaled(ROWS)
     weight = theirs.weight.detach().clone()
     ours: Any = ft.convert(torch.nn.Sequential(theirs), trainer=trainer)[0]
-    assert isinstance(ours, ft.Embedding) and isinstance(ours, Scaled) and ours.note == "a note" and torch.equal(snapshot(ours), weight)
+    assert isinstance(ours, ft.Embedding) and isinstance(ours, Scaled)
+    assert ours.note == "a note" and torch.equal(snapshot(ours), weight)
     message = "^the model itself: Forward is .*Embedding whose forward would .*: derive it from frugal.torch.Embedding"
     with pytest.raises(NotImplementedError, match=message):
         ft.convert(Forward(ROWS), trainer=trainer)
@@ -1084,7 +1086,9 @@ TOGETHER: Dict[str, Callable[[Any], Any]] = {
     "parameter times absolutes": lambda m: (parameter(m).detach() * with_grad(m).abs()).sum(),
     "squares times parameter": lambda m: trained(m, ((with_grad(m) ** 2).detach() * parameter(m)).sum()),
     "relu": lambda m: written(m, lambda g: torch.nn.functional.relu(g.neg_(), inplace=True)),
-    "relu of weight.grad": lambda m: (with_grad(m), torch.nn.functional.relu(m.weight.grad.neg_(), inplace=True), then(m))[2],
+    "relu of weight.grad": lambda m: (
+        with_grad(m), torch.nn.functional.relu(m.weight.grad.neg_(), inplace=True), then(m)
+    )[2],
     "init of weight.grad": lambda m: (with_grad(m, ALL), torch.nn.init.constant_(m.weight.grad, 0.5), then(m))[2],
     "init": lambda m: written(m, lambda g: torch.nn.init.constant_(g, 0.5)),
     "clamp out": lambda m: written(m, lambda g: torch.clamp(g, -0.5, 0.5, out=g)),

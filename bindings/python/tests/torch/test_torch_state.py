@@ -1,5 +1,5 @@
 """What an optimizer of torch has of a table in its state, as programs move it, reset it and take from it. Each case
-beside torch.nn."""
+is compared with torch.nn."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_sgd_has_what_torch_s_has(case: Any) -> None:
     check(case)
 
 
-# --- what somebody takes out, or sets to what it was at the beginning ---
+# --- What a program takes out, or sets to what it was at the beginning ---
 
 
 def without_a_buffer(state: Any) -> None:

@@ -175,7 +175,7 @@ def test_a_late_backward_has_no_gradient_of_weights(trainer: frugal.Trainer) -> 
             out.sum().backward()
         tables.step()
         assert torch.equal(bags.weight, before)
-    bags.requires_grad_(False)  # nobody changes the rows
+    bags.requires_grad_(False)  # no step changes the rows
     weights = torch.ones(6, 2, requires_grad=True)
     batch = keys()
     out = bags(batch, per_sample_weights=weights)
@@ -439,7 +439,7 @@ def test_an_interrupt_after_the_gate_is_made_good(pair: Any, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(native, "begin", interrupted)
-        patch.setattr(ours, "_usual", lambda *arguments: None)  # in C++ an interrupt comes behind the gate's answer
+        patch.setattr(ours, "_usual", lambda *arguments: None)  # in C++ an interrupt comes after the gate has opened
         with pytest.raises(KeyboardInterrupt):
             ours(keys())
     train(pair, keys())
@@ -541,7 +541,8 @@ def test_nan_gradients_are_refused_and_nothing_is_taken(pair: Any) -> None:
             grad = torch.ones_like(out)
             grad[1, 2] = float("nan") if module is bad else 1.0
             out.backward(grad)
-        message = f"table '{bad.table.name}'.*step {ours.trainer.engine.stats()['steps_committed']} has a NaN in row 1, column 2, of the key 7"
+        step = ours.trainer.engine.stats()["steps_committed"]
+        message = f"table '{bad.table.name}'.*step {step} has a NaN in row 1, column 2, of the key 7"
         for _ in range(2):  # the gradients are still there
             with pytest.raises(frugal.NanGradient, match=message):
                 both.step()
@@ -669,7 +670,7 @@ def test_compile_breaks_the_graph_and_trains(trainer: frugal.Trainer, backend: s
 def test_a_compiled_training_step_says_nothing(
     trainer: frugal.Trainer, module: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Of all of frugal that runs where the graph is broken, torch.compile looks at nothing."""
+    """torch.compile compiles nothing of frugal's code that runs where the graph is broken."""
 
     def made(weight: torch.Tensor) -> Any:
         if module == "rows":

@@ -1,4 +1,4 @@
-"""A trainer's modules in several threads: evaluation, saving and construction beside a training loop."""
+"""A trainer's modules in several threads: evaluation, saving and construction concurrently with a training loop."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.
@@ -208,7 +208,9 @@ def test_a_backward_beside_an_optimizers_step_is_for_the_next(
     assert torch.equal(snapshot(ours), theirs.weight.detach())
 
 
-def test_a_step_that_fails_in_pytorch_leaves_gradients(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_in_pytorch_leaves_gradients(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = ft.Embedding(ROWS, DIM, trainer=trainer)
     dense = torch.nn.Parameter(torch.ones(1))
     dense.grad = torch.zeros(1)

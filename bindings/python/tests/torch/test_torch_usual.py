@@ -1,4 +1,4 @@
-"""What is in C++ does what Python does, bit for bit: each story is told by both, of engines that are alike."""
+"""What is in C++ does what Python does, bit for bit: both run each story, on engines that are alike."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.
@@ -59,7 +59,7 @@ Story = Callable[[Side], List[Any]]
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Story], List[Any]]]:
-    """Tells a story both ways, which must be equal. Returns what C++ said of the optimizers' steps."""
+    """Runs a story both ways, which must be equal. Returns what C++ said of the optimizers' steps."""
     sides: List[Side] = []
     native = _usual.native
 
@@ -513,7 +513,7 @@ def test_maxima(told: Callable[[Story], List[Any]], padding: Any, last: bool) ->
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """What tells a zero from the other, and knows NaNs."""
+    """The bits, which differ between the two zeros, and compare NaNs."""
     return values.detach().contiguous().view(torch.int32).clone()
 
 
@@ -643,7 +643,7 @@ def test_what_is_wrong_with_reading_is_said_in_the_same_words(told: Callable[[St
 def test_a_read_that_takes_long_is_python_s(
     trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, reads: List[Any]
 ) -> None:
-    """Who has words for it. Another error is told at once."""
+    """Python warns of it. Another error is raised at once."""
     module = ft.Embedding(ROWS, DIM, trainer=trainer)
     keys = torch.arange(4)
     kind = ctypes.CFUNCTYPE(

@@ -1,4 +1,4 @@
-"""`module.weight`: read, written, set and refused, each beside the same module of torch.nn."""
+"""`module.weight`: read, written, set and refused, each compared with the same module of torch.nn."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward and of the functions of torch.nn.init.
@@ -227,7 +227,8 @@ def test_a_kept_view_in_a_graph_is_of_the_rows_as_they_are(pair: Pair, use: Call
         before, other = use(part).sum(), use(row).sum()
         module(torch.arange(ROWS)).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.5).step()
-        found.append([before, other, row.clone(), part.sum(), torch.autograd.grad(use(row + part[:, 1]).sum(), weight)[0]])
+        of_both = torch.autograd.grad(use(row + part[:, 1]).sum(), weight)[0]
+        found.append([before, other, row.clone(), part.sum(), of_both])
         for loss in (before, other):
             try:
                 found[-1].append(torch.autograd.grad(loss, weight)[0])
@@ -634,7 +635,7 @@ USES: Dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", list(USES))
 def test_autograd_grad_of_weight_is_torch_s(pair: Pair, use: str) -> None:
-    """Who asks for the gradient of all rows gets it; it trains nothing."""
+    """It has the gradient of all rows, and trains nothing."""
     for module in pair:
         torch.nn.init.normal_(module.weight, std=0.25)
     pair[1].weight.data.copy_(pair[0].weight)
@@ -783,7 +784,7 @@ def test_grad_is_torch_s(trainer: frugal.Trainer, sparse: bool) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_grad_of_many_keys_is_summed_before_it_is_rounded(trainer: frugal.Trainer, sparse: bool) -> None:
-    """A sum in bfloat16 stands still at 256."""
+    """A sum of ones in bfloat16 stops at 256."""
     module = ft.Embedding(3, DIM, dtype=torch.bfloat16, sparse=sparse, trainer=trainer)
     module(torch.ones(1024, dtype=torch.int64)).sum().backward()
     grad = module.weight.grad
@@ -903,7 +904,8 @@ SAME: Dict[str, Callable[[Any, Any], bool]] = {
 def test_parameters_are_split_by_the_weight(trainer: frugal.Trainer, how: str) -> None:
     """As for an optimizer of the embeddings and one of the rest: each table is stepped once."""
     weight, found = integers(ROWS, DIM), []
-    for made in (ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer), torch.nn.Embedding(ROWS, DIM, _weight=weight.clone())):
+    ours = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
+    for made in (ours, torch.nn.Embedding(ROWS, DIM, _weight=weight.clone())):
         torch.manual_seed(5)
         module: Any = made
         model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 3))
@@ -959,7 +961,8 @@ def test_a_sparse_gradient_is_one_for_its_user(trainer: frugal.Trainer, pools: b
     kind = "EmbeddingBag" if pools else "Embedding"
     ids = torch.tensor([[1, 5], [1, 9]])
     found: List[Any] = []
-    for made in (getattr(ft, kind)(ROWS, DIM, sparse=True, trainer=trainer), getattr(torch.nn, kind)(ROWS, DIM, sparse=True)):
+    ours = getattr(ft, kind)(ROWS, DIM, sparse=True, trainer=trainer)
+    for made in (ours, getattr(torch.nn, kind)(ROWS, DIM, sparse=True)):
         module: Any = made
         module(ids).sum().backward()
         grad = module.weight.grad
@@ -982,7 +985,7 @@ def test_a_transform_of_a_function_of_a_weight_gets_rows(pair: Pair) -> None:
 
 
 def test_another_parameter_leaves_the_one_of_before_its_rows() -> None:
-    """As a moving average that is looked at for a while."""
+    """As a moving average that is evaluated for a while."""
     torch.manual_seed(2)
     ids = torch.arange(4)
     module = ft.Embedding(4, 2)

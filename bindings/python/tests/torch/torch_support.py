@@ -1,4 +1,4 @@
-"""What the tests of frugal.torch share: worlds of one rank, and torch.nn's modules beside this package's."""
+"""What the tests of frugal.torch share: worlds of one rank, and this package's modules in pairs with torch.nn's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def snapshot(module: Any) -> torch.Tensor:
 
 
 class Delivered(torch.autograd.Function):
-    """Has the gradient that a list holds, which nobody else has then, as PyTorch's own functions make them."""
+    """Delivers the gradient that a list holds without another reference to it, as PyTorch's own functions do."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, grads: List[torch.Tensor]) -> torch.Tensor:

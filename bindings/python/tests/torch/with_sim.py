@@ -1,4 +1,4 @@
-"""Trainers on an imitation of a GPU, which a library of tests has: test_torch_modules.py runs these cases with it."""
+"""Trainers on a simulated GPU, which a library of tests has: test_torch_modules.py runs these cases with it."""
 
 # mypy: disable-error-code="no-untyped-call"
 # torch says no types of Tensor.backward.

@@ -63,34 +63,38 @@ fn layouts() -> Vec<Layout> {
     layouts! {
         frugal_error { status, system_code, device_code, reserved, message };
         frugal_config {
-            struct_size, world_size, lookahead, flush_threads, flush_mode, staleness, pending_bytes, host_bytes,
-            timeout_ms, backing, flags, seed, log, log_context, service,
+            struct_size, world_size, lookahead, flush_threads, flush_mode, staleness, pending_bytes,
+            host_bytes, timeout_ms, backing, flags, seed, log, log_context, service,
         } = FRUGAL_CONFIG_INIT by frugal_config_init;
         frugal_optimizer {
-            struct_size, kind, lr, eps, momentum, dampening, beta1, beta2, rho, ftrl_lambda1, ftrl_lambda2, ftrl_beta,
-            initial_accumulator, weight_decay_l2, weight_decay, clip_value, clip_norm, weight_bound, grad_scale, flags,
+            struct_size, kind, lr, eps, momentum, dampening, beta1, beta2, rho, ftrl_lambda1, ftrl_lambda2,
+            ftrl_beta, initial_accumulator, weight_decay_l2, weight_decay, clip_value, clip_norm,
+            weight_bound, grad_scale, flags,
         } = FRUGAL_OPTIMIZER_INIT by frugal_optimizer_init;
         frugal_table_config {
-            struct_size, name, key_space, dtype, rows, dim, init, init_a, init_b, nan_policy, flags, optimizer,
+            struct_size, name, key_space, dtype, rows, dim, init, init_a, init_b, nan_policy, flags,
+            optimizer,
         } = FRUGAL_TABLE_CONFIG_INIT by frugal_table_config_init;
         frugal_table_info {
-            struct_size, rows, capacity, value_bytes, state_floats, memory_bytes, dim, key_space, optimizer, page_bytes,
+            struct_size, rows, capacity, value_bytes, state_floats, memory_bytes, dim, key_space, optimizer,
+            page_bytes,
         };
         frugal_memory { values, state, index, window, cache, total };
         frugal_trainer_config {
             struct_size, rank, flags, device, cache_bytes, cache_ratio,
         } = FRUGAL_TRAINER_CONFIG_INIT by frugal_trainer_config_init;
         frugal_op {
-            struct_size, table, batch, part, pooling, keys, count, offsets, bags, weights, weight_grads_out, rows_out,
-            grads, row_stride, found_out, padding_key, flags, reserved,
+            struct_size, table, batch, part, pooling, keys, count, offsets, bags, weights, weight_grads_out,
+            rows_out, grads, row_stride, found_out, padding_key, flags, reserved,
         } = FRUGAL_OP_INIT by frugal_op_init;
         frugal_stats {
-            struct_size, steps_committed, steps_aborted, keys_declared, keys_looked_up, keys_undeclared, keys_pushed,
-            rows_created, rows_updated, rows_deferred, gate_waits, gate_wait_ns, gate_in_flight, lookup_waits,
-            priority_rises, priority_falls, enqueued, dequeued, back_pressure, ranks_apart, stale_reads, cache_hits,
-            cache_misses, cache_admitted, cache_evicted, cache_evicted_dirty, pending_bytes, pending_bytes_peak,
-            pending_rows, active_rows, modes_at_once, modes_deferred, lookup_ns, push_ns, step_begin_ns, step_end_ns,
-            prefetch_ns, entry_ns, apply_ns, cache_refreshes, cache_planned,
+            struct_size, steps_committed, steps_aborted, keys_declared, keys_looked_up, keys_undeclared,
+            keys_pushed, rows_created, rows_updated, rows_deferred, gate_waits, gate_wait_ns, gate_in_flight,
+            lookup_waits, priority_rises, priority_falls, enqueued, dequeued, back_pressure, ranks_apart,
+            stale_reads, cache_hits, cache_misses, cache_admitted, cache_evicted, cache_evicted_dirty,
+            pending_bytes, pending_bytes_peak, pending_rows, active_rows, modes_at_once, modes_deferred,
+            lookup_ns, push_ns, step_begin_ns, step_end_ns, prefetch_ns, entry_ns, apply_ns, cache_refreshes,
+            cache_planned,
         };
     }
 }

@@ -40,8 +40,9 @@ pub struct Engine {
     hook: Option<usize>,
 }
 
-// SAFETY: frugal.h: any number of threads may use a const handle at once. Any thread may make the calls that
-// take an engine as non-const (table_create, trainer_create, close). The handle is a number, never an address.
+// SAFETY: frugal.h: any number of threads may use a const handle at once. Any thread may make the calls
+// that take an engine as non-const (table_create, trainer_create, close). The handle is a number, never an
+// address.
 unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}

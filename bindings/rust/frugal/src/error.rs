@@ -202,8 +202,8 @@ pub(crate) fn check_version() -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "the library that was loaded is version {}, but this crate was built with the header of {}.{}: build it again, \
-         or load a library of that version",
+        "the library that was loaded is version {}, but this crate was built with the header of {}.{}: \
+         build it again, or load a library of that version",
         crate::version(),
         sys::FRUGAL_VERSION_MAJOR,
         sys::FRUGAL_VERSION_MINOR,

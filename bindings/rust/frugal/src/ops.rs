@@ -264,7 +264,7 @@ impl<'a> LookupOp<'a> {
 
     pub(crate) fn raw_of_lookup(&mut self) -> Result<sys::frugal_op> {
         if self.found.is_some() {
-            return Err(Error::invalid("found: a lookup creates missing rows; only a read reports which exist".into()));
+            return Err(Error::invalid("found: a lookup creates missing rows; a read reports them".into()));
         }
         self.raw()
     }

@@ -111,8 +111,8 @@ fn check_length(what: &str, length: usize, stride: usize, rows: usize, width: us
         let need = (rows - 1).checked_mul(stride).and_then(|n| n.checked_add(width)).ok_or_else(too_large)?;
         if stride < width || length < need {
             return Err(Error::invalid(format!(
-                "{what} has {length} elements; {rows} rows of {width} with stride {stride} need {need}, and a \
-                 stride of at least {width}"
+                "{what} has {length} elements; {rows} rows of {width} with stride {stride} need {need}, \
+                 and a stride of at least {width}"
             )));
         }
     }

@@ -256,7 +256,8 @@ impl Trainer {
     /// ```compile_fail
     /// # fn keep(engine: &frugal::Engine, trainer: &mut frugal::Trainer, table: &frugal::Table) {
     /// let mut kept = None;
-    /// trainer.push_borrowed(engine, table.op(&[1]), |grads| kept = Some(grads)); // error: borrowed data escapes
+    /// // error: borrowed data escapes
+    /// trainer.push_borrowed(engine, table.op(&[1]), |grads| kept = Some(grads));
     /// # }
     /// ```
     ///
