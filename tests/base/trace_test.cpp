@@ -408,7 +408,7 @@ TEST(Trace, BadInput) {
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
   const int32_t limited = frugal_trace_stop(engine.handle, (folder / "t").c_str());
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  EXPECT_EQ(limited, FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(limited, FRUGAL_ERR_NO_SPACE);
   EXPECT_EQ(SystemCode(), EFBIG);
   EXPECT_TRUE(folder.Files().empty());
   // It replaces what is there, and is the owner's alone.
