@@ -109,21 +109,15 @@ int32_t file_status(int code) {
   }
 }
 
-int sync_parent(const char* path) {
+int open_parent(const char* path) {
   const String name = path;
   const size_t end = name.find_last_not_of('/');
   const size_t slash = end == String::npos ? end : name.find_last_of('/', end);
   String parent = slash == String::npos ? "." : name.substr(0, slash + 1);
   if (end == String::npos) parent = "/";
-  const int fd = retry_interrupted([&] {
+  return retry_interrupted([&] {
     return file_calls().open(AT_FDCWD, parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   });
-  if (fd < 0) return -1;
-  const int synced = retry_interrupted([&] { return file_calls().sync(fd); });
-  const int code = errno;
-  file_calls().close(fd);
-  errno = code;
-  return synced;
 }
 
 uint64_t most_file_bytes() {

@@ -51,8 +51,9 @@ uint64_t most_file_bytes();
 // INVALID_ARGUMENT (the program may not do that there), else IO.
 int32_t file_status(int code);
 
-// Syncs the folder that `path` is in, so that the name is on disk.
-int sync_parent(const char* path);
+// A descriptor of the folder that `path` is in; -1 and errno. A name in it is on disk once it is
+// synced.
+int open_parent(const char* path);
 
 // Makes a call until no signal interrupts it.
 template <class Call>

@@ -465,6 +465,7 @@ void os_release(Mapping* m) {
 
 NewFile::~NewFile() {
   if (fd_ >= 0) file_calls().close(fd_);
+  if (folder_fd_ >= 0) file_calls().close(folder_fd_);
   if (!temporary_.empty()) file_calls().unlink(AT_FDCWD, temporary_.c_str());
 }
 
@@ -480,6 +481,7 @@ Status NewFile::open(const char* path) {
   static constinit std::atomic<uint32_t> counter{0};
   path_ = path;
   if (injected_call_failure()) return refused(EACCES, "created");
+  if ((folder_fd_ = open_parent(path)) < 0) return refused(errno, "created");
   for (;;) {
     String name = path_ + text(".%d.%u.new", static_cast<int>(getpid()), counter.fetch_add(1));
     fd_ = file_calls().open(AT_FDCWD, name.c_str(),
@@ -518,7 +520,9 @@ Status NewFile::publish() {
   if (file_calls().rename(AT_FDCWD, temporary_.c_str(), path_.c_str()) != 0)
     return refused(errno, "put in place");
   temporary_.clear();
-  return sync_parent(path_.c_str()) == 0 ? FRUGAL_OK : refused(errno, "synced");
+  return retry_interrupted([&] { return file_calls().sync(folder_fd_); }) == 0
+             ? FRUGAL_OK
+             : refused(errno, "synced");
 }
 
 int64_t os_test_fail_after(int64_t n) { return g_fail_call_after.exchange(n); }

@@ -84,7 +84,11 @@ Status Folder::open(const char* path, Use use, std::shared_ptr<Folder>* out) {
     const int code =
         retry_interrupted([&] { return file_calls().make_folder(AT_FDCWD, path, 0700); });
     if (code < 0 && errno != EEXIST) return made->refused(errno, "created", "");
-    if (sync_parent(path) < 0) return made->refused(errno, "synced in its parent", "");
+    const int parent = open_parent(path);
+    if (parent < 0) return made->refused(errno, "synced in its parent", "");
+    const int synced = retry_interrupted([&] { return file_calls().sync(parent); });
+    close_quietly(parent);
+    if (synced < 0) return made->refused(errno, "synced in its parent", "");
     made->fd_ = open_at(AT_FDCWD, path, kFlags);
   }
   if (made->fd_ < 0) return made->refused(errno, "opened", "");
