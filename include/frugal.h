@@ -190,7 +190,11 @@ typedef enum frugal_status {
   /* There is no such GPU, or it failed: see frugal_error.device_code. */
   FRUGAL_ERR_DEVICE = -22,
   /* A trainer process or the controller is gone; the message says which. */
-  FRUGAL_ERR_PEER_LOST = -23
+  FRUGAL_ERR_PEER_LOST = -23,
+  /* A disk, a quota or the limit of a file's size is full. The message names the file. */
+  FRUGAL_ERR_NO_SPACE = -24,
+  /* A read, a write or a sync of a file failed. The message names the file. */
+  FRUGAL_ERR_IO = -25
 } frugal_status;
 
 /* Gives the name of a status, as "FRUGAL_ERR_TIMEOUT".
@@ -1524,7 +1528,8 @@ FRUGAL_API int32_t frugal_trace_start(frugal_engine *engine, size_t events);
  *
  * Returns:  FRUGAL_OK
  *           NOT_FOUND: no trace was started
- *           INVALID_ARGUMENT: the file cannot be written, see frugal_error.system_code; call again
+ *           INVALID_ARGUMENT: the path cannot be used, see frugal_error.system_code; call again
+ *           NO_SPACE, IO: the file cannot be written; call again
  *           OUT_OF_MEMORY: call again
  * Waits:    no
  * Threads:  any

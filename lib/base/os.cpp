@@ -17,6 +17,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/file_calls.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -41,13 +43,6 @@ bool injected_call_failure() {
   return g_fail_call_after.fetch_sub(1, std::memory_order_relaxed) == 1;
 }
 
-// The most bytes that a file may have. A write beyond them fails, and sends a deadly signal too.
-uint64_t most_of_file() {
-  rlimit limit{};
-  return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur
-                                                                                 : UINT64_MAX;
-}
-
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // Shared memory whose size cannot change any more.
@@ -62,7 +57,7 @@ Status make_memfd(size_t bytes, int* out) {
                       "shared memory cannot be created: a sandbox may forbid it; without processes "
                       "FRUGAL_BACKING_PRIVATE needs none");
   }
-  if (const uint64_t most = most_of_file(); bytes > most) {
+  if (const uint64_t most = most_file_bytes(); bytes > most) {
     close(fd);
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
                 "%zu bytes of shared memory exceed the limit of file sizes (%llu bytes); raise it "
@@ -469,23 +464,28 @@ void os_release(Mapping* m) {
 }
 
 NewFile::~NewFile() {
-  if (fd_ >= 0) close(fd_);
-  if (!temporary_.empty()) unlink(temporary_.c_str());
+  if (fd_ >= 0) file_calls().close(fd_);
+  if (folder_fd_ >= 0) file_calls().close(folder_fd_);
+  if (!temporary_.empty()) file_calls().unlink(AT_FDCWD, temporary_.c_str());
 }
 
 Status NewFile::refused(int code, const char* what) const {
-  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
-                    "'%.300s' cannot be %s: choose another path, or make room there", path_.c_str(),
-                    what);
+  const Status status = file_status(code);
+  return fail_errno(
+      status == FRUGAL_ERR_NO_SPACE || status == FRUGAL_ERR_IO ? status
+                                                               : FRUGAL_ERR_INVALID_ARGUMENT,
+      code, "'%.300s' cannot be %s: choose another path, or make room there", path_.c_str(), what);
 }
 
 Status NewFile::open(const char* path) {
-  static std::atomic<uint32_t> counter{0};
+  static constinit std::atomic<uint32_t> counter{0};
   path_ = path;
   if (injected_call_failure()) return refused(EACCES, "created");
+  if ((folder_fd_ = open_parent(path)) < 0) return refused(errno, "created");
   for (;;) {
     String name = path_ + text(".%d.%u.new", static_cast<int>(getpid()), counter.fetch_add(1));
-    fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+    fd_ = file_calls().open(AT_FDCWD, name.c_str(),
+                            O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd_ >= 0) {
       temporary_ = std::move(name);
       return FRUGAL_OK;
@@ -497,26 +497,32 @@ Status NewFile::open(const char* path) {
 
 Status NewFile::write(const char* bytes, size_t n) {
   if (injected_call_failure()) return refused(ENOSPC, "written");
-  written_ += n;
-  if (written_ > most_of_file()) return refused(EFBIG, "written (ulimit -f)");
+  if (n > most_file_bytes() - std::min(written_, most_file_bytes()))
+    return refused(EFBIG, "written (ulimit -f)");
   while (n) {
-    const ssize_t done = ::write(fd_, bytes, n);
-    if (done < 0 && errno == EINTR) continue;
+    const ssize_t done =
+        retry_interrupted([&] { return file_calls().write(fd_, bytes, n, written_); });
     if (done < 0) return refused(errno, "written");
     bytes += done;
     n -= static_cast<size_t>(done);
+    written_ += static_cast<uint64_t>(done);
   }
   return FRUGAL_OK;
 }
 
 Status NewFile::publish() {
   if (injected_call_failure()) return refused(EIO, "put in place");
+  if (retry_interrupted([&] { return file_calls().sync(fd_); }) != 0)
+    return refused(errno, "synced");
   const int fd = fd_;
   fd_ = -1;
-  if (close(fd) != 0 && errno != EINTR) return refused(errno, "written");
-  if (rename(temporary_.c_str(), path_.c_str()) != 0) return refused(errno, "put in place");
+  if (file_calls().close(fd) != 0 && errno != EINTR) return refused(errno, "written");
+  if (file_calls().rename(AT_FDCWD, temporary_.c_str(), path_.c_str()) != 0)
+    return refused(errno, "put in place");
   temporary_.clear();
-  return FRUGAL_OK;
+  return retry_interrupted([&] { return file_calls().sync(folder_fd_); }) == 0
+             ? FRUGAL_OK
+             : refused(errno, "synced");
 }
 
 int64_t os_test_fail_after(int64_t n) { return g_fail_call_after.exchange(n); }

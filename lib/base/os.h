@@ -131,7 +131,7 @@ class NewFile {
  private:
   Status refused(int code, const char* what) const;
   String path_, temporary_;
-  int fd_ = -1;
+  int fd_ = -1, folder_fd_ = -1;
   uint64_t written_ = 0;
 };
 

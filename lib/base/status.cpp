@@ -63,6 +63,19 @@ Status fail_in(Status status, const char* where, ...) {
   return status;
 }
 
+CallError recorded_error() {
+  const ThisThread* t = this_thread();
+  if (t) return t->met;
+  CallError none;
+  none.status = FRUGAL_ERR_OUT_OF_MEMORY;
+  return none;
+}
+
+Status fail_as(const CallError& error) {
+  if (ThisThread* t = this_thread()) t->met = error;
+  return error.status;
+}
+
 Status fail_as(const frugal_error& error) {
   ThisThread* t = this_thread();
   if (!t) return error.status;
@@ -121,6 +134,8 @@ const char* status_name(Status status) {
     CASE(FRUGAL_ERR_INTERNAL);
     CASE(FRUGAL_ERR_DEVICE);
     CASE(FRUGAL_ERR_PEER_LOST);
+    CASE(FRUGAL_ERR_NO_SPACE);
+    CASE(FRUGAL_ERR_IO);
 #undef CASE
     default:
       return "FRUGAL_UNKNOWN";

@@ -40,6 +40,9 @@ Status end_call(Status status);
 void last_error(frugal_error* out);
 // What the last fail() of this thread has recorded, before any end_call.
 const char* recorded_message();
+// The same with its status and codes, for another thread; fail_as() records it there.
+CallError recorded_error();
+Status fail_as(const CallError& error);
 
 // Restores this thread's recorded failure at its end: clean-up after a failure may record others.
 class KeepError {

@@ -205,6 +205,8 @@ const STATUS = (
     ERR_INTERNAL = -21,
     ERR_DEVICE = -22,
     ERR_PEER_LOST = -23,
+    ERR_NO_SPACE = -24,
+    ERR_IO = -25,
 )
 
 const OPT_NESTEROV = UInt32(1)

@@ -20,10 +20,12 @@ __all__ = [
     "DeviceError",
     "Error",
     "Exists",
+    "FileError",
     "Forked",
     "InvalidArgument",
     "KeyOutOfRange",
     "NanGradient",
+    "NoSpace",
     "NotFound",
     "NotInStep",
     "OutOfMemory",
@@ -148,6 +150,14 @@ class PeerLost(Error, ConnectionError):
     """A trainer process or the controller is gone; the message says which."""
 
 
+class NoSpace(Error, OSError):
+    """A disk, a quota or the limit of a file's size is full. The message names the file."""
+
+
+class FileError(Error, OSError):
+    """A read, a write or a sync of a file failed. The message names the file."""
+
+
 FORKED = _abi.STATUS["FRUGAL_ERR_FORKED"]
 
 _CLASSES: Dict[int, Type[Error]] = {
@@ -171,6 +181,8 @@ _CLASSES: Dict[int, Type[Error]] = {
     _abi.STATUS["FRUGAL_ERR_CLOSED"]: Closed,
     _abi.STATUS["FRUGAL_ERR_DEVICE"]: DeviceError,
     _abi.STATUS["FRUGAL_ERR_PEER_LOST"]: PeerLost,
+    _abi.STATUS["FRUGAL_ERR_NO_SPACE"]: NoSpace,
+    _abi.STATUS["FRUGAL_ERR_IO"]: FileError,
 }
 
 

@@ -78,6 +78,10 @@ kinds! {
     Device = FRUGAL_ERR_DEVICE,
     /// A trainer process or the controller is gone; the message says which.
     PeerLost = FRUGAL_ERR_PEER_LOST,
+    /// A disk, a quota or the limit of a file's size is full. The message names the file.
+    NoSpace = FRUGAL_ERR_NO_SPACE,
+    /// A read, a write or a sync of a file failed. The message names the file.
+    Io = FRUGAL_ERR_IO,
 }
 
 /// A failed call: its kind, and a message that says what was wrong and what to do.

@@ -511,6 +511,8 @@ fn every_status_has_its_kind() {
         Internal,
         Device,
         PeerLost,
+        NoSpace,
+        Io,
     ];
     for (i, kind) in kinds.into_iter().enumerate() {
         let error = check(-1 - i as i32).unwrap_err();
