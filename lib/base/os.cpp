@@ -4,6 +4,7 @@
 #define _GNU_SOURCE 1
 #endif
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -15,6 +16,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #ifndef MADV_POPULATE_WRITE
@@ -462,6 +464,11 @@ void os_drop(int socket) {
   }
 }
 
+void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) {
+  if (injected_call_failure() || pthread_atfork(before, in_parent, in_child) != 0)
+    throw std::bad_alloc();
+}
+
 void os_release(Mapping* m) {
   if (m->base) munmap(m->base, m->bytes);
   if (m->fd >= 0) close(m->fd);
@@ -480,7 +487,7 @@ Status NewFile::refused(int code, const char* what) const {
 }
 
 Status NewFile::open(const char* path) {
-  static std::atomic<uint32_t> counter{0};
+  static constinit std::atomic<uint32_t> counter{0};
   path_ = path;
   if (injected_call_failure()) return refused(EACCES, "created");
   for (;;) {

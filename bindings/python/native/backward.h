@@ -14,14 +14,13 @@ namespace frugal_torch {
 
 constexpr Py_ssize_t kMostHeld = 64;  // _gradient._MOST_HELD
 
-// References to Python's object of a gradient that nobody else has: PyTorch's versions differ.
-inline Py_ssize_t references() {
-  static const Py_ssize_t count = [] {
-    const at::Tensor made = at::detail::empty_cpu({1}, at::kFloat), also = made;
-    const Ref seen(THPVariable_Wrap(made));
-    return Py_REFCNT(seen.get());
-  }();
-  return count;
+// References to Python's object of a gradient that nobody else has: PyTorch's versions differ. They
+// are counted when the module is loaded.
+inline constinit Py_ssize_t references = 0;
+inline void count_references() {
+  const at::Tensor made = at::detail::empty_cpu({1}, at::kFloat), also = made;
+  const Ref seen(THPVariable_Wrap(made));
+  references = Py_REFCNT(seen.get());
 }
 
 // Whether it is a view of all of another tensor that is still there: perhaps the caller's.
@@ -177,7 +176,7 @@ inline torch::autograd::variable_list Backward::apply(torch::autograd::variable_
   if (!grad.defined()) return {at::Tensor()};
   pybind11::gil_scoped_acquire gil;
   const Ref seen(THPVariable_Wrap(grad));
-  const bool shared = Py_REFCNT(seen.get()) > references() || shows_all(grad);
+  const bool shared = Py_REFCNT(seen.get()) > references || shows_all(grad);
   at::Tensor rows = grad;
   if (!of->bags && grad.dim() != 2 && is_plain(grad) && grad.is_contiguous() && grad.numel() != 0 &&
       !c10::GradMode::is_enabled())
