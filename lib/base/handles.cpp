@@ -5,8 +5,9 @@
 #include <atomic>
 #include <memory>
 
+#include "base/forked.h"
 #include "base/heap.h"
-#include "base/os.h"
+#include "base/immortal.h"
 #include "base/status.h"
 #include "base/sync.h"
 
@@ -61,7 +62,7 @@ class Slot {
 
 // Slots never move: they are in blocks, which are allocated one after the other.
 constexpr size_t kBlock = 1024;
-struct Registry : HeapObject {
+struct Registry {
   std::array<std::atomic<Slot*>, (kIndexMask + kBlock) / kBlock> blocks{};
   Mutex mu;
   size_t slots GUARDED_BY(mu) = 0;
@@ -81,28 +82,27 @@ struct Registry : HeapObject {
 
 std::atomic<uint32_t> g_generation{1};
 
-// Never destroyed: handles may be used, wrongly but safely, while the process exits.
-Registry& registry() {
-  static Registry* r = [] {
-    auto made = std::make_unique<Registry>();
-    // The child gets an unlocked registry and a generation of its own. Without that it would take
-    // its parent's handles for its own.
-    os_at_fork([]() NO_THREAD_SAFETY_ANALYSIS { registry().mu.lock(); },
-               []() NO_THREAD_SAFETY_ANALYSIS { registry().mu.unlock(); },
-               []() NO_THREAD_SAFETY_ANALYSIS {
-                 for (size_t i = 0; i < registry().slots; ++i) registry().slot(i).reset_lock();
-                 registry().mu.unlock();
-                 g_generation.fetch_add(1);
-               });
-    return made.release();
-  }();
-  return *r;
+// Handles may be used, wrongly but safely, while the process exits.
+Immortal<Registry> g_registry;
+
+// The child gets an unlocked registry and a generation of its own. Without that it would take its
+// parent's handles for its own.
+void renew() NO_THREAD_SAFETY_ANALYSIS {
+  for (size_t i = 0; i < g_registry->slots; ++i) g_registry->slot(i).reset_lock();
+  g_registry->mu.unlock();
+  g_generation.fetch_add(1);
 }
+
+constinit AtFork g_handles_at_fork{[]() NO_THREAD_SAFETY_ANALYSIS { g_registry->mu.lock(); },
+                                   []() NO_THREAD_SAFETY_ANALYSIS { g_registry->mu.unlock(); },
+                                   renew};
+[[gnu::constructor]] void register_handles() { g_handles_at_fork.at_load(); }
 
 }  // namespace
 
 uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
-  Registry& r = registry();
+  g_handles_at_fork.ensure();
+  Registry& r = *g_registry;
   Lock lock(r.mu);
   size_t index;
   if (!r.free.empty()) {
@@ -128,12 +128,12 @@ uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
 }
 
 std::shared_ptr<void> handle_get(HandleKind kind, uint64_t handle) {
-  Slot* s = registry().of(handle);
+  Slot* s = g_registry->of(handle);
   return s ? s->get(kind, handle >> kIndexBits) : nullptr;
 }
 
 std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle) {
-  Registry& r = registry();
+  Registry& r = *g_registry;
   Slot* s = r.of(handle);
   std::shared_ptr<void> object = s ? s->take(kind, handle >> kIndexBits) : nullptr;
   if (!object) return nullptr;
@@ -143,7 +143,7 @@ std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle) {
 }
 
 uint32_t process_generation() {
-  registry();  // forks are counted once it exists
+  g_handles_at_fork.ensure();
   return g_generation.load(std::memory_order_relaxed);
 }
 

@@ -26,8 +26,11 @@ struct Functions {
   void (*free)(void* memory) = std::free;
 };
 
-Functions load() {
-  Functions f;
+constinit Functions g_functions;
+
+// Runs when the library is loaded, before any object of it can be made. A later moment would not
+// do: a child forked in the middle of another thread's dlopen cannot call dlopen any more.
+[[gnu::constructor(102)]] void load() {
 #ifdef FRUGAL_MIMALLOC
   // RTLD_LOCAL: no other library's malloc or operator new resolves to it.
   if (void* library = dlopen(FRUGAL_MIMALLOC, RTLD_NOW | RTLD_LOCAL)) {
@@ -35,31 +38,26 @@ Functions load() {
     void* b = dlsym(library, "mi_malloc_aligned");
     void* c = dlsym(library, "mi_free");
     if (a && b && c)
-      f = {reinterpret_cast<void* (*)(size_t)>(a), reinterpret_cast<void* (*)(size_t, size_t)>(b),
-           reinterpret_cast<void (*)(void*)>(c)};
+      g_functions = {reinterpret_cast<void* (*)(size_t)>(a),
+                     reinterpret_cast<void* (*)(size_t, size_t)>(b),
+                     reinterpret_cast<void (*)(void*)>(c)};
   }
 #endif
-  return f;
-}
-
-const Functions& functions() {
-  static const Functions f = load();
-  return f;
 }
 
 }  // namespace
 
 void* heap_alloc(size_t bytes) {
-  void* p = injected_failure() ? nullptr : functions().alloc(bytes ? bytes : 1);
+  void* p = injected_failure() ? nullptr : g_functions.alloc(bytes ? bytes : 1);
   if (!p) throw std::bad_alloc();
   return p;
 }
 
 void* heap_alloc_aligned(size_t alignment, size_t bytes) noexcept {
-  return injected_failure() ? nullptr : functions().alloc_aligned(bytes ? bytes : 1, alignment);
+  return injected_failure() ? nullptr : g_functions.alloc_aligned(bytes ? bytes : 1, alignment);
 }
 
-void heap_free(void* memory) noexcept { functions().free(memory); }
+void heap_free(void* memory) noexcept { g_functions.free(memory); }
 
 int64_t heap_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }
 

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE 1
 #endif
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -15,6 +16,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "base/file_calls.h"
@@ -455,6 +457,11 @@ void os_drop(int socket) {
   char byte;
   while (recv(socket, &byte, 1, MSG_DONTWAIT) < 0 && errno == EINTR) {
   }
+}
+
+void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) {
+  if (injected_call_failure() || pthread_atfork(before, in_parent, in_child) != 0)
+    throw std::bad_alloc();
 }
 
 void os_release(Mapping* m) {

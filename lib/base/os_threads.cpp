@@ -12,7 +12,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <new>
 
 #include "base/os.h"
 #include "base/scheduler.h"
@@ -80,10 +79,6 @@ void os_brief_thread() {
 }
 
 int os_processor() { return sched_getcpu(); }
-
-void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) {
-  if (pthread_atfork(before, in_parent, in_child) != 0) throw std::bad_alloc();
-}
 
 Processors Processors::mine() {
   Processors p;

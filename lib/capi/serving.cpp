@@ -1,5 +1,10 @@
 #include "capi/serving.h"
 
+#include <algorithm>
+#include <memory>
+
+#include "base/forked.h"
+#include "base/immortal.h"
 #include "base/sync.h"
 #include "engine/engine.h"
 #include "process/server.h"
@@ -7,32 +12,43 @@
 namespace frugal {
 namespace {
 
+struct Served {
+  const Session* engine;
+  std::unique_ptr<Server> server;  // null while it starts
+};
+
 Mutex g_mutex;
 
-// Null while a server starts. Never destroyed: engines may be closed while the program exits. It is
-// made without heap memory, which closing an engine must not need.
-using Servers = Map<const Session*, std::unique_ptr<Server>>;
-Servers& servers() REQUIRES(g_mutex) {
-  alignas(Servers) static char memory[sizeof(Servers)];
-  static auto* all = new (memory) Servers;
-  return *all;
+// Engines may be closed while the program exits. Closing one must not need heap memory.
+Immortal<Vector<Served>> g_served GUARDED_BY(g_mutex);
+
+Vector<Served>::iterator served(const Session& engine) REQUIRES(g_mutex) {
+  return std::find_if(g_served->begin(), g_served->end(),
+                      [&](const Served& each) { return each.engine == &engine; });
 }
+
+constinit AtFork g_served_at_fork{[]() NO_THREAD_SAFETY_ANALYSIS { g_mutex.lock(); },
+                                  []() NO_THREAD_SAFETY_ANALYSIS { g_mutex.unlock(); },
+                                  []() NO_THREAD_SAFETY_ANALYSIS { g_mutex.unlock(); }};
+[[gnu::constructor]] void register_served() { g_served_at_fork.at_load(); }
 
 }  // namespace
 
 Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   {
+    g_served_at_fork.ensure();
     Lock lock(g_mutex);
-    if (!servers().try_emplace(engine.get()).second)
+    if (served(*engine) != g_served->end())
       return fail(FRUGAL_ERR_EXISTS,
                   "the engine is served already: close it to serve another address");
+    g_served->push_back({engine.get(), nullptr});
   }
   struct Place {
     const Engine* engine;
     ~Place() {
       if (!engine) return;
       Lock lock(g_mutex);
-      servers().erase(engine);
+      g_served->erase(served(*engine));
     }
   } place{engine.get()};
   std::unique_ptr<Server> server;
@@ -42,7 +58,7 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
     // finds the server, or this one finds the engine closed.
     Lock lock(g_mutex);
     if (!engine->closed()) {
-      servers()[engine.get()] = std::move(server);
+      served(*engine)->server = std::move(server);
       place.engine = nullptr;
       return FRUGAL_OK;
     }
@@ -55,10 +71,10 @@ void stop_serving(const Session& session) {
   std::unique_ptr<Server> server;
   {
     Lock lock(g_mutex);
-    auto at = servers().find(&session);
-    if (at == servers().end() || !at->second) return;
-    server = std::move(at->second);
-    servers().erase(at);
+    const auto at = served(session);
+    if (at == g_served->end() || !at->server) return;
+    server = std::move(at->server);
+    g_served->erase(at);
   }
   server->stop();
 }

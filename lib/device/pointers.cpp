@@ -7,7 +7,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "base/os.h"
+#include "base/forked.h"
 #include "device/runtime.h"
 
 namespace frugal::device {
@@ -26,20 +26,17 @@ std::atomic<uint64_t> g_loads{0};  // libraries that the process had ever loaded
 // dl_iterate_phdr takes a lock of the loader, which glibc does not release in a child that was
 // forked meanwhile. The child's next dlopen or check would wait for ever. So no fork happens
 // meanwhile.
-std::mutex& asking() {
-  static std::mutex& mutex = []() -> std::mutex& {
-    static constinit std::mutex made;
-    os_at_fork([] { asking().lock(); }, [] { asking().unlock(); }, [] { asking().unlock(); });
-    return made;
-  }();
-  return mutex;
-}
+constinit std::mutex g_asking;
+constinit AtFork g_asking_at_fork{[] { g_asking.lock(); }, [] { g_asking.unlock(); },
+                                  [] { g_asking.unlock(); }};
+[[gnu::constructor]] void register_asking() { g_asking_at_fork.at_load(); }
 
 // Asking for a library that is not loaded takes 50 us; asking whether any was loaded since takes a
 // tenth of a microsecond.
 uint64_t loads() {
   uint64_t adds = 0;
-  std::lock_guard<std::mutex> lock(asking());
+  g_asking_at_fork.ensure();
+  std::lock_guard<std::mutex> lock(g_asking);
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* out) {
         *static_cast<uint64_t*>(out) = info->dlpi_adds;

@@ -2,10 +2,13 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <new>
+#include <utility>
 
 #include "base/heap.h"
+#include "base/immortal.h"
 #include "base/sync.h"
 #if FRUGAL_WITH_CUDA
 #include "device/cuda/cuda.h"
@@ -18,16 +21,12 @@ constexpr char kCuda[] = "cuda";
 
 constinit std::atomic<const DeviceKind*> g_registered{nullptr};
 
-struct OpenRuntimes : HeapObject {
+struct OpenRuntimes {
   Mutex mutex;  // held while a device is opened, so that it is opened once
-  Map<String, std::weak_ptr<Runtime>> by_name GUARDED_BY(mutex);
+  Vector<std::pair<String, std::weak_ptr<Runtime>>> all GUARDED_BY(mutex);
 };
 
-OpenRuntimes& open_runtimes() {
-  // Never destroyed: threads of the host program may outlive static objects.
-  static OpenRuntimes& all = *new OpenRuntimes;
-  return all;
-}
+Immortal<OpenRuntimes> g_open;
 
 bool has_kind(const char* name, const char* kind) {
   const size_t length = strlen(kind);
@@ -79,18 +78,19 @@ bool names_device(const char* name) {
 Result open_runtime(const char* name, std::shared_ptr<Runtime>* out) {
   out->reset();
   try {
-    OpenRuntimes& all = open_runtimes();
-    const String key(name);
-    const Lock lock(all.mutex);
-    const auto found = all.by_name.find(key);
-    if (found != all.by_name.end()) {
-      *out = found->second.lock();
+    OpenRuntimes& open = *g_open;
+    const Lock lock(open.mutex);
+    auto at = std::find_if(open.all.begin(), open.all.end(),
+                           [&](const auto& each) { return each.first == name; });
+    if (at != open.all.end()) {
+      *out = at->second.lock();
       if (*out) return {};
     }
     std::shared_ptr<Runtime> made;
     const Result result = open_new(name, &made);
     if (!result.ok()) return result;
-    all.by_name[key] = made;
+    if (at == open.all.end()) at = open.all.insert(at, {String(name), {}});
+    at->second = made;
     *out = std::move(made);
     return {};
   } catch (const std::bad_alloc&) {

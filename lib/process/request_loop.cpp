@@ -163,7 +163,7 @@ Status RequestLoop::read(const Header& request, Trainer* trainer) {
   Vector<Buffer> found(count), rows(count);
   kept_.reserve(5 * count);
   auto array = [&](uint64_t n, size_t element, auto** out) -> Status {
-    static const uint64_t none[2] = {};
+    static constexpr uint64_t none[2] = {};
     Buffer b;
     FRUGAL_TRY(take_buffer(engine_->own_pool(), n, element, &b));
     *out = reinterpret_cast<std::remove_reference_t<decltype(*out)>>(

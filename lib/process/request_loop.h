@@ -89,7 +89,7 @@ class RequestLoop : public HeapObject {
 
   RequestLoopOwner* const owner_;
   const uint64_t peer_;
-  static inline std::atomic<uint64_t> request_loops_{0};
+  static inline constinit std::atomic<uint64_t> request_loops_{0};
   const uint64_t number_ = request_loops_++;
   std::atomic<bool> cut_{false};  // by this side
   bool broken_ = false;           // its peer has broken the protocol

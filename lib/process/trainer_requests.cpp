@@ -145,7 +145,7 @@ Status TrainerRequestLoop::take_ops(uint64_t count, uint64_t of, bool declared, 
   FRUGAL_TRY(take_list(count, &heads));
   for (const OpHead& head : heads) out->numbers.at.push_back(head.number);
   out->numbers.of = of;
-  static float nowhere;  // only that there is an output is checked
+  static constinit float nowhere = 0;  // only that there is an output is checked
   out->ops.resize(count);
   out->keys.resize(count);
   for (uint64_t i = 0; i < count; ++i) {
@@ -177,7 +177,7 @@ Status TrainerRequestLoop::take_ops(uint64_t count, uint64_t of, bool declared, 
       FRUGAL_TRY(take_buffer(engine_->pool(), head.keys, element, &out->keys[i]));
     }
     op.count = head.keys;
-    static const uint64_t none = 0;
+    static constexpr uint64_t none = 0;
     op.keys = head.keys ? out->keys[i].as<uint64_t>() : &none;
   }
   return FRUGAL_OK;

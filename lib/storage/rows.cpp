@@ -173,6 +173,7 @@ void Rows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) 
 void Rows::create(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(slots_.flag(s) == SlotMap::kReserved && slots_.holders.held(s));
   if (!tier_) slots_.holders.clear(s);
+  if (tier_) tier_->created(slots_);
   slots_.create(s, mark);
 }
 

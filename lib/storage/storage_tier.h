@@ -4,9 +4,9 @@
 // leaves memory for the first time. The record remains until the row is deleted. While the row has
 // a slot in memory its record is out of date, and no thread reads it.
 //
-// Threads: StoredRows calls has(), forget() and keys() with a lock held, one at a time, so they
-// must return at once. It calls load() and store() without the lock, from several threads at a
-// time, so they may be slow. A store() outside steps is called with the lock held.
+// Threads: StoredRows calls has() and forget() with a lock held, one at a time, so they must return
+// at once. It calls load(), store() and keys() without the lock, from several threads at a time, so
+// they may be slow. A store() outside steps is called with the lock held.
 //
 // While a key's record is being written, no other call writes it, but other calls may name the key.
 // has() then returns the state before or after the write. load() gives the record before or after
@@ -29,6 +29,7 @@ class StorageTier {
   virtual ~StorageTier() = default;
   virtual bool has(uint64_t key) = 0;
   virtual void forget(uint64_t key) noexcept = 0;
+  // Appends each key that has a record during the whole call, once.
   virtual void keys(Vector<uint64_t>* out) = 0;
   // Copies the record of keys[i] to row slots[i].
   virtual Status load(const uint64_t* keys, const uint32_t* slots, size_t n,

@@ -10,7 +10,8 @@ std::atomic<Tier (*)(const frugal_table_config&)> g_make_tier{nullptr};
 
 namespace {
 
-constexpr size_t kSome = 64;  // rows that are loaded, or leave, at a time
+constexpr size_t kSome = 64;     // rows that are loaded, or leave, at a time
+constexpr size_t kLooked = 256;  // keys that are enumerated in one hold of the lock
 
 }  // namespace
 
@@ -86,7 +87,7 @@ uint64_t StoredRows::stored(SlotMap& slots) const {
 
 uint64_t StoredRows::memory_bytes(SlotMap& slots) const {
   are_mine(slots);
-  return idle_.memory_bytes();
+  return idle_.memory_bytes() + (list_ ? list_->keys.capacity() * sizeof(uint64_t) : 0);
 }
 
 uint64_t StoredRows::being_written(SlotMap& slots) const {
@@ -410,6 +411,7 @@ Status StoredRows::put(uint64_t key, const device::RowsView& row, bool* placed, 
   *created = !store_->has(key);
   FRUGAL_ASSERT(!*created || promised_ != 0);
   FRUGAL_TRY(store_->store(&key, 1, row));
+  if (*created) this->created(slots_);
   stored_ += *created;
   promised_ -= *created;
   return FRUGAL_OK;
@@ -425,25 +427,82 @@ void StoredRows::forget(uint64_t key, bool* placed, bool* was) {
 }
 
 // Rows may appear and vanish between two calls, so the order is that of key + 1, and the cursor is
-// the next value. (The greatest key but one therefore ends no enumeration: it is returned again.)
+// the next value. (After the greatest key but one that is 0, and the enumeration begins anew.)
+//
+// The first call lists all keys in that order; later ones continue in its list, so an enumeration
+// in small pieces is not quadratic. They leave out keys whose rows have gone. A created row ends
+// the list, and the next call makes another one.
 size_t StoredRows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
-  Vector<uint64_t> all;
-  Lock lock(slots_.mu);
-  store_->keys(&all);
-  // The record of a row in memory is out of date.
-  std::erase_if(all, [&](uint64_t key) REQUIRES(slots_.mu) {
-    const uint32_t s = slots_.index().find(key);
-    return s != KeyIndex::kNone && slots_.flag(s) != SlotMap::kLoading;
-  });
-  for (uint32_t s = 0; s < slots_.handed_out(); ++s)
-    if (slots_.exists(s)) all.push_back(slots_.key_of(s));
-  std::erase_if(all, [&](uint64_t key) { return key + 1 < *cursor; });
-  const size_t n = std::min(capacity, all.size());
-  std::partial_sort(all.begin(), all.begin() + static_cast<ptrdiff_t>(n), all.end(),
-                    [](uint64_t a, uint64_t b) { return a + 1 < b + 1; });
-  std::copy_n(all.begin(), n, keys);
+  if (capacity == 0) return 0;
+  const std::shared_ptr<const KeyList> list = list_from(*cursor);
+  const uint64_t* const end = list->keys.data() + list->keys.size();
+  const uint64_t* at = std::lower_bound(list->keys.data(), end, *cursor,
+                                        [](uint64_t key, uint64_t from) { return key + 1 < from; });
+  size_t n = 0;
+  uint32_t slots[kLooked];
+  while (n < capacity && at != end) {
+    const size_t some = std::min<size_t>(kLooked, static_cast<size_t>(end - at));
+    Lock lock(slots_.mu);
+    slots_.index().find(at, some, slots);
+    for (size_t i = 0; i < some && n < capacity; ++i, ++at)
+      if (is_row(*at, slots[i])) keys[n++] = *at;
+  }
   if (n) *cursor = keys[n - 1] + 2;
+  if (at != end) return n;
+  // The last call, which returns none, will find an empty list.
+  std::shared_ptr<KeyList> rest;
+  try {
+    rest = std::allocate_shared<KeyList>(HeapAllocator<KeyList>());
+    rest->from = *cursor;
+  } catch (const std::bad_alloc&) {
+    // It makes a list of its own.
+  }
+  Lock lock(slots_.mu);
+  if (list_ == list) list_ = std::move(rest);
   return n;
+}
+
+bool StoredRows::is_row(uint64_t key, uint32_t s) {
+  if (s == KeyIndex::kNone) return store_->has(key);
+  return slots_.exists(s) || slots_.flag(s) == SlotMap::kLoading;
+}
+
+// The list, if it has the keys from the cursor on; else a new one of all keys. It may have keys
+// without rows.
+std::shared_ptr<const StoredRows::KeyList> StoredRows::list_from(uint64_t cursor) {
+  std::shared_ptr<const KeyList> old;
+  uint64_t creations, to;
+  {
+    Lock lock(slots_.mu);
+    if (list_ && list_->from <= cursor) return list_;
+    old = std::move(list_);
+    creations = creations_;
+    to = slots_.handed_out();
+  }
+  old.reset();
+  // Rows may be loaded and leave meanwhile. A row that left before its slot was read has a
+  // record by then, which remains.
+  auto list = std::allocate_shared<KeyList>(HeapAllocator<KeyList>());
+  Vector<uint64_t>& all = list->keys;
+  for (uint64_t s = 0; s < to;) {
+    make_room(all, SlotMap::kAtOnce);
+    Lock lock(slots_.mu);
+    for (const uint64_t end = std::min<uint64_t>(to, s + SlotMap::kAtOnce); s < end; ++s)
+      if (slots_.exists(static_cast<uint32_t>(s)))
+        all.push_back(slots_.key_of(static_cast<uint32_t>(s)));
+  }
+  store_->keys(&all);
+  std::sort(all.begin(), all.end(), [](uint64_t a, uint64_t b) { return a + 1 < b + 1; });
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  Lock lock(slots_.mu);
+  if (creations == creations_) list_ = list;
+  return list;
+}
+
+void StoredRows::created(SlotMap& slots) {
+  are_mine(slots);
+  ++creations_;
+  list_.reset();
 }
 
 }  // namespace frugal

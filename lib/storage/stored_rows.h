@@ -59,8 +59,10 @@ class StoredRows : public HeapObject {
   Status put(uint64_t key, const device::RowsView& row, bool* placed, bool* created);
   void forget(uint64_t key, bool* placed, bool* was);
 
-  // For the table's Rows, which owns the slots. committed(): the present row has become permanent.
+  // For the table's Rows, which owns the slots. created(): a row begins to exist that was not
+  // stored. committed(): the present row has become permanent.
   // removed(): the row was permanent, and its slot is reserved now.
+  void created(SlotMap& slots) REQUIRES(slots.mu);
   void committed(SlotMap& slots, uint32_t slot) REQUIRES(slots.mu);
   void removed(SlotMap& slots, uint32_t slot) REQUIRES(slots.mu);
   // stored(): stored rows, including loading ones. being_written(): records that are being written
@@ -68,12 +70,21 @@ class StoredRows : public HeapObject {
   uint64_t stored(SlotMap& slots) const REQUIRES(slots.mu);
   uint64_t being_written(SlotMap& slots) const REQUIRES(slots.mu);
   uint64_t memory_bytes(SlotMap& slots) const REQUIRES(slots.mu);
-  // As Rows::enumerate(), which takes the lock.
+  // As Rows::enumerate(). No row is created or deleted meanwhile.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
   StorageTier& store() const { return *store_; }
 
  private:
+  // Keys in the order of key + 1: all for which that is at least `from`.
+  struct KeyList {
+    uint64_t from = 0;
+    Vector<uint64_t> keys;
+  };
+  std::shared_ptr<const KeyList> list_from(uint64_t cursor);
+  // The key has a row. `slot`: its slot, or none.
+  bool is_row(uint64_t key, uint32_t slot) REQUIRES(slots_.mu);
+
   void are_mine(const SlotMap& slots) const ASSERT_CAPABILITY(slots_.mu) {
     FRUGAL_ASSERT(&slots == &slots_);
   }
@@ -106,7 +117,10 @@ class StoredRows : public HeapObject {
   uint64_t leaving_ GUARDED_BY(slots_.mu) = 0;   // slots whose records are being written
   uint64_t promised_ GUARDED_BY(slots_.mu) = 0;  // rows that put() may still create
   IdleSlots idle_ GUARDED_BY(slots_.mu);         // present rows without holders
-  std::atomic<bool> lacking_{false};             // room_ must be called; changed with the lock held
+  // The last enumeration's; null: none, or a row was created since. creations_ counts those.
+  std::shared_ptr<const KeyList> list_ GUARDED_BY(slots_.mu);
+  uint64_t creations_ GUARDED_BY(slots_.mu) = 0;
+  std::atomic<bool> lacking_{false};  // room_ must be called; changed with the lock held
 };
 
 }  // namespace frugal

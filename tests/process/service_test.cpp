@@ -33,6 +33,7 @@
 #include <memory>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include "controller.h"
 #include "frugal.h"
@@ -622,6 +623,32 @@ TEST_F(Service, AnotherUser) {
               return Open(address(), &e, 300) == FRUGAL_ERR_INVALID_ARGUMENT && Says("user") ? 0
                                                                                              : 2;
             }));
+}
+
+// The list of served engines is locked while this process forks.
+TEST_F(Service, ForksBesideServing) {
+  frugal_config c = Config("");
+  c.backing = FRUGAL_BACKING_SHM;
+  frugal_engine* served = nullptr;
+  OK(frugal_open(&c, &served));
+  OK(frugal_serve(served, address().c_str()));
+  std::atomic<bool> stop{false};
+  std::atomic<int> serving{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i)
+    threads.emplace_back([&] {
+      for (++serving; !stop;) (void)frugal_serve(served, address().c_str());  // FRUGAL_ERR_EXISTS
+    });
+  while (serving < 2) std::this_thread::yield();
+  for (int i = 0; i < 50 && !HasFailure(); ++i)
+    EXPECT_EQ(0, InChild([&] {
+                alarm(60);  // ends a child that hangs, so that the test fails
+                frugal_engine* own = nullptr;
+                return Open("", &own) || frugal_close(own);
+              }));
+  stop = true;
+  for (std::thread& t : threads) t.join();
+  OK(frugal_close(served));
 }
 
 TEST_F(Service, Serving) {

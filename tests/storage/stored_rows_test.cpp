@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "support/inside.h"
@@ -17,11 +18,14 @@ using Missing = Rows::Missing;
 // A store that does something, once, when it has written records, or before it reads some.
 class Between final : public StorageTier {
  public:
-  Between(std::function<void()>* written, std::function<void()>* before)
-      : written_(written), before_(before) {}
+  Between(std::function<void()>* written, std::function<void()>* before, int* listed)
+      : written_(written), before_(before), listed_(listed) {}
   bool has(uint64_t key) override { return store_.has(key); }
   void forget(uint64_t key) noexcept override { store_.forget(key); }
-  void keys(Vector<uint64_t>* out) override { store_.keys(out); }
+  void keys(Vector<uint64_t>* out) override {
+    ++*listed_;
+    store_.keys(out);
+  }
   Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
               const device::RowsRef& to) override {
     if (*before_) std::exchange(*before_, nullptr)();
@@ -37,13 +41,14 @@ class Between final : public StorageTier {
   SlowStore store_{1, 0};
   std::function<void()>* const written_;
   std::function<void()>* const before_;
+  int* const listed_;
 };
 
 class StoredRowsTest : public ::testing::Test {
  protected:
   void open(uint64_t rows, uint64_t slots) {
     Tier tier;
-    tier.store = std::make_unique<Between>(&written_, &before_);
+    tier.store = std::make_unique<Between>(&written_, &before_, &listed_);
     tier.slots = slots;
     tier.room = [this] { ++told_; };
     ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(tier)));
@@ -90,7 +95,7 @@ class StoredRowsTest : public ::testing::Test {
 
   std::function<void()> written_, before_;  // what the store does
   Rows rows_;
-  int told_ = 0;
+  int told_ = 0, listed_ = 0;  // calls of the tier's room, and of the store's keys()
 };
 
 TEST_F(StoredRowsTest, RowsLeaveAndComeBackWithTheirState) {
@@ -366,6 +371,130 @@ TEST_F(StoredRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   load();
   release_hold(slots);
   expect(7, 6);
+}
+
+// --- Enumeration ---------------------------------------------------------------------------------
+
+class Enumeration : public StoredRowsTest {
+ protected:
+  void put(uint64_t key) {
+    std::vector<float> values(64);
+    uint64_t promised = 0;
+    uint32_t slot = 0;
+    bool placed = false, created = false;
+    ASSERT_OK(rows_.tier()->find_slots(&key, 1, &slot, &promised));
+    if (slot == kMissingSlot) {
+      ASSERT_OK(rows_.tier()->put(key, rows_.layout().at(values.data(), values.data() + 16),
+                                  &placed, &created));
+      EXPECT_FALSE(placed);
+    }
+    rows_.unhold_backed(&slot, 1);
+    if (promised != 0 && !created) rows_.tier()->promise_no_more(promised);
+  }
+  void forget(uint64_t key) {
+    uint32_t slot = 0;
+    bool placed = false, was = false;
+    rows_.tier()->forget(key, &placed, &was);
+    if (!placed) return;
+    ASSERT_OK(rows_.tier()->find_slots(&key, 1, &slot));
+    rows_.uncreate(&slot, 1, true);
+    rows_.unhold_backed(&slot, 1);
+  }
+  // The next `most` keys are those of the model, in the order of key + 1.
+  size_t expect_next(const std::set<uint64_t>& model, uint64_t* cursor, size_t most) {
+    std::vector<uint64_t> expected, some(most);
+    const auto take = [&](uint64_t key) {
+      if (key + 1 >= *cursor && expected.size() < most) expected.push_back(key);
+    };
+    if (model.count(UINT64_MAX)) take(UINT64_MAX);
+    for (const uint64_t key : model)
+      if (key != UINT64_MAX) take(key);
+    some.resize(rows_.enumerate(cursor, some.data(), most));
+    EXPECT_EQ(some, expected);
+    return some.size();
+  }
+};
+
+TEST_F(Enumeration, OfManyPiecesListsTheKeysOnce) {
+  open(1000, 10);
+  std::set<uint64_t> model;
+  for (uint64_t key = 0; key < 300; ++key) put(*model.insert(key * 0x9e3779b97f4a7c15u).first);
+  for (uint64_t key = 1000; key < 1020; ++key) make(*model.insert(key).first, 1);
+  const uint64_t before = rows_.memory_bytes();
+  uint64_t cursor = 0;
+  while (expect_next(model, &cursor, 3) != 0) EXPECT_EQ(listed_, 1);
+  EXPECT_EQ(listed_, 1);
+  EXPECT_EQ(rows_.memory_bytes(), before);
+  EXPECT_EQ(expect_next(model, &cursor, 3), 0);
+  EXPECT_EQ(listed_, 1);
+  // One that ends in the middle keeps the list, which counts, until a row is created.
+  cursor = 0;
+  expect_next(model, &cursor, 100);
+  EXPECT_EQ(listed_, 2);
+  EXPECT_GT(rows_.memory_bytes(), before);
+  put(*model.insert(7).first);
+  EXPECT_EQ(rows_.memory_bytes(), before);
+  expect_next(model, &cursor, 1000);
+  EXPECT_EQ(listed_, 3);
+}
+
+TEST_F(Enumeration, OfRowsThatComeAndGoBetweenItsPieces) {
+  open(10000, 6);
+  uint64_t x = test_seed();
+  const auto draw = [&](uint64_t n) {
+    x = x * 6364136223846793005u + 1442695040888963407u;
+    return (x >> 33) % n;
+  };
+  std::set<uint64_t> model;
+  uint64_t cursors[2] = {0, 0};
+  const uint64_t special[] = {0, 1, UINT64_MAX, UINT64_MAX - 2};
+  for (int i = 0; i < 20000 && !HasFailure(); ++i) {
+    const uint64_t kind = draw(40);
+    const uint64_t key = draw(8) ? draw(60) * (UINT64_MAX / 61) : special[draw(4)];
+    if (kind == 0) {
+      put(*model.insert(key).first);
+    } else if (kind == 1) {
+      make(*model.insert(key).first, 1);  // a row in memory; others leave
+    } else if (kind < 6) {
+      forget(key);
+      model.erase(key);
+    } else if (kind < 10 && model.count(key) != 0) {
+      std::vector<uint32_t> slots;
+      ASSERT_OK(resolve({key}, &slots));
+      if (draw(2)) load();
+      for (uint64_t& cursor : cursors)
+        if (draw(2)) expect_next(model, &cursor, 1 + draw(9));
+      load();
+      release_hold(slots);
+    } else {
+      uint64_t& cursor = cursors[draw(2)];
+      if (expect_next(model, &cursor, 1 + draw(9)) == 0) cursor = 0;
+    }
+  }
+}
+
+TEST_F(Enumeration, WithoutMemoryMovesNoCursor) {
+  open(1000, 10);
+  std::set<uint64_t> model;
+  for (uint64_t key = 0; key < 50; ++key) put(*model.insert(key).first);
+  bool failed = true;
+  for (int64_t n = 1; failed; ++n) {
+    put(*model.insert(100 + static_cast<uint64_t>(n)).first);
+    uint64_t cursor = 10, some[200];
+    size_t got = 0;
+    heap_test_fail_after(n);
+    try {
+      got = rows_.enumerate(&cursor, some, 200);
+    } catch (const std::bad_alloc&) {
+      EXPECT_EQ(cursor, 10u);
+    }
+    failed = heap_test_fail_after(0) == 0;
+    if (got != 0) {
+      EXPECT_EQ(got, model.size() - 9);
+      EXPECT_EQ(cursor, some[got - 1] + 2);
+    }
+    EXPECT_EQ(expect_next(model, &cursor, 200), got != 0 ? 0 : model.size() - 9);
+  }
 }
 
 }  // namespace frugal::stored_rows_test

@@ -15,14 +15,12 @@ namespace frugal_torch {
 constexpr Py_ssize_t kMostHeld = 64;  // _gradient._MOST_HELD
 
 // The count of references to a gradient's Python object that has no other owner. PyTorch's versions
-// differ in it.
-inline Py_ssize_t references() {
-  static const Py_ssize_t count = [] {
-    const at::Tensor made = at::detail::empty_cpu({1}, at::kFloat), also = made;
-    const Ref seen(THPVariable_Wrap(made));
-    return Py_REFCNT(seen.get());
-  }();
-  return count;
+// differ in it, so it is found when the module is loaded.
+inline constinit Py_ssize_t references = 0;
+inline void count_references() {
+  const at::Tensor made = at::detail::empty_cpu({1}, at::kFloat), also = made;
+  const Ref seen(THPVariable_Wrap(made));
+  references = Py_REFCNT(seen.get());
 }
 
 // Whether it is a view of all of another tensor that is still there: perhaps the caller's.
@@ -178,7 +176,7 @@ inline torch::autograd::variable_list Backward::apply(torch::autograd::variable_
   if (!grad.defined()) return {at::Tensor()};
   pybind11::gil_scoped_acquire gil;
   const Ref seen(THPVariable_Wrap(grad));
-  const bool shared = Py_REFCNT(seen.get()) > references() || shows_all(grad);
+  const bool shared = Py_REFCNT(seen.get()) > references || shows_all(grad);
   at::Tensor rows = grad;
   if (!of->bags && grad.dim() != 2 && is_plain(grad) && grad.is_contiguous() && grad.numel() != 0 &&
       !c10::GradMode::is_enabled())

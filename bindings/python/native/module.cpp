@@ -63,6 +63,8 @@ PyMODINIT_FUNC PyInit__direct() {
 #define FRUGAL_INTERN(name) \
   if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr;
   FRUGAL_NAMES(FRUGAL_INTERN)
+  HANDLE_TH_ERRORS
+  count_references();
   if (!make_forward_type() || !make_grad_type()) return nullptr;
   PyObject* made = PyModule_Create(&module);
   if (!made || PyModule_AddIntConstant(made, "REVISION", kRevision) ||
@@ -72,4 +74,5 @@ PyMODINIT_FUNC PyInit__direct() {
     return nullptr;
   }
   return made;
+  END_HANDLE_TH_ERRORS
 }

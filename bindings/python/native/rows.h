@@ -47,7 +47,7 @@ inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack
 
 // Whether it is a tensor in the CPU's memory and nothing more: no wrapper, no view of another sign.
 inline bool is_plain(const at::Tensor& tensor) {
-  static const c10::DispatchKeySet usual =
+  constexpr c10::DispatchKeySet usual =
       c10::autocast_dispatch_keyset |
       c10::DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
   return tensor.key_set() - usual == c10::DispatchKeySet(c10::DispatchKey::CPU) &&

@@ -7,6 +7,8 @@
 
 #include <string.h>
 
+#include <atomic>
+
 #include "device/cpu/tables.h"
 
 namespace frugal::device {
@@ -38,8 +40,11 @@ const Kernels* choose() {
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels* const chosen = choose();
-  return *chosen;
+  // Each thread that comes early chooses the same.
+  static constinit std::atomic<const Kernels*> chosen{nullptr};
+  const Kernels* k = chosen.load(std::memory_order_relaxed);
+  if (!k) chosen.store(k = choose(), std::memory_order_relaxed);
+  return *k;
 }
 
 const Kernels* kernels_isa(const char* name) {
