@@ -10,11 +10,13 @@
  *
  *     frugal_open -> frugal_table_create -> one frugal_trainer per rank
  *     every trainer, for s = first, first + 1, ...:
- *         frugal_prefetch(s + L, keys)      declares the keys of a later step (asynchronous)
+ *         frugal_prefetch(s + L, keys)      declares the keys of a later step (asynchronous),
+ *                                           L at most frugal_config.lookahead
  *         frugal_step_begin(s)              the gate: waits until the rows of s are up to date
  *         frugal_lookup(keys, out)          rows for the forward pass
  *         frugal_push_grad(keys, grads)     gradients of the backward pass
  *         frugal_step_end(s)
+ *     frugal_read of each rank              waits until its last step has committed
  *     frugal_flush / frugal_close
  *
  * With staleness 0 a lookup at step s returns, on every rank, each row after exactly all updates
@@ -48,7 +50,8 @@
  *              A struct_size that this library does not know is an error, and so is an unknown
  *              flag.
  * Threads      Any number of threads may use a `const` handle at once.
- *              A call with a trainer that is not const: one thread at a time for that trainer.
+ *              A call with a trainer that is not const: one thread at a time for that trainer,
+ *              which need not be the thread that created it.
  *              Different trainers are independent.
  *              "any" in a comment: any number of threads may make the call at once.
  * Memory       The library reads and writes the caller's buffers during the call only, and keeps
@@ -97,7 +100,7 @@
  *     lookahead                                        0..FRUGAL_MAX_LOOKAHEAD
  *     number of a step                                 at most 2^64 - 66
  *     finite staleness                                 above 19 it counts as 19
- *     steps from the first uncommitted one to a rank's at most staleness; ASYNC: 61
+ *     steps that a rank is past the next commit        at most staleness; ASYNC: 61
  *     batches that a trainer declares for one step     4096; 8192 with its rank's former trainers
  *     optimizer changes that wait for later steps      4096 of a table
  *     pending updates before all gates flush           pending_bytes; or 5/4 of the last step's,
@@ -293,8 +296,8 @@ typedef struct frugal_config {
   size_t struct_size;
   /* Ranks, 1..4096; default 1. */
   uint32_t world_size;
-  /* How many future steps may be declared, 0..FRUGAL_MAX_LOOKAHEAD; default 10. The ring of
-   * declared steps holds the current one and these. */
+  /* How many steps after its current one a rank may declare, 0..FRUGAL_MAX_LOOKAHEAD; default 10.
+   * A rank's current step is the one that it is inside of, else the one that it begins next. */
   uint32_t lookahead;
   /* Background threads, 0..256; default 1. With 0 the threads that wait do the flushing. */
   uint32_t flush_threads;
@@ -302,7 +305,7 @@ typedef struct frugal_config {
   int32_t flush_mode;
   /* tau: how many steps a lookup may lag. 0 is synchronous and the default. A finite value above
    * 19 counts as 19. FRUGAL_STALENESS_ASYNC has no bound. A rank runs at most `staleness` steps
-   * ahead of the first step that is not committed. With FRUGAL_STALENESS_ASYNC these are 61. */
+   * ahead of the first step that is not committed; with FRUGAL_STALENESS_ASYNC at most 61. */
   uint64_t staleness;
   /* Memory for pending updates, which are not yet in the host rows; default 1 GiB. While more than
    * this is pending no step begins, and the gates write. They do so earlier, from 4 MiB on, when a
@@ -477,21 +480,25 @@ typedef enum frugal_nan_policy {
   FRUGAL_NAN_ACCEPT = 2
 } frugal_nan_policy;
 
-/* Equations and their sources: docs/arithmetic.md. */
+/* Below, g is the summed gradient of a row, w the row, and a square is of each element. The exact
+ * order of operations, and the sources, are in docs/arithmetic.md. */
 typedef enum frugal_optimizer_kind {
-  /* No state. */
+  /* No state. w -= lr * g. */
   FRUGAL_SGD = 0,
-  /* dim floats of state; momentum, dampening, nesterov. */
+  /* dim floats of state: b = momentum * b + (1 - dampening) * g; w -= lr * b. With nesterov
+   * w -= lr * (g + momentum * b). */
   FRUGAL_MOMENTUM = 1,
-  /* dim floats. */
+  /* dim floats: a += g^2; w -= lr * g / (sqrt(a) + eps). */
   FRUGAL_ADAGRAD = 2,
-  /* 1 float. */
+  /* 1 float: a += the mean of g^2 over the row's elements; w -= lr / (sqrt(a) + eps) * g. */
   FRUGAL_ROWWISE_ADAGRAD = 3,
-  /* Lazy Adam, 2 x dim floats. Bias correction by step number + 1, or the caller's. */
+  /* Lazy Adam, 2 x dim floats. First m = beta1 * m + (1 - beta1) * g.
+   * Then v = beta2 * v + (1 - beta2) * g^2, and w -= alpha * m / (sqrt(v) + eps).
+   * alpha is lr with bias correction by step number + 1, or the caller's. */
   FRUGAL_ADAM = 4,
-  /* dim floats. */
+  /* dim floats: v = rho * v + (1 - rho) * g^2; w -= lr * g / (sqrt(v) + eps). */
   FRUGAL_RMSPROP = 5,
-  /* 2 x dim floats: z and n. */
+  /* 2 x dim floats: z and n, as in FTRL-Proximal. */
   FRUGAL_FTRL = 6
 } frugal_optimizer_kind;
 
@@ -765,7 +772,8 @@ FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
  * ---------------------------------------------------------------------------------------------
  *
  * These calls see every committed step. They need all ranks between steps: no rank is inside a
- * step, and all have ended the same one. Else they return BUSY. No step begins during such a call.
+ * step, and all that have begun one have ended the same one. Else they return BUSY. Before the
+ * first step they are allowed. No step begins during such a call.
  */
 
 /* Rows carry their optimizer state: dim floats, then state_floats. */
@@ -946,7 +954,8 @@ FRUGAL_API int32_t frugal_set_stream(frugal_trainer *trainer, void *stream);
  *
  * Batch   frugal_prefetch declares it for one step. It has one part for each op of that call.
  *         frugal_lookup and frugal_push_grad name it by handle, or give any of its keys. It ends
- *         with its step. frugal_prefetch_cancel takes it back before the step begins.
+ *         when its step commits, so it outlives an abort. frugal_prefetch_cancel takes it back
+ *         before the step begins.
  *
  * Example: one op, declared for step 0. Section 7 looks it up by its batch.
  *
@@ -986,7 +995,7 @@ typedef struct frugal_op {
   frugal_table *table;
   /* The declared batch whose part `part` this is, or NULL. */
   const frugal_batch *batch;
-  /* Index of this table's op in the frugal_prefetch call. */
+  /* Which op of the frugal_prefetch call declared these keys: its index among all ops. */
   uint32_t part;
   /* frugal_pooling. */
   int32_t pooling;
@@ -1042,11 +1051,12 @@ FRUGAL_API void frugal_op_init(frugal_op *op);
  * there are no flush threads.
  * Rows of a hashed table are reserved, not created. If the table has no room for them, the calls of
  * the step that use them report that.
- * *batch_out names the batch until its step ends; batch_out may be NULL.
+ * *batch_out names the batch until its step commits, also after an abort. batch_out may be NULL.
  *
  * Returns:  FRUGAL_OK; on an error nothing is declared
  *           KEY_OUT_OF_RANGE
- *           STEP_RANGE: the step has begun, or lies beyond the lookahead
+ *           STEP_RANGE: the step has begun, or is more than frugal_config.lookahead steps after
+ *           the rank's current one. Before the first step, declared steps may lie that far apart
  *           STEP_ABORTED
  *           STRUCT_SIZE
  *           INVALID_ARGUMENT: a field, or the rank has declared 4096 batches for this step
@@ -1076,6 +1086,9 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
  *        and pushes follow. frugal_step_end submits the rank's gradients; the step commits when the
  *        last rank ends it. frugal_step_abort undoes it on all ranks, and each begins it again.
  *
+ * A lookup or push that fails leaves the rank inside the step, with what it pushed before. It may
+ * go on, end the step or abort it. Only after STEP_ABORTED and PEER_LOST it is in no step.
+ *
  * A trainer that joins an engine with committed steps begins with frugal_committed_step + 1.
  *
  * Example: two ranks, one step, and an abort of it. As a rule each rank is a thread of its own.
@@ -1101,7 +1114,8 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
 
 /* Begins a step on this rank; this is the gate.
  * It waits for each update that a declared row of the step must see, until it is in the host row.
- * Those are the updates of the steps before `step` - staleness (FRUGAL section 3.3).
+ * Those are the updates of the steps before `step` - staleness (FRUGAL section 3.3). So with
+ * staleness 0 it also waits until every rank has ended the step before.
  * The first step is any number up to 2^64 - 66, the same on all ranks. Each later one is the
  * number after it. The first call names the first step, even if it returns TIMEOUT.
  * A waiting thread helps with the work.
@@ -1111,7 +1125,7 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
  *           STEP_ORDER: another step must come now; the message names it
  *           INVALID_ARGUMENT: the step is above 2^64 - 66
  *           TIMEOUT
- *           STEP_ABORTED: the last step was undone; the message names the step to begin
+ *           STEP_ABORTED: steps were undone; the message names the step to begin
  *           PEER_LOST: the same, because a trainer process is lost
  *           OUT_OF_MEMORY: on a GPU; call again
  * Waits:    up to timeout_ms
@@ -1181,7 +1195,9 @@ FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *op
 #define FRUGAL_STEP_SKIP 1u
 
 /* Ends the step on this rank.
- * The step commits when the last rank has ended it.
+ * The step commits when the last rank has ended it. Until then another rank may undo it, which the
+ * next frugal_step_begin reports. After its last step a rank calls frugal_read, which waits for the
+ * commit and reports the same.
  * A commit that lacks memory fails no frugal_step_end. A flush thread, or a call that waits, makes
  * it later.
  *
@@ -1204,8 +1220,9 @@ FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint3
 /* Undoes every uncommitted step on all ranks.
  * The tables are then as of the last committed step. Rows created since are gone; declarations
  * stay.
- * Each other rank learns of each abort once: its next call of the step protocol returns
- * STEP_ABORTED. Then all ranks begin the step after the last committed one again.
+ * Each other rank gets one STEP_ABORTED for each abort, also if it has not begun the step or has
+ * ended it. Its next call that lists STEP_ABORTED returns it, does nothing, and can be made again.
+ * Then all ranks begin frugal_committed_step + 1 again, or the first step if none is committed.
  *
  * Returns:  FRUGAL_OK
  *           NOT_IN_STEP
@@ -1390,6 +1407,7 @@ typedef struct frugal_stats {
 
   /* --- Steps */
   uint64_t steps_committed;
+  /* Aborts. One may undo several steps. */
   uint64_t steps_aborted;
 
   /* --- Keys */
