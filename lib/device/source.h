@@ -1,5 +1,5 @@
-// Where a rank reads a row, in one word. Cache refreshes write it. Lookups read it: on the CPU, in
-// attached processes and on GPUs.
+// Where a rank reads a row, in one word. Cache refreshes write it, and Gpu for staged rows. Lookups
+// read it: on the CPU, in attached processes and on GPUs.
 //
 //   bits 31, 30   the other bits
 //

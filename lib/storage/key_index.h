@@ -9,7 +9,7 @@
 // and both count against the budget. It takes 64 / (5 * fill) bytes a key: 16 .. 32 between two
 // doublings. peak_bytes() is its maximum.
 //
-// Callers serialize all calls (the table's index mutex).
+// Callers serialize all calls (SlotMap::mu).
 #pragma once
 #include <cstdint>
 

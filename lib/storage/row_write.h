@@ -1,4 +1,4 @@
-// The only way to write rows of a table: notify watchers, write the rows, notify watchers again.
+// The one way to write rows, but for Rows::take_state: notify watchers, write, notify them again.
 //
 // RowMemory gives const pointers. To write rows, a thread makes a RowWrite of them, writes through
 // it, and destroys it. An object that must see every write is a RowWatcher of the table. It is
