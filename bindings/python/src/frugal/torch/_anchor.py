@@ -326,7 +326,7 @@ class Anchor(Copied, torch.nn.Parameter):
         """For who has made a gradient of the element."""
         return NotImplementedError(
             f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
-            " torch.autograd.Function makes that has got the parameter: give it rows, module.weight.clone()"
+            " Function of an extension makes that has got the parameter: give it rows, module.weight.clone()"
         )
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
