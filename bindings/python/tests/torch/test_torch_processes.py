@@ -394,6 +394,80 @@ def test_what_ranks_share_already_says_what_to_do(controller: Any, tmp_path: Pat
     of_two_ranks(REFUSED, controller, tmp_path)
 
 
+# No rank clips a gradient that ranks share, nor has what a reducer has put in its place: also one that did not use the
+# table, whose gradient a reducer makes.
+CLIPPED = """
+torch.manual_seed(0)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = modules.Embedding(6, 4), torch.nn.Linear(4, 1)
+    def forward(self, keys, uses):
+        return self.head(self.table(keys) if uses else torch.ones(2, 4))
+ddp = torch.nn.parallel.DistributedDataParallel(
+    Model(), find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "True"
+)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+clips = [
+    lambda: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0),
+    lambda: torch.nn.utils.clip_grad_value_(ddp.parameters(), 1.0),
+]
+for used in (2, 1, 0, 2):
+    for to_none in (True, False):
+        optimizer.zero_grad(set_to_none=to_none)
+        ddp(torch.arange(2), used == 2 or used == rank).sum().backward()
+        for clip in clips if sys.argv[2] == "frugal" else []:
+            try:
+                clip()
+            except NotImplementedError as error:
+                assert "2 ranks share" in str(error) and "frugal optimizer" in str(error), error
+            else:
+                raise AssertionError("not refused")
+        assert ddp.module.table.weight.grad.shape == (6, 4)
+        optimizer.step()
+dist.barrier()
+torch.save(ddp.module.table.weight.detach().clone(), f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_no_rank_clips_what_ranks_share(controller: Any, tmp_path: Path, views: bool) -> None:
+    for theirs, ours in zip(*of_two_ranks(CLIPPED, controller, tmp_path, str(views))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# A Function of a caller's gets the parameter, and its result is looked up, or is the loss.
+FUNCTIONS = """
+torch.manual_seed(0)
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+def forward(keys):
+    rows = torch.nn.functional.embedding(keys, Doubled.apply(model[1].weight))
+    return model[2](model[0](keys) + rows).square().mean() + Doubled.apply(model[0].weight).square().mean()
+model.forward = forward
+ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=sys.argv[4] == "True")
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    ddp(torch.tensor([rank, 2, 3])).backward()
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_function_of_a_caller_s_trains_what_ranks_share(controller: Any, tmp_path: Path, views: bool) -> None:
+    for theirs, ours in zip(*of_two_ranks(FUNCTIONS, controller, tmp_path, str(views))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])
 def test_a_rank_waits_for_nothing_that_rank_0_has_not_made(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = getattr(dist, "HashStore")()  # not among its types

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -596,6 +596,42 @@ def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer
         torch.testing.assert_close(model.bags.weight, bags.weight.detach())
         torch.testing.assert_close(model.head.weight, head.weight)
     assert list(parallel.state_dict()) == ["module.bags.weight", "module.head.weight", "module.head.bias"]
+
+
+CLIPS: Dict[str, Callable[[Any], Any]] = {
+    "norm": lambda parallel: torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0),
+    "value": lambda parallel: torch.nn.utils.clip_grad_value_(parallel.parameters(), 1.0),
+    "a factor": lambda parallel: parallel.module[0].weight.grad.mul_(0.5),
+    "a copy": lambda parallel: parallel.module[0].weight.grad.clone(),
+}
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_gradient_where_a_reducer_has_views_of_its_buckets(
+    clip: str, to_none: bool, options: Any, trainer: frugal.Trainer, process_group: Any
+) -> None:
+    """The reducer's element is no gradient of the rows, as for who clips or reads it. Gradients that are kept are copied when
+    the reducer orders its buckets anew."""
+    found: List[List[torch.Tensor]] = []
+    for modules, more in ((torch.nn, {}), (ft, {"trainer": trainer})):
+        torch.manual_seed(1)
+        made: Any = modules.Embedding(6, 3, _weight=integers(6, 3), **more)
+        model = torch.nn.Sequential(made, torch.nn.Linear(3, 1))
+        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
+        seen = []
+        for keys in ([1, 2], [2, 2], [0, 1]):
+            optimizer.zero_grad(set_to_none=to_none)
+            (4.0 * parallel(torch.tensor(keys))).sum().backward()
+            answer = CLIPS[clip](parallel)
+            seen += [] if answer is None else [answer[...].clone()]
+            seen.append(made.weight.grad.norm())
+            optimizer.step()
+        found.append([*seen, snapshot(made)])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")

@@ -7,6 +7,7 @@ whose shape and values in Python are those of `module.weight`. Its gradient is a
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -256,6 +257,7 @@ class Anchor(Copied, torch.nn.Parameter):
             value = value.dense()  # as a worker's is given to a copy of the model
         if isinstance(value, Gradient):
             set_grad(self, value)
+            self.begun = value
         elif getattr(value, "shape", None) == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
             if float(value) != 0.0:
                 raise self.penalty()
@@ -273,10 +275,26 @@ class Anchor(Copied, torch.nn.Parameter):
     )
 
     def _shown(self, grad: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """An error for a gradient of the element, which is none of the rows."""
-        if grad is not None and not isinstance(grad, Gradient) and not is_shared(self.table):
+        """What somebody sees who asks for the gradient."""
+        if grad is None or isinstance(grad, Gradient):
+            return grad
+        if graph_task() < 0 or not is_shared(self.table):
+            return self._restored(grad)
+        return grad if self.last is None else self.last  # a reducer wants its own until the end of the backward
+
+    def _restored(self, value: torch.Tensor) -> torch.Tensor:
+        """The gradient, which takes its place again: a reducer has put its answer there. What that says of ranks without a
+        gradient is taken out. An error for a gradient of the element, which is none of the rows."""
+        grad, factor = self.last, of_a_reducer(self.table, float(value))
+        if self.table.steps.world_size == 1 and value._base is None and (factor != 0.0 or grad is None):
             set_grad(self, None)
             raise self.penalty()
+        if (grad is None or not grad.parts) and not math.isfinite(factor):
+            return value  # of others, which a GradScaler is to see here
+        if grad is None or factor == 0.0:
+            grad = self.begin()
+        grad.rescale(factor)
+        set_grad(self, grad)
         return grad
 
     def begin(self, left: Optional[Gradient] = None) -> Gradient:
@@ -308,7 +326,7 @@ class Anchor(Copied, torch.nn.Parameter):
         """For who has made a gradient of the element."""
         return NotImplementedError(
             f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
-            " torch.autograd.Function makes that has got the parameter: give it rows, module.weight.clone()"
+            " Function of an extension makes that has got the parameter: give it rows, module.weight.clone()"
         )
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
@@ -362,7 +380,8 @@ class Anchor(Copied, torch.nn.Parameter):
                 if had is None:
                     had = anchor.aside
                 if had is None:
-                    set_grad(anchor, grad.clone() if anchor.hooks else grad)  # a hook may have kept it
+                    anchor.begun = grad.clone() if anchor.hooks else grad  # a hook may have kept it
+                    set_grad(anchor, anchor.begun)
                 else:
                     add(_aten.add_.Tensor, had, grad)
             return None
@@ -417,28 +436,27 @@ class Anchor(Copied, torch.nn.Parameter):
             if grad is None:
                 grad = self.aside
             if type(grad) is not Gradient:
-                left = None if grad is None else _replaced(self, grad)
-                if grad is not None and left is None and self.last is None:
-                    raise self.penalty()
-                grad = self.begin(left)
-                set_grad(self, grad)
+                if grad is not None:
+                    grad = self._restored(grad)
+                if type(grad) is not Gradient:
+                    grad = self.begin()
+                    set_grad(self, grad)
             grad.hold(held, features)
-        if self.table.steps.world_size > 1 and is_distributed():
+        if is_distributed():
             self._await_reducer()
 
     def _await_reducer(self) -> None:
-        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place at the end of the backward, before
-        anybody can scale it. What it says of ranks without a gradient is taken out there."""
+        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place at the end of the backward, where
+        the gradient takes its place again."""
 
         def answered() -> None:
             grad = get_grad(self)
             if grad is not None and type(grad) is not Gradient:
-                with torch.no_grad():
-                    grad.fill_(of_a_reducer(self.table, float(grad)))
+                self._restored(grad)
 
-        # What is queued by a call that is queued comes behind the reducer's.
+        # What is queued by a call that is queued comes behind the reducer's, which queues one in its own for a static graph.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(answered))
+        queue(lambda: queue(lambda: queue(answered)))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
         """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
@@ -458,11 +476,8 @@ class Anchor(Copied, torch.nn.Parameter):
         if grad is None:
             return None
         if not isinstance(grad, Gradient):
-            last, alone = self.last, self.table.steps.world_size == 1
-            if alone and (last is None or not last.parts) and (float(grad) != 0.0 or not is_distributed()):
-                set_grad(self, None)  # there is nothing that a reducer can have reduced
-                raise self.penalty()
-            return _replaced(self, grad)
+            restored = self._restored(grad)
+            return restored if isinstance(restored, Gradient) else None
         return grad
 
 
@@ -544,12 +559,3 @@ def _grads(
         if grad is None and materialize_grads:
             found[i] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
     return tuple(found)
-
-
-def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional[Gradient]:
-    """The gradient that a plain tensor took the place of; the tensor's element is its factor."""
-    grad, factor = anchor.last, float(value)
-    if grad is None or factor == 0.0:
-        return None
-    grad.rescale(factor)
-    return grad

@@ -33,6 +33,8 @@ _MOST_HELD = 64
 _SMALL = 16384  # elements of a table that is small
 _CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
 
+_is_asked_in_cpp: Callable[[], bool] = torch._C._is_torch_function_enabled  # in an answer to an operator
+
 # In it an anchor is its element.
 as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
@@ -732,9 +734,11 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
 
 
 def _is_of_a_reducer(grad: Gradient, other: torch.Tensor) -> bool:
-    """Whether a copy from or to a tensor is a reducer's, which makes its copies in the backward. Those of a caller come
-    after it."""
-    return graph_task() >= 0 and other.numel() == 1 and is_shared(grad.table)
+    """Whether a copy from or to a tensor is a reducer's, which makes its copies in the backward, and where it orders its
+    buckets anew. Those of a caller come after it, and by Python."""
+    if other.numel() != 1 or not is_shared(grad.table):
+        return False
+    return graph_task() >= 0 or (other._base is not None and _is_asked_in_cpp())
 
 
 def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:

@@ -9,9 +9,10 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Opti
 import torch
 
 from . import _default, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, broadcast, is_of_a_parameter, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, AnchorOfRanks, Copied, broadcast, is_of_a_parameter, use_of
 from ._computed import (
-    SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, no_memory, refuse_memory, without_writes,
+    OF_TORCH, SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, no_memory, refuse_memory,
+    without_writes,
 )  # fmt: skip
 from ._gradient import Gradient
 from ._lookup import held
@@ -767,3 +768,22 @@ _PLAIN = {
     torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
     torch.Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel,
 }  # fmt: skip
+
+
+def _with_rows(base: Any) -> Callable[..., Any]:
+    """What torch.autograd.Function.apply calls, which goes to C++ without a call of anything here. A Function has a gradient
+    of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and who writes to them writes to the
+    table."""
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _ANCHORS.isdisjoint(map(type, args)) and not kind.__module__.startswith(_OF_THE_ELEMENT):
+            args = tuple([value[...] if type(value) in _ANCHORS else value for value in args])
+        return super(base, kind).apply(*args, **kwargs)
+
+    return apply
+
+
+_ANCHORS = {Anchor, AnchorOfRanks}
+_OF_THE_ELEMENT = (f"{__package__}.", *OF_TORCH)  # Functions that want it
+_Function: Any = torch.autograd.function._SingleLevelFunction
+setattr(_Function, "apply", classmethod(_with_rows(_Function)))
