@@ -239,9 +239,15 @@ class Table:
             finally:
                 self.counts = before
 
-    def by_all(self) -> ContextManager[None]:
-        """For a write to weight, which all ranks make."""
-        return self.steps.written(self.name)
+    def by_all(self, load: Optional[_ranks.Load] = None) -> ContextManager[None]:
+        """For a write to weight, which all ranks make. `load`: it is one."""
+        return self.steps.written(self.name, load)
+
+    def load(self) -> Optional[_ranks.Load]:
+        """The next load of the table's rows, if several ranks make it."""
+        steps = self.steps
+        alone = steps.muted is not None or not _ranks.are_told(steps.rank, steps.world_size)
+        return None if alone else _ranks.Load(self.name, steps.rank)
 
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
@@ -819,7 +825,7 @@ class Steps:
         return self.rank != 0 and self.next == 0 and _ranks.are_told(self.rank, self.world_size)
 
     @contextlib.contextmanager
-    def once(self, what: str, has: str, advice: str) -> Iterator[None]:
+    def once(self, what: str, has: str, advice: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
         """A block that all ranks of torch.distributed enter, and in which rank 0 writes for all. Before it each of them
         ends a step, empty: what they push comes in the one after it."""
 
@@ -829,7 +835,7 @@ class Steps:
             )
 
         with self.lock:
-            _ranks.meet(what, self.world_size, tell)
+            _ranks.meet(what, self.world_size, tell, load)
             if not self.open:
                 self.begin()
             self.end(False)
@@ -859,19 +865,19 @@ class Steps:
             self.muted = before
 
     @contextlib.contextmanager
-    def written(self, name: str) -> Iterator[None]:
+    def written(self, name: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
         """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it for
         them, when all have come; before the first step it waits for nobody, as it may give the others what it has."""
         with self.lock:
             if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
                 yield
             elif self.next == 0 and not self.open:
-                with _ranks.in_turn(f"first weight of table {name!r}", self.rank, self.world_size):
+                with _ranks.in_turn(f"first weight of table {name!r}", self.rank, self.world_size, load):
                     with self.muting(self.rank != 0):
                         yield
             else:
                 what = f"weight of table {name!r}"
-                with self.once(what, "writes to the", "write to weight on all ranks, as to their copies in PyTorch"):
+                with self.once(what, "writes to the", "write to weight on all ranks, as to their copies in PyTorch", load):
                     yield
 
     def patiently(self, call: Callable[[], T]) -> T:
