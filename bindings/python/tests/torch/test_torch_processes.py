@@ -398,6 +398,44 @@ def test_ranks_whose_states_lack_a_table_do_not_wait(controller: Any, tmp_path: 
         torch.testing.assert_close(ours, theirs)
 
 
+# Rank 0 has begun the next step, and rank 1 reads the state of a hashed table, for which that step must end.
+HASHED = """
+options = {"hashed": True} if sys.argv[2] == "frugal" else {}
+model = modules.Embedding(12, 4, **options)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+def train():
+    optimizer.zero_grad()
+    model(torch.arange(6)).sum().backward()
+for step in range(2):
+    train()
+    optimizer.step()
+if rank == 0:
+    train()
+dist.barrier()
+if rank == 1 and sys.argv[2] == "frugal":
+    import frugal
+    for state_dict in (model.state_dict, optimizer.state_dict):
+        try:
+            state_dict()
+        except frugal.Busy as error:
+            assert "another rank has begun step" in str(error) and "barrier" in str(error), error
+        else:
+            raise AssertionError("not refused")
+dist.barrier()
+if rank == 1:
+    train()
+optimizer.step()
+dist.barrier()
+state = model.state_dict()["weight"], optimizer.state_dict()["state"]
+dist.barrier()
+torch.save([], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_rank_waits_for_no_step_that_cannot_end_without_it(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(HASHED, controller, tmp_path)
+
+
 # What would share or average a table once more, and what takes a caller's gradient for one of all ranks.
 REFUSED = """
 from torch.distributed.algorithms.join import Join

@@ -134,7 +134,7 @@ class Table:
         if not self.hashed:
             return self.capacity, self.dim
         with self.steps.still():
-            return self.steps.patiently(self.table.count), self.dim
+            return self.steps.patiently(self.table.count, self.name), self.dim
 
     def is_gone(self) -> bool:
         """Whether the table went with the last of its modules, or with its engine."""
@@ -217,7 +217,8 @@ class Table:
                 self.steps.read([op])
                 if not with_state:
                     return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
-            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state, committed))
+            hashed = self.name if self.hashed else None
+            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state, committed), hashed)
 
     def put(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
         """Writes rows outside steps."""
@@ -880,19 +881,35 @@ class Steps:
                 with self.once(what, "writes to the", "write to weight on all ranks, as to their copies in PyTorch", load):
                     yield
 
-    def patiently(self, call: Callable[[], T]) -> T:
-        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it."""
+    def patiently(self, call: Callable[[], T], hashed: Optional[str] = None) -> T:
+        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it. `hashed`: the call reads
+        the state of this table, for which no rank may be inside a step."""
         begin = time.monotonic()
         while True:
+            next_alone = hashed is not None and self._all_have_come()
             try:
                 return call()
             except frugal.Busy as error:
+                if next_alone and not self.open:
+                    raise frugal.Busy(
+                        f"table {hashed!r}: rank {self.rank} reads the state of a hashed table, and another rank has begun"
+                        f" step {self.next}, in which it waits for this one: call torch.distributed.barrier() on all ranks"
+                        f" before and after state_dict() ({error.message})",
+                        error.status,
+                    ) from None
                 waited_ms = (time.monotonic() - begin) * 1000
                 if self.world_size == 1 or self.open or waited_ms > self.trainer.engine._timeout_ms:
                     raise
                 if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
                     self._tell_of_wait(error.message)
             time.sleep(_PAUSE)
+
+    def _all_have_come(self) -> bool:
+        """Whether all ranks in processes have ended the steps that this one has ended: one that is inside a step is in the next
+        one, which cannot end without this rank."""
+        committed = self.trainer.engine.committed_step()
+        ended = 0 if committed is None else committed + 1
+        return ended == self.next and _ranks.are_told(self.rank, self.world_size)
 
     def _tell_of_wait(self, message: str) -> None:
         """One warning, where others may wait for this rank in the step that it waits for."""
@@ -901,8 +918,7 @@ class Steps:
             warnings.warn(
                 f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
                 f" end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed table,"
-                " where no rank is between its forward and its step(): on all ranks, or between two calls of"
-                " torch.distributed.barrier()",
+                " where no rank is between its forward and its step(), as between two calls of torch.distributed.barrier()",
                 stacklevel=2,
             )
 

@@ -571,6 +571,9 @@ class Source:
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
 
+    def __deepcopy__(self, memo: object) -> None:
+        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a copy that is no table's."""
+
     def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
         return self if self._weight is None else Source(
