@@ -449,3 +449,107 @@ def test_buckets_of_gradients() -> None:
         grad.copy_(part)
     assert all(torch.equal(grad, 2 * old) for grad, old in zip(grads, before))
     assert torch.zeros(15).view_as(grads[0]).shape == torch.zeros(15).reshape_as(grads[0]).shape == (5, 3)
+
+
+# --- hooks of torch.autograd.graph ---
+
+
+class Unused(torch.autograd.Function):
+    """A sum whose first term gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, grad
+
+
+def calls_of_hooks(kind: Any, trained: int, dense: bool) -> Any:
+    torch.manual_seed(3)
+    tables = [kind(ROWS, DIM) for _ in range(3)]
+    head = torch.nn.Linear(DIM, 1)
+    weights = [table.weight for table in tables]
+    called: List[Any] = []
+
+    def call(grads: Any) -> None:
+        called.append([None if grad is None else grad.detach().clone() for grad in grads])
+
+    def loss() -> torch.Tensor:
+        return head(sum(table(torch.tensor([1, 2])) for table in tables[:trained])).sum()  # type: ignore[no-any-return]
+
+    hooked = [*weights, head.weight] if dense else weights
+    handles = [
+        torch.autograd.graph.register_multi_grad_hook(hooked, call, mode="all"),
+        torch.autograd.graph.register_multi_grad_hook(hooked, lambda grad: called.append(grad is None), mode="any"),
+    ]
+    for inputs in (None, None, weights[:1]):
+        loss().backward(inputs=inputs)
+    Unused.apply(tables[0](torch.tensor([1])), head.weight).sum().backward()
+    for handle in handles:
+        handle.remove()
+    loss().backward()
+    return called
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("trained", [1, 2, 3])
+def test_a_hook_of_several_gradients_is_called_once_with_all(trained: int, dense: bool) -> None:
+    theirs, ours = [calls_of_hooks(kind, trained, dense) for kind in (torch.nn.Embedding, ft.Embedding)]
+    torch.testing.assert_close(ours, theirs)
+
+
+def calls_of_a_node(kind: Any, node_of: Any) -> Any:
+    torch.manual_seed(3)
+    module = kind(ROWS, DIM)
+    node = node_of(module.weight)
+    called: List[Any] = []
+
+    def after(inputs: Any, outputs: Any) -> None:
+        called.append((inputs, module.weight.grad[...].clone()))
+
+    node.register_hook(after)
+    assert node.variable is module.weight
+    for _ in range(2):
+        module(torch.tensor([1, 2])).sum().backward()
+    edge = torch.autograd.graph.get_gradient_edge(module.weight)
+    found = torch.autograd.grad(module(torch.tensor([3])).sum(), [edge])  # type: ignore[list-item]
+    return called, found[0][...].clone()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("view", ["expand_as", "view_as"])
+def test_the_node_of_a_parameter_is_found_and_has_hooks(view: str, named: bool) -> None:
+    def node_of(parameter: Any) -> Any:
+        if not named:
+            return getattr(parameter, view)(parameter).grad_fn.next_functions[0][0]
+        rows = getattr(parameter, view)(parameter)
+        return rows.grad_fn.next_functions[0][0]
+
+    theirs, ours = [calls_of_a_node(kind, node_of) for kind in (torch.nn.Embedding, ft.Embedding)]
+    torch.testing.assert_close(ours, theirs)
+
+
+def uses_of_a_whole_view(kind: Any, view: str) -> Any:
+    torch.manual_seed(3)
+    module = kind(ROWS, DIM)
+    rows = getattr(module.weight, view)(module.weight)
+    found = [rows.clone(), rows.t().sum()]
+    (rows * rows.detach()).sum().backward()
+    found.append(module.weight.grad.clone())
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place operation"):
+        rows.mul_(2)
+    squares = getattr(module.weight, view)(module.weight).square().sum()
+    with torch.no_grad():
+        getattr(module.weight, view)(module.weight).mul_(2)
+    found += [rows.clone(), module.weight.clone()]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+    return found
+
+
+@pytest.mark.parametrize("view", ["expand_as", "view_as"])
+def test_a_parameter_viewed_as_itself_shows_its_rows(view: str) -> None:
+    theirs, ours = [uses_of_a_whole_view(kind, view) for kind in (torch.nn.Embedding, ft.Embedding)]
+    torch.testing.assert_close(ours, theirs)

@@ -355,6 +355,88 @@ def test_ranks_load_in_the_middle_of_a_step(controller: Any, tmp_path: Path) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# The state that one rank loads lacks a table, before the first step that of rank 0, which the other waits for.
+LACKS = """
+import warnings
+if sys.argv[2] == "frugal":
+    from frugal.torch import _ranks
+    _ranks.WORD_MS = 0
+    warnings.simplefilter("ignore")  # of waits
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(6, 4)])
+def load(whose, value):
+    state = {name: torch.full_like(rows, value) for name, rows in model.state_dict().items()}
+    if rank in whose:
+        del state["1.weight"]
+    try:
+        missing = model.load_state_dict(state, strict=False).missing_keys
+        assert missing == (["1.weight"] if rank in whose else []), missing
+    except RuntimeError as error:
+        assert whose and rank not in whose and sys.argv[2] == "frugal", error
+        said = f"the state that rank {whose[0]} has loaded lacks table 'embedding_1', and that of rank {rank} has it"
+        assert said in str(error), error
+    else:
+        assert not whose or rank in whose or sys.argv[2] == "torch" or len(whose) == 2, "no error"
+    dist.barrier()
+load([0], 1.0)
+load([0, 1], 2.0)
+load([], 3.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+(model[0](torch.tensor([rank])) * model[1](torch.tensor([rank]))).sum().backward()
+optimizer.step()
+for whose in ([1], [0], [0, 1]):
+    load(whose, 4.0)
+load([], 5.0)
+with torch.no_grad():
+    model[1].weight.mul_(2.0)
+dist.barrier()
+torch.save([each.weight.detach().clone() for each in model], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_ranks_whose_states_lack_a_table_do_not_wait(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(LACKS, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Rank 0 has begun the next step, and rank 1 reads the state of a hashed table, for which that step must end.
+HASHED = """
+options = {"hashed": True} if sys.argv[2] == "frugal" else {}
+model = modules.Embedding(12, 4, **options)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+def train():
+    optimizer.zero_grad()
+    model(torch.arange(6)).sum().backward()
+for step in range(2):
+    train()
+    optimizer.step()
+if rank == 0:
+    train()
+dist.barrier()
+if rank == 1 and sys.argv[2] == "frugal":
+    import frugal
+    for state_dict in (model.state_dict, optimizer.state_dict):
+        try:
+            state_dict()
+        except frugal.Busy as error:
+            assert "another rank has begun step" in str(error) and "barrier" in str(error), error
+        else:
+            raise AssertionError("not refused")
+dist.barrier()
+if rank == 1:
+    train()
+optimizer.step()
+dist.barrier()
+state = model.state_dict()["weight"], optimizer.state_dict()["state"]
+dist.barrier()
+torch.save([], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_rank_waits_for_no_step_that_cannot_end_without_it(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(HASHED, controller, tmp_path)
+
+
 # What would share or average a table once more, and what takes a caller's gradient for one of all ranks.
 REFUSED = """
 from torch.distributed.algorithms.join import Join

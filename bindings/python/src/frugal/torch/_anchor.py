@@ -149,9 +149,11 @@ class Anchor(Copied, torch.nn.Parameter):
             args = _computed_of(tensors), *args[1:]
             with as_itself():
                 return func(*args, **kwargs)
-        if func in _OF_THE_ELEMENT or is_of_torch():
+        if func in _OF_THE_ELEMENT or is_of_torch() or (func is _VIEW_AS and is_of_torch(names=_FINDS_NODES)):
             with as_itself():
                 return func(*args, **kwargs)
+        if func in _FIND_NODES and len({id(value) for value in (*args, *kwargs.values())}) == 1:
+            return args[0].rows().as_it_was_read()
         why = TRANSFORM if _in_transform() else refusal()
         if why is not None:
             anchor = next(value for value in flat([*args, *kwargs.values()]) if isinstance(value, Anchor))
@@ -367,13 +369,15 @@ class Anchor(Copied, torch.nn.Parameter):
         def deliver(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
             anchor = weak()
             given = None if anchor is None else anchor.given.pop(graph_task(), None)
-            if anchor is None or given is None:
+            if anchor is None:
                 return None
-            grad, returned = given
+            if given is None and (computed is not None or not anchor.requires_grad):
+                return None
+            delivered, returned = given or (None, False)  # nothing, where what is computed of the rows has no gradient
             if computed is not None and not returned:
                 raise anchor.penalty()
-            grad = anchor._through_hooks(grad)
-            if returned:
+            grad = anchor._through_hooks(delivered)
+            if grad is None or returned:
                 return grad
             with anchor.adding:
                 had = get_grad(anchor)
@@ -389,17 +393,18 @@ class Anchor(Copied, torch.nn.Parameter):
         super().register_hook(deliver)  # type: ignore[no-untyped-call]
         self._delivers = True
 
-    def _through_hooks(self, grad: Gradient) -> Gradient:
+    def _through_hooks(self, grad: Optional[Gradient]) -> Optional[Gradient]:
+        shape = torch.Size(self.table.shape if grad is None else grad.shape)
         for hook in list(self.hooks.values()):
             with _enabled():  # also in a backward that a function of the parameter runs
                 found = hook(grad)
             if found is None:
                 continue
             if not (isinstance(found, Gradient) and found.table is self.table):
-                if found.shape != grad.shape:
+                if found.shape != shape:
                     raise RuntimeError(
                         f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)}, not"
-                        f" {tuple(grad.shape)}"
+                        f" {tuple(shape)}"
                     )
                 from . import _dense
 
@@ -517,6 +522,12 @@ _OF_THE_ELEMENT = {
     )],
     torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
+
+
+# By the result's graph programs find the node that accumulates a parameter's gradient: parameter.expand_as(parameter).
+_VIEW_AS = torch.Tensor.view_as
+_FIND_NODES = {_VIEW_AS, torch.Tensor.expand_as}
+_FINDS_NODES = ("torch.autograd.graph",)  # so does register_multi_grad_hook()
 
 
 def _parameter_of(out: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
@@ -292,6 +294,17 @@ class Weight(Copied, torch.Tensor):
             rows = _read(self._table.anchor, self._table, rows, keys)
         return Source(self._table, keys, rows, self)
 
+    def as_it_was_read(self) -> torch.Tensor:
+        """A view of all rows, of which no other operation has been recorded than that which read them."""
+        source = self.source()
+        view = source.rows
+        if view.grad_fn is None:
+            return cast(torch.Tensor, shared(view, [source]))
+        source = Source(self._table, source.keys, view.detach(), self, source._kept)  # which does not keep the view
+        view.__class__ = _Whole  # as_subclass() would be an operation
+        cast(_Whole, view)._source = source
+        return view
+
     def _check_written(self) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation: rows are"
@@ -559,6 +572,9 @@ class Source:
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
 
+    def __deepcopy__(self, memo: object) -> None:
+        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a copy that is no table's."""
+
     def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
         return self if self._weight is None else Source(
@@ -706,6 +722,34 @@ class _Part(View):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.plain())
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+class _Temporary:
+    # In Python 3.12 a property of a function alone has other counts, once it is fast.
+    references = property(functools.partial(_references))
+
+
+_TEMPORARY: int = _Temporary().references  # to what is gone when the property is read
+
+
+def _node_of(whole: Any) -> Any:
+    """The node that made a tensor. One in Python goes with its tensor, so who asks a temporary one gets another of the
+    same parameter, which no backward can come to."""
+    if sys.getrefcount(whole) > _TEMPORARY:
+        return _tensor.grad_fn.__get__(whole)
+    anchor = whole._source.table.anchor
+    with torch._C.DisableTorchFunctionSubclass():
+        return anchor.view_as(anchor).grad_fn
+
+
+class _Whole(_Part):
+    """All rows of a parameter, as parameter.expand_as(parameter) has them."""
+
+    grad_fn = property(functools.partial(_node_of))  # type: ignore[assignment]
 
 
 def shared(out: Any, sources: Sequence[Source]) -> Any:
