@@ -550,6 +550,31 @@ def test_a_function_of_a_caller_s_trains_what_ranks_share(controller: Any, tmp_p
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# One rank in turn has a gradient of a table. It is multiplied, and the learning rate goes back and forth.
+IN_TURN = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+model.forward = lambda keys, both: model[2](model[0](keys) + model[1](keys) if both else model[0](keys))
+ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+for step, (rate, factor) in enumerate([(0.1, 0.5), (0.2, 1.0), (0.1, 0.5), (0.1, 1.0), (0.4, 1.0), (0.1, 0.25), (0.1, 1.0)]):
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.zero_grad()
+    ddp(torch.tensor([1, 2, 3 + rank]), step % 2 == rank).square().sum().backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_ranks_that_have_a_gradient_in_turn(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(IN_TURN, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])
 def test_a_rank_waits_for_nothing_that_rank_0_has_not_made(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = getattr(dist, "HashStore")()  # not among its types

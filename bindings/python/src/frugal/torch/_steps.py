@@ -101,6 +101,7 @@ class Table:
         self.empty = (self.capacity, self.dim) != there
         self.hashed: bool = info.key_space == _native.HASHED
         self.optimizer = optimizer  # what the engine has been told
+        self.left_out = False  # other ranks may have set another one since, when this one had no gradient
         self.said = optimizer  # what the module was made with
         # What of that holds with torch's optimizers, too, which have no word for it.
         self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
@@ -298,9 +299,9 @@ class Table:
 
     def change(self, optimizer: frugal.Optimizer, step: int) -> None:
         """Sets the optimizer from this step on."""
-        if optimizer != self.optimizer:
+        if optimizer != self.optimizer or self.left_out:
             self.table.set_optimizer(step, optimizer)
-            self.optimizer = optimizer
+            self.optimizer, self.left_out = optimizer, False
 
     def is_of(self, optimizer: frugal.Optimizer) -> bool:
         """Whether its state is one of this kind of optimizer."""
@@ -706,15 +707,18 @@ class Steps:
                 self.begin()
             pushing = False
             try:
-                # A rank without a gradient has no say: what PyTorch did to gradients is in grad_scale.
                 some = [update for update in updates if update.gradient is not None and update.gradient.parts]
+                for table, gradient, optimizer in updates if self.world_size > 1 else ():
+                    # Another rank sets what this one, which has no gradient, does not.
+                    if not (gradient is not None and gradient.parts) and optimizer != table.optimizer:
+                        table.left_out = True
                 if some and not skip:
                     if self.world_size > 1:
                         said = {u.table.name: _numbers(u.optimizer) for u in some}
                         self.shared.say(self.next, self.rank, said)
                     ops, alive = _pushes(some)
                     for table, _, optimizer in some:
-                        if optimizer is not table.optimizer:
+                        if optimizer is not table.optimizer or table.left_out:
                             table.change(optimizer, self.next)
                     pushing = True
                     self._tried(self.native.push, ops)
