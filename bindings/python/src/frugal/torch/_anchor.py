@@ -379,8 +379,10 @@ class Anchor(Copied, torch.nn.Parameter):
                 had = get_grad(anchor)
                 if had is None:
                     had = anchor.aside
+                if had is not None and not isinstance(had, Gradient):
+                    had = anchor._restored(had)
                 if had is None:
-                    anchor.begun = grad.clone() if anchor.hooks else grad  # a hook may have kept it
+                    anchor.begun = cast(Gradient, grad.clone()) if anchor.hooks else grad  # a hook may have kept it
                     set_grad(anchor, anchor.begun)
                 else:
                     add(_aten.add_.Tensor, had, grad)

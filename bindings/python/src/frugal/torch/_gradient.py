@@ -102,8 +102,9 @@ def is_shared(table: "Table") -> bool:
 
 
 def is_of_a_bucket(value: Any, table: "Table") -> bool:
-    """Whether this is what a reducer with gradient_as_bucket_view puts in the gradient's place: an element of many."""
-    return getattr(value, "shape", None) == SHAPE and (table.shape != SHAPE or value._base is not None)
+    """Whether this is what a reducer has put in the gradient's place. Of a table of one element it is a caller's: nobody has
+    been given the reducer's."""
+    return getattr(value, "shape", None) == SHAPE != table.shape
 
 
 @functools.lru_cache(maxsize=None)
