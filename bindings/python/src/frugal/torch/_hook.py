@@ -956,10 +956,10 @@ def _for_means(function: Callable[..., None]) -> Callable[..., None]:
         for name, parameter in parallel.module.named_parameters() if _is_no_mean(hook) else []:
             if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1 and name not in ignored:
                 raise NotImplementedError(
-                    f"table {parameter.table.name!r}: a communication hook that does not average over ranks, as the step does"
-                    " with a table's gradient: leave the parameter out, as by"
-                    " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before it is made of"
-                    f" the model, with {name!r} among the names"
+                    f"table {parameter.table.name!r}: a communication hook that does not average over ranks, as the"
+                    " step does with a table's gradient: leave the parameter out, as by"
+                    " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before it is"
+                    f" made of the model, with {name!r} among the names"
                 )
         function(parallel, state, hook)
 
