@@ -557,7 +557,8 @@ model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.Embedding(6, 4), t
 model.forward = lambda keys, both: model[2](model[0](keys) + model[1](keys) if both else model[0](keys))
 ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-for step, (rate, factor) in enumerate([(0.1, 0.5), (0.2, 1.0), (0.1, 0.5), (0.1, 1.0), (0.4, 1.0), (0.1, 0.25), (0.1, 1.0)]):
+rates, factors = (0.1, 0.2, 0.1, 0.1, 0.4, 0.1, 0.1), (0.5, 1.0, 0.5, 1.0, 1.0, 0.25, 1.0)
+for step, (rate, factor) in enumerate(zip(rates, factors)):
     optimizer.param_groups[0]["lr"] = rate
     optimizer.zero_grad()
     ddp(torch.tensor([1, 2, 3 + rank]), step % 2 == rank).square().sum().backward()
@@ -573,6 +574,49 @@ torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{
 def test_ranks_that_have_a_gradient_in_turn(controller: Any, tmp_path: Path) -> None:
     for theirs, ours in zip(*of_two_ranks(IN_TURN, controller, tmp_path)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# What a communication hook does to gradients, which the step averages. It is for those of the other layers.
+HOOKED = """
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+DDP = torch.nn.parallel.DistributedDataParallel
+torch.manual_seed(0)
+def halves(state, bucket):
+    future = dist.all_reduce(bucket.buffer().div_(4), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))
+if sys.argv[2] == "frugal":
+    noop = debugging_hooks.noop_hook
+    for hook in (noop, default_hooks.fp16_compress_wrapper(noop)):
+        try:
+            DDP(model).register_comm_hook(None, hook)
+        except NotImplementedError as error:
+            assert "communication hook" in str(error) and "'0.weight'" in str(error), error
+        else:
+            raise AssertionError("not refused")
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+def train(hook):
+    ddp = DDP(model)
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(torch.tensor([rank, 2, 3])).square().mean().backward()
+        if hook is halves and sys.argv[2] == "torch":
+            model[0].weight.grad.mul_(2)
+        optimizer.step()
+train(halves)
+DDP._set_params_and_buffers_to_ignore_for_model(model, [])
+train(default_hooks.allreduce_hook)
+train(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_communication_hook_is_not_for_tables(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(HOOKED, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])

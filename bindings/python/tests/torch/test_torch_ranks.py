@@ -536,6 +536,7 @@ GRADIENT_WRITES: List[Callable[[Any], Any]] = [
     lambda weight: weight.grad.data.copy_(torch.tensor(5.0)),
     lambda weight: torch._foreach_copy_([weight.grad], [torch.tensor(5.0)]),
     lambda weight: setattr(weight, "grad", torch.full(tuple(weight.shape), 5.0)),
+    lambda weight: setattr(weight, "grad", torch.full((2 * weight.shape[0], weight.shape[1]), 5.0)[: weight.shape[0]]),
     lambda weight: weight.grad.mul_(2.0),
     lambda weight: torch.empty(tuple(weight.shape)).copy_(weight.grad),
     lambda weight: torch.mul(weight.grad, 0.5, out=torch.empty(tuple(weight.shape))),
@@ -613,8 +614,8 @@ CLIPS: Dict[str, Callable[[Any], Any]] = {
 def test_the_gradient_where_a_reducer_has_views_of_its_buckets(
     clip: str, to_none: bool, options: Any, trainer: frugal.Trainer, process_group: Any
 ) -> None:
-    """The reducer's element is no gradient of the rows, as for who clips or reads it. Gradients that are kept are copied when
-    the reducer orders its buckets anew."""
+    """The reducer's element is no gradient of the rows, as for who clips or reads it. Gradients that are kept are
+    copied when the reducer orders its buckets anew."""
     found: List[List[torch.Tensor]] = []
     for modules, more in ((torch.nn, {}), (ft, {"trainer": trainer})):
         torch.manual_seed(1)
@@ -631,6 +632,38 @@ def test_the_gradient_where_a_reducer_has_views_of_its_buckets(
             seen.append(made.weight.grad.norm())
             optimizer.step()
         found.append([*seen, snapshot(made)])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_parameter_from_before_a_process_group(
+    name: str, views: bool, trainer: frugal.Trainer, request: pytest.FixtureRequest
+) -> None:
+    def double(given: Any) -> Any:
+        if name == "register_hook":
+            return given * 2
+        given.grad.mul_(2)
+        return None
+
+    both = []
+    for modules, more in ((torch.nn, {}), (ft, {"trainer": trainer})):
+        torch.manual_seed(1)
+        made: Any = modules.Embedding(6, 3, _weight=integers(6, 3), **more)
+        getattr(made.weight, name)(lambda given: double(given))
+        both.append(torch.nn.Sequential(made, torch.nn.Linear(3, 1)))
+    request.getfixturevalue("process_group")
+    found = []
+    for model in both:
+        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.25)
+        for to_none in (True, False):
+            optimizer.zero_grad(set_to_none=to_none)
+            for keys in ([1, 2], [2, 3]):
+                parallel(torch.tensor(keys)).sum().backward()
+            optimizer.step()
+        found.append([snapshot(model[0]), *[p.grad.norm() for p in model.parameters() if p.grad is not None]])
     torch.testing.assert_close(*found)
 
 

@@ -285,8 +285,8 @@ class Anchor(Copied, torch.nn.Parameter):
         return grad if self.last is None else self.last  # a reducer wants its own until the end of the backward
 
     def _restored(self, value: torch.Tensor) -> torch.Tensor:
-        """The gradient, which takes its place again: a reducer has put its answer there. What that says of ranks without a
-        gradient is taken out. An error for a gradient of the element, which is none of the rows."""
+        """The gradient, which takes its place again: a reducer has put its answer there. What that says of ranks
+        without a gradient is taken out. An error for a gradient of the element, which is none of the rows."""
         grad, factor = self.last, of_a_reducer(self.table, float(value))
         if self.table.steps.world_size == 1 and value._base is None and (factor != 0.0 or grad is None):
             set_grad(self, None)
@@ -383,8 +383,10 @@ class Anchor(Copied, torch.nn.Parameter):
                 had = get_grad(anchor)
                 if had is None:
                     had = anchor.aside
+                if had is not None and not isinstance(had, Gradient):
+                    had = anchor._restored(had)
                 if had is None:
-                    anchor.begun = grad.clone() if anchor.hooks else grad  # a hook may have kept it
+                    anchor.begun = cast(Gradient, grad.clone()) if anchor.hooks else grad  # a hook may have kept it
                     set_grad(anchor, anchor.begun)
                 else:
                     add(_aten.add_.Tensor, had, grad)
@@ -451,7 +453,7 @@ class Anchor(Copied, torch.nn.Parameter):
             self._await_reducer()
 
     def _await_reducer(self) -> None:
-        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place at the end of the backward, where
+        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place. At the end of the backward
         the gradient takes its place again."""
 
         def answered() -> None:
@@ -459,7 +461,8 @@ class Anchor(Copied, torch.nn.Parameter):
             if grad is not None and type(grad) is not Gradient:
                 self._restored(grad)
 
-        # What is queued by a call that is queued comes behind the reducer's, which queues one in its own for a static graph.
+        # What is queued by a call that is queued comes behind the reducer's. For a static graph the reducer queues a
+        # call in its own.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: queue(answered)))
 

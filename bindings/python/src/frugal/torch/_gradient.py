@@ -102,8 +102,9 @@ def is_shared(table: "Table") -> bool:
 
 
 def is_of_a_bucket(value: Any, table: "Table") -> bool:
-    """Whether this is what a reducer with gradient_as_bucket_view puts in the gradient's place: an element of many."""
-    return getattr(value, "shape", None) == SHAPE and (table.shape != SHAPE or value._base is not None)
+    """Whether this is what a reducer has put in the gradient's place. Of a table of one element it is a caller's:
+    nobody has been given the reducer's."""
+    return getattr(value, "shape", None) == SHAPE != table.shape
 
 
 @functools.lru_cache(maxsize=None)
@@ -734,8 +735,8 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
 
 
 def _is_of_a_reducer(grad: Gradient, other: torch.Tensor) -> bool:
-    """Whether a copy from or to a tensor is a reducer's, which makes its copies in the backward, and where it orders its
-    buckets anew. Those of a caller come after it, and by Python."""
+    """Whether a copy from or to a tensor is a reducer's. It copies in the backward, and where it orders its buckets
+    anew. A caller copies after it, and by Python."""
     if other.numel() != 1 or not is_shared(grad.table):
         return False
     return graph_task() >= 0 or (other._base is not None and _is_asked_in_cpp())

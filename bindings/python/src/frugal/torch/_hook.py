@@ -990,10 +990,44 @@ def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+# Communication hooks of PyTorch whose answer is no mean over ranks, and those that are made of another.
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_NO_MEANS = {f"{_HOOKS}debugging_hooks", f"{_HOOKS}post_localSGD_hook"}
+_OF_ANOTHER = {"fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"}
+
+
+def _is_no_mean(hook: Any) -> bool:
+    module = getattr(hook, "__module__", "")
+    if module == f"{_HOOKS}default_hooks" and getattr(hook, "__name__", "") in _OF_ANOTHER:
+        return any(_is_no_mean(cell.cell_contents) for cell in hook.__closure__ or ())
+    return module in _NO_MEANS
+
+
+def _for_means(function: Callable[..., None]) -> Callable[..., None]:
+    """DistributedDataParallel.register_comm_hook. The step averages a table's gradient, whatever the hook would do."""
+
+    @functools.wraps(function)
+    def register(parallel: Any, state: object, hook: Any) -> None:
+        ignored = getattr(parallel, "parameters_to_ignore", ())
+        for name, parameter in parallel.module.named_parameters() if _is_no_mean(hook) else []:
+            if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1 and name not in ignored:
+                raise NotImplementedError(
+                    f"table {parameter.table.name!r}: a communication hook that does not average over ranks, as the"
+                    " step does with a table's gradient: leave the parameter out, as by"
+                    " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before it is"
+                    f" made of the model, with {name!r} among the names"
+                )
+        function(parallel, state, hook)
+
+    return register
+
+
 if torch.distributed.is_available():
     from torch.distributed.algorithms.join import Join
+    from torch.nn.parallel import DistributedDataParallel
 
     setattr(Join, "__init__", _without_tables(Join.__init__))
+    setattr(DistributedDataParallel, "register_comm_hook", _for_means(DistributedDataParallel.register_comm_hook))
 
 
 def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:

@@ -11,7 +11,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Opti
 import torch
 
 from . import _default, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, AnchorOfRanks, Copied, broadcast, is_of_a_parameter, use_of
+from ._anchor import (
+    ACCUMULATED, NOT_ASKED, RETURNED, Anchor, AnchorOfRanks, Copied, broadcast, is_of_a_parameter, use_of,
+)  # fmt: skip
 from ._computed import (
     OF_TORCH, SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, no_memory, refuse_memory,
     without_writes,
@@ -815,9 +817,9 @@ _PLAIN = {
 
 
 def _with_rows(base: Any) -> Callable[..., Any]:
-    """What torch.autograd.Function.apply calls, which goes to C++ without a call of anything here. A Function has a gradient
-    of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and who writes to them writes to the
-    table."""
+    """What torch.autograd.Function.apply calls, which goes to C++ without a call of anything here. A Function has a
+    gradient of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and who writes to them
+    writes to the table."""
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         if not _ANCHORS.isdisjoint(map(type, args)) and not kind.__module__.startswith(_OF_THE_ELEMENT):
