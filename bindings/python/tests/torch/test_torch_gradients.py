@@ -514,7 +514,7 @@ def calls_of_a_node(kind: Any, node_of: Any) -> Any:
     for _ in range(2):
         module(torch.tensor([1, 2])).sum().backward()
     edge = torch.autograd.graph.get_gradient_edge(module.weight)
-    found = torch.autograd.grad(module(torch.tensor([3])).sum(), [edge])  # type: ignore[list-item]
+    found = torch.autograd.grad(module(torch.tensor([3])).sum(), [edge])
     return called, found[0][...].clone()
 
 

@@ -324,7 +324,7 @@ def test_loading_with_assign_takes_the_dtype(trainer: frugal.Trainer, dtype: tor
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is not in this build")
 def test_a_checkpoint_is_written_while_training_goes_on(trainer: frugal.Trainer, tmp_path: Path) -> None:
-    from torch.distributed import checkpoint
+    checkpoint: Any = pytest.importorskip("torch.distributed.checkpoint")
 
     def make() -> Tuple[Any, torch.optim.Optimizer]:
         model = torch.nn.Sequential(ft.Embedding(ROWS, DIM, trainer=trainer), torch.nn.Linear(DIM, 1))
@@ -343,7 +343,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(trainer: frugal.Trainer,
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         saving = checkpoint.async_save(state, checkpoint_id=tmp_path / "saved")
         train()
-        saving.result()  # type: ignore[union-attr]
+        saving.result()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         checkpoint.load(state, checkpoint_id=tmp_path / "saved")
         again, fresh = make()

@@ -138,9 +138,8 @@ def kept(kind: Any, make: Any, to: str) -> Any:
     state = optimizer.state[weights[0]]
     kept = [state[name] for name in sorted(state)]
     parts = [value[2:4] for value in kept if value.dim()]
-    target, trained = {
-        "another table": (weights[1], modules[1]), "a layer": (head.weight, head), "another optimizer": (weights[0], modules[0])
-    }[to]  # fmt: skip
+    trained = {"another table": modules[1], "a layer": head, "another optimizer": modules[0]}[to]
+    target = trained.weight
     optimizer = other if to == "another optimizer" else optimizer
     optimizer.state[target] = state
     if target is not weights[0]:

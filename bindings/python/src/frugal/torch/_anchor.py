@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _usual
 from ._computed import (
-    SHAPE, TRANSFORM, call_with, flat, is_of_torch, no_memory, no_number, refusal, refuse_values,
+    SHAPE, TRANSFORM, call_with, flat, in_place, is_of_torch, no_memory, no_number, refusal, refuse_values,
 )  # fmt: skip
 from ._gradient import (
     Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_of_a_bucket, is_shared,
@@ -150,6 +150,8 @@ class Anchor(Copied, torch.nn.Parameter):
             with as_itself():
                 return func(*args, **kwargs)
         if func in _OF_THE_ELEMENT or is_of_torch() or (func is _VIEW_AS and is_of_torch(names=_FINDS_NODES)):
+            if func not in _OF_THE_ELEMENT and in_place(getattr(func, "__name__", "")) and is_of_torch(names=_STEPS):
+                _refuse_step(args[0])
             with as_itself():
                 return func(*args, **kwargs)
         if func in _FIND_NODES and len({id(value) for value in (*args, *kwargs.values())}) == 1:
@@ -531,6 +533,23 @@ _OF_THE_ELEMENT = {
 _VIEW_AS = torch.Tensor.view_as
 _FIND_NODES = {_VIEW_AS, torch.Tensor.expand_as}
 _FINDS_NODES = ("torch.autograd.graph",)  # so does register_multi_grad_hook()
+
+
+_STEPS = ("torch.optim.",)
+
+
+def _refuse_step(stepped: Any) -> None:
+    """An error, if a function of torch.optim steps a table's parameter. In a step of an optimizer the parameter has
+    no gradient."""
+    for anchor in flat([stepped]):
+        if isinstance(anchor, Anchor):
+            raise NotImplementedError(
+                f"table {anchor.table.name!r}: a function of torch.optim, as torch.optim.sgd.sgd(), or a functional"
+                " optimizer of torch.distributed.optim, which calls such a function, cannot step it: give"
+                " module.parameters() to"
+                " torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam or RMSprop, or write rows, as by"
+                " module.weight.add_(module.weight.grad, alpha=-lr) under torch.no_grad()"
+            )
 
 
 def _parameter_of(out: Any) -> Any:

@@ -88,7 +88,7 @@ def _key(name: str) -> Tuple[Any, str]:
 
 
 class Load:
-    """The load of a table's rows that all ranks make. One whose state lacks the table says so, and comes to no others."""
+    """The load of a table's rows that all ranks make. A rank whose state lacks the table says so, and does not wait."""
 
     _lacking: Dict[str, str] = {}  # by table, what this rank has said last
 
@@ -104,14 +104,14 @@ class Load:
         self._lacking[self._table] = self._key
 
     def check(self, name: str) -> None:
-        """An error, where a rank that this one waits for has said that. This one's turn to do what has this name is then the
-        next one."""
+        """An error, where a rank that this one waits for has said that. This rank's turn to do what has this name is
+        then its next one."""
         if self._store.check([self._key]):
             _turns[name] -= 1
             rank = self._store.get(self._key).decode()
             raise RuntimeError(
-                f"the state that rank {rank} has loaded lacks table {self._table!r}, and that of rank {self._rank} has it:"
-                " load the same state on all ranks"
+                f"the state that rank {rank} has loaded lacks table {self._table!r}, and that of rank {self._rank} has"
+                " it: load the same state on all ranks"
             )
 
 

@@ -882,23 +882,24 @@ class Steps:
                         yield
             else:
                 what = f"weight of table {name!r}"
-                with self.once(what, "writes to the", "write to weight on all ranks, as to their copies in PyTorch", load):
+                advice = "write to weight on all ranks, as to their copies in PyTorch"
+                with self.once(what, "writes to the", advice, load):
                     yield
 
     def patiently(self, call: Callable[[], T], hashed: Optional[str] = None) -> T:
-        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it. `hashed`: the call reads
-        the state of this table, for which no rank may be inside a step."""
+        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it. `hashed`: the call
+        reads the state of this table, for which no rank may be inside a step."""
         begin = time.monotonic()
         while True:
-            next_alone = hashed is not None and self._all_have_come()
+            in_next = hashed is not None and self._all_have_come()
             try:
                 return call()
             except frugal.Busy as error:
-                if next_alone and not self.open:
+                if in_next and not self.open:
                     raise frugal.Busy(
-                        f"table {hashed!r}: rank {self.rank} reads the state of a hashed table, and another rank has begun"
-                        f" step {self.next}, in which it waits for this one: call torch.distributed.barrier() on all ranks"
-                        f" before and after state_dict() ({error.message})",
+                        f"table {hashed!r}: rank {self.rank} reads the state of a hashed table, and another rank has"
+                        f" begun step {self.next}, in which it waits for this one: call torch.distributed.barrier() on"
+                        f" all ranks before and after state_dict() ({error.message})",
                         error.status,
                     ) from None
                 waited_ms = (time.monotonic() - begin) * 1000
@@ -909,8 +910,8 @@ class Steps:
             time.sleep(_PAUSE)
 
     def _all_have_come(self) -> bool:
-        """Whether all ranks in processes have ended the steps that this one has ended: one that is inside a step is in the next
-        one, which cannot end without this rank."""
+        """Whether all ranks in processes have ended the steps that this one has ended. One that is inside a step is
+        then in the next one, which cannot end without this rank."""
         committed = self.trainer.engine.committed_step()
         ended = 0 if committed is None else committed + 1
         return ended == self.next and _ranks.are_told(self.rank, self.world_size)
@@ -922,7 +923,8 @@ class Steps:
             warnings.warn(
                 f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
                 f" end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed table,"
-                " where no rank is between its forward and its step(), as between two calls of torch.distributed.barrier()",
+                " where no rank is between its forward and its step(), as between two calls of"
+                " torch.distributed.barrier()",
                 stacklevel=2,
             )
 

@@ -575,7 +575,8 @@ class Source:
         return self.table.steps.next, self.table.written_at
 
     def __deepcopy__(self, memo: object) -> None:
-        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a copy that is no table's."""
+        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a tensor that is no
+        table's."""
 
     def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
@@ -751,7 +752,7 @@ def _node_of(whole: Any) -> Any:
 class _Whole(_Part):
     """All rows of a parameter, as parameter.expand_as(parameter) has them."""
 
-    grad_fn = property(functools.partial(_node_of))  # type: ignore[assignment]
+    grad_fn = property(functools.partial(_node_of))
 
 
 def shared(out: Any, sources: Sequence[Source]) -> Any:
