@@ -614,7 +614,7 @@ CLIPS: Dict[str, Callable[[Any], Any]] = {
 def test_the_gradient_where_a_reducer_has_views_of_its_buckets(
     clip: str, to_none: bool, options: Any, trainer: frugal.Trainer, process_group: Any
 ) -> None:
-    """The reducer's element is no gradient of the rows, as for who clips or reads it. Gradients that are kept are
+    """The reducer's element is no gradient of the rows where a caller clips or reads it. Gradients that are kept are
     copied when the reducer orders its buckets anew."""
     found: List[List[torch.Tensor]] = []
     for modules, more in ((torch.nn, {}), (ft, {"trainer": trainer})):

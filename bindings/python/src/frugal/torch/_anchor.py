@@ -279,7 +279,7 @@ class Anchor(Copied, torch.nn.Parameter):
     )
 
     def _shown(self, grad: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """What somebody sees who asks for the gradient."""
+        """The gradient that a caller sees."""
         if grad is None or isinstance(grad, Gradient):
             return grad
         if graph_task() < 0 or not is_shared(self.table):
@@ -287,7 +287,7 @@ class Anchor(Copied, torch.nn.Parameter):
         return grad if self.last is None else self.last  # a reducer wants its own until the end of the backward
 
     def _restored(self, value: torch.Tensor) -> torch.Tensor:
-        """The gradient, which takes its place again: a reducer has put its answer there. What that says of ranks
+        """The gradient, which takes its place again: a reducer has put its element there. What that says of ranks
         without a gradient is taken out. An error for a gradient of the element, which is none of the rows."""
         grad, factor = self.last, of_a_reducer(self.table, float(value))
         if self.table.steps.world_size == 1 and value._base is None and (factor != 0.0 or grad is None):
@@ -455,7 +455,7 @@ class Anchor(Copied, torch.nn.Parameter):
             self._await_reducer()
 
     def _await_reducer(self) -> None:
-        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place. At the end of the backward
+        """A reducer with gradient_as_bucket_view puts its element in the gradient's place. At the end of the backward
         the gradient takes its place again."""
 
         def answered() -> None:

@@ -33,7 +33,7 @@ _MOST_HELD = 64
 _SMALL = 16384  # elements of a table that is small
 _CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
 
-_is_asked_in_cpp: Callable[[], bool] = torch._C._is_torch_function_enabled  # in an answer to an operator
+_is_asked_in_cpp: Callable[[], bool] = torch._C._is_torch_function_enabled  # inside an operator of this package
 
 # In it an anchor is its element.
 as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
@@ -103,7 +103,7 @@ def is_shared(table: "Table") -> bool:
 
 def is_of_a_bucket(value: Any, table: "Table") -> bool:
     """Whether this is what a reducer has put in the gradient's place. Of a table of one element it is a caller's:
-    nobody has been given the reducer's."""
+    no caller has the reducer's."""
     return getattr(value, "shape", None) == SHAPE != table.shape
 
 

@@ -83,7 +83,7 @@ class _Own(Dict[str, Any]):
         self.kind, self.names = _theirs(optimizer)
         self.counts_in_tensors = not isinstance(optimizer, (torch.optim.SGD, torch.optim.SparseAdam))
         self.steps: Optional[_Moment] = None  # a _Steps
-        self.shown: Dict[str, TensorWeakRef] = {}  # by name, what somebody may have read and kept
+        self.shown: Dict[str, TensorWeakRef] = {}  # by name, what a caller may have read and kept
         self.new: Optional[float] = None  # what all rows have until the first step
         self.lost = False  # another optimizer has stepped the table, and nobody has kept what it had of the rows
         for name, value in has.items():  # what is kept of another's state that has come here
@@ -95,7 +95,7 @@ class _Own(Dict[str, Any]):
                     self.steps = _Steps.of(self, _STEP, value)
 
     def shown_as(self, name: str) -> Optional[torch.Tensor]:
-        """What somebody has read by this name, if it is still there."""
+        """What a caller has read by this name, if it is still there."""
         shown = self.shown.get(name)
         return None if shown is None else shown()
 
@@ -197,7 +197,7 @@ class _Own(Dict[str, Any]):
         return found
 
     def for_another(self) -> Dict[str, Any]:
-        """The same for another parameter, to which somebody has moved it, in the tensors that somebody has read."""
+        """The same for another parameter, to which a caller has moved it, in the tensors that a caller has read."""
         found = self.of_rows()
         if _STEP in _here(self):
             count = dict.__getitem__(self, _STEP)
@@ -990,7 +990,7 @@ def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-# Communication hooks of PyTorch whose answer is no mean over ranks, and those that are made of another.
+# Communication hooks of PyTorch whose result is no mean over ranks, and those that are made of another.
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _NO_MEANS = {f"{_HOOKS}debugging_hooks", f"{_HOOKS}post_localSGD_hook"}
 _OF_ANOTHER = {"fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"}

@@ -740,7 +740,7 @@ _TEMPORARY: int = _Temporary().references  # to what is gone when the property i
 
 
 def _node_of(whole: Any) -> Any:
-    """The node that made a tensor. One in Python goes with its tensor, so who asks a temporary one gets another of the
+    """The node that made a tensor. One in Python goes with its tensor, so asking a temporary one returns another of the
     same parameter, which no backward can come to."""
     if sys.getrefcount(whole) > _TEMPORARY:
         return _tensor.grad_fn.__get__(whole)
@@ -819,7 +819,7 @@ _PLAIN = {
 
 def _with_rows(base: Any) -> Callable[..., Any]:
     """What torch.autograd.Function.apply calls, which goes to C++ without a call of anything here. A Function has a
-    gradient of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and who writes to them
+    gradient of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and one that writes to them
     writes to the table."""
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
