@@ -571,6 +571,33 @@ torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{
 """
 
 
+# One rank alone uses a table in the first step, in which it gets its kind of optimizer.
+FIRST = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+model.forward = lambda keys, used: model[1](model[0](keys) if used else torch.ones(3, 4))
+ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    if int(sys.argv[4]) != rank:
+        dist.barrier()
+    loss = ddp(torch.tensor([1, 2, 3 + rank]), rank == step % 2).square().sum()
+    if int(sys.argv[4]) == rank:
+        dist.barrier()
+    loss.backward()
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_without_a_gradient_in_the_first_step(controller: Any, tmp_path: Path, first: int) -> None:
+    for theirs, ours in zip(*of_two_ranks(FIRST, controller, tmp_path, str(first))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_ranks_that_have_a_gradient_in_turn(controller: Any, tmp_path: Path) -> None:
     for theirs, ours in zip(*of_two_ranks(IN_TURN, controller, tmp_path)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -278,7 +278,8 @@ class Gradient(OfGradient):
 
     def common(self) -> float:
         """The factor of the newest backward, and as a rule of all. One that is no number is left to the rows, of which the
-        engine names the first. Ranks may have different factors, and a table has one optimizer: each rank multiplies."""
+        engine names the first. Ranks may have different factors, and a table has one optimizer, so
+        each of several ranks multiplies."""
         factor = self.parts[-1].factor if self.parts and self.table.steps.world_size == 1 else 1.0
         return factor if factor == 1.0 or math.isfinite(factor) else 1.0
 

@@ -331,7 +331,11 @@ class Table:
             try:
                 set_it()
             except frugal.Busy:  # no other rank has given it this kind yet
-                self.steps.between(set_it)
+                with self.steps.lock:
+                    # Ranks that are inside the step end it, empty, so this one ends it, too.
+                    if not self.steps.open:
+                        self.steps.begin()
+                    self.steps.between(set_it)
         self.has(optimizer)
 
     def has(self, optimizer: frugal.Optimizer) -> None:

@@ -819,8 +819,8 @@ _PLAIN = {
 
 def _with_rows(base: Any) -> Callable[..., Any]:
     """What torch.autograd.Function.apply calls, which goes to C++ without a call of anything here. A Function has a
-    gradient of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and one that writes to them
-    writes to the table."""
+    gradient of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and its writes to them
+    are writes to the table."""
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         if not _ANCHORS.isdisjoint(map(type, args)) and not kind.__module__.startswith(_OF_THE_ELEMENT):
