@@ -462,8 +462,7 @@ class Shared:
                         if value != theirs[name][what]:
                             raise ValueError(
                                 f"table {name!r}, step {step}: rank {rank} says {what}={value}, rank {other}"
-                                f" {what}={theirs[name][what]}; all ranks must say the same (a GradScaler's scale"
-                                " is in grad_scale)"
+                                f" {what}={theirs[name][what]}; all ranks must say the same"
                             )
             ranks[rank] = tables
 
