@@ -12,6 +12,8 @@ from typing import Any, Callable, Dict, List, Tuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
 from torch_support import DIM, ROWS, integers
 
 import frugal
@@ -334,19 +336,103 @@ class Product(torch.autograd.Function):
         return grad @ weight, grad.t() @ x
 
 
-def test_a_function_of_a_caller_s_gets_rows(trainer: frugal.Trainer) -> None:
-    """The parameter itself has one element there: its gradient is an error, and not one number for all rows."""
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Any:
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 3
+
+
+class Clamped(torch.autograd.Function):
+    """Writes to what it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Any:
+        weight.clamp_(-1.0, 1.0)
+        return weight.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Any, weight: Any, factor: float = 2.0) -> Any:
+        return x @ weight.t() * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, None
+
+
+BAGS = torch.tensor([[1, 2, 1], [4, 4, 5]])
+_product: Any = Product.apply
+_clamped: Any = Clamped.apply
+_identity: Any = Identity.apply
+_scaled: Any = Scaled.apply
+FUNCTIONS: Dict[str, Callable[[Any], Any]] = {
+    "a product": lambda module: _product(torch.ones(2, 3), module.weight),
+    "its context is set up later": lambda module: _scaled(torch.ones(2, 3), module.weight),
+    "rows of the result": lambda module: _identity(module.weight)[BAGS],
+    "a lookup in the result": lambda module: torch.nn.functional.embedding(BAGS, _clamped(module.weight)),
+    "bags of the result": lambda module: torch.nn.functional.embedding_bag(BAGS, _identity(module.weight), mode="sum"),
+    "with a forward of the module": lambda module: module(BAGS).sum() + _product(torch.ones(2, 3), module.weight),
+    "without gradients": lambda module: module(BAGS) * torch.no_grad()(_identity)(module.weight)[BAGS],
+    "a checkpoint": lambda module: torch.utils.checkpoint.checkpoint(
+        torch.nn.functional.embedding, BAGS, module.weight, use_reentrant=True
+    ),
+}
+
+
+@pytest.fixture(params=["alone", "in a process group"])
+def group(request: Any, tmp_path: Any) -> Any:
+    """Where a reducer may put its own in the place of a gradient."""
+    if request.param == "alone":
+        yield None
+        return
+    if not dist.is_available():
+        pytest.skip("torch.distributed is not in this build")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield None
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_a_function_of_a_caller_s_gets_rows(trainer: frugal.Trainer, what: str, group: None) -> None:
+    module = ft.Embedding(7, 3, trainer=trainer)
+    found = []
+    for made in (module, torch.nn.Embedding(7, 3, _weight=module.weight.detach().clone())):
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.25)
+        for _ in range(2):
+            optimizer.zero_grad()
+            FUNCTIONS[what](made).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(made.parameters(), 4.0)
+            optimizer.step()
+        found.append([norm, made.weight.detach().clone()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_function_in_cpp_gets_one_element(trainer: frugal.Trainer, group: None) -> None:
+    """Its gradient is an error, and not one number for all rows."""
     module = ft.Embedding(7, 3, trainer=trainer)
     theirs = torch.nn.Embedding(7, 3, _weight=module.weight.detach().clone())
-    product: Any = Product.apply
-    product(torch.ones(2, 3), module.weight).sum().backward()
+    in_cpp: Any = super(torch.autograd.function._SingleLevelFunction, Product).apply
+    in_cpp(torch.ones(2, 3), module.weight).sum().backward()
     with pytest.raises(NotImplementedError, match=r"module\.weight\.clone\(\)"):
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     for made in (module, theirs):
-        product(torch.ones(2, 3), made.weight.clone()).sum().backward()
+        in_cpp(torch.ones(2, 3), made.weight.clone()).sum().backward()
     grads = module.weight.grad, theirs.weight.grad
     assert grads[0] is not None and torch.equal(*grads)  # type: ignore[arg-type]
-
 
 
 def test_buckets_of_gradients() -> None:
@@ -364,3 +450,107 @@ def test_buckets_of_gradients() -> None:
         grad.copy_(part)
     assert all(torch.equal(grad, 2 * old) for grad, old in zip(grads, before))
     assert torch.zeros(15).view_as(grads[0]).shape == torch.zeros(15).reshape_as(grads[0]).shape == (5, 3)
+
+
+# --- hooks of torch.autograd.graph ---
+
+
+class Unused(torch.autograd.Function):
+    """A sum whose first term gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, grad
+
+
+def calls_of_hooks(kind: Any, trained: int, dense: bool) -> Any:
+    torch.manual_seed(3)
+    tables = [kind(ROWS, DIM) for _ in range(3)]
+    head = torch.nn.Linear(DIM, 1)
+    weights = [table.weight for table in tables]
+    called: List[Any] = []
+
+    def call(grads: Any) -> None:
+        called.append([None if grad is None else grad.detach().clone() for grad in grads])
+
+    def loss() -> torch.Tensor:
+        return head(sum(table(torch.tensor([1, 2])) for table in tables[:trained])).sum()  # type: ignore[no-any-return]
+
+    hooked = [*weights, head.weight] if dense else weights
+    handles = [
+        torch.autograd.graph.register_multi_grad_hook(hooked, call, mode="all"),
+        torch.autograd.graph.register_multi_grad_hook(hooked, lambda grad: called.append(grad is None), mode="any"),
+    ]
+    for inputs in (None, None, weights[:1]):
+        loss().backward(inputs=inputs)
+    Unused.apply(tables[0](torch.tensor([1])), head.weight).sum().backward()
+    for handle in handles:
+        handle.remove()
+    loss().backward()
+    return called
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("trained", [1, 2, 3])
+def test_a_hook_of_several_gradients_is_called_once_with_all(trained: int, dense: bool) -> None:
+    theirs, ours = [calls_of_hooks(kind, trained, dense) for kind in (torch.nn.Embedding, ft.Embedding)]
+    torch.testing.assert_close(ours, theirs)
+
+
+def calls_of_a_node(kind: Any, node_of: Any) -> Any:
+    torch.manual_seed(3)
+    module = kind(ROWS, DIM)
+    node = node_of(module.weight)
+    called: List[Any] = []
+
+    def after(inputs: Any, outputs: Any) -> None:
+        called.append((inputs, module.weight.grad[...].clone()))
+
+    node.register_hook(after)
+    assert node.variable is module.weight
+    for _ in range(2):
+        module(torch.tensor([1, 2])).sum().backward()
+    edge = torch.autograd.graph.get_gradient_edge(module.weight)
+    found = torch.autograd.grad(module(torch.tensor([3])).sum(), [edge])
+    return called, found[0][...].clone()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("view", ["expand_as", "view_as"])
+def test_the_node_of_a_parameter_is_found_and_has_hooks(view: str, named: bool) -> None:
+    def node_of(parameter: Any) -> Any:
+        if not named:
+            return getattr(parameter, view)(parameter).grad_fn.next_functions[0][0]
+        rows = getattr(parameter, view)(parameter)
+        return rows.grad_fn.next_functions[0][0]
+
+    theirs, ours = [calls_of_a_node(kind, node_of) for kind in (torch.nn.Embedding, ft.Embedding)]
+    torch.testing.assert_close(ours, theirs)
+
+
+def uses_of_a_whole_view(kind: Any, view: str) -> Any:
+    torch.manual_seed(3)
+    module = kind(ROWS, DIM)
+    rows = getattr(module.weight, view)(module.weight)
+    found = [rows.clone(), rows.t().sum()]
+    (rows * rows.detach()).sum().backward()
+    found.append(module.weight.grad.clone())
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place operation"):
+        rows.mul_(2)
+    squares = getattr(module.weight, view)(module.weight).square().sum()
+    with torch.no_grad():
+        getattr(module.weight, view)(module.weight).mul_(2)
+    found += [rows.clone(), module.weight.clone()]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+    return found
+
+
+@pytest.mark.parametrize("view", ["expand_as", "view_as"])
+def test_a_parameter_viewed_as_itself_shows_its_rows(view: str) -> None:
+    theirs, ours = [uses_of_a_whole_view(kind, view) for kind in (torch.nn.Embedding, ft.Embedding)]
+    torch.testing.assert_close(ours, theirs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple, cast
 
 import pytest
 import torch
@@ -1076,3 +1076,42 @@ def test_a_fresh_optimizer_takes_state_by_names(kind: str, trainer: frugal.Train
         train(again, fresh)
         found.append([weight.detach().clone(), fresh.state_dict()["state"].get(0, {})])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+# --- steps by functions ---
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["adadelta", "adagrad", "adam", "adamax", "adamw", "rmsprop", "rprop", "sgd"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functional_optimizers_say_what_steps_a_table(kind: str, foreach: bool, trainer: frugal.Trainer) -> None:
+    functional = pytest.importorskip(f"torch.distributed.optim.functional_{kind}")
+    (name,) = [name for name in vars(functional) if name.lower() == f"_functional{kind}"]
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    optimizer = getattr(functional, name)([module.weight], lr=0.1, foreach=foreach)
+    before = snapshot(module)
+    module(torch.arange(5)).square().sum().backward()
+    said = r"^table 'embedding_0': a function of torch.optim.* cannot step it: give module.parameters"
+    with pytest.raises(NotImplementedError, match=said):
+        optimizer.step([module.weight.grad])
+    assert torch.equal(snapshot(module), before)
+
+
+def test_a_function_that_writes_rows_steps_a_table(trainer: frugal.Trainer) -> None:
+    from torch.optim._functional import sparse_adam
+
+    found: List[Any] = []
+    weight = integers(ROWS, DIM)
+    for module in (
+        torch.nn.Embedding(ROWS, DIM, sparse=True, _weight=weight.clone()),
+        ft.Embedding(ROWS, DIM, sparse=True, _weight=weight, trainer=trainer),
+    ):
+        rows = [torch.zeros(ROWS, DIM) for _ in range(2)]
+        module(torch.arange(5)).square().sum().backward()
+        with torch.no_grad():
+            sparse_adam(
+                [module.weight], [cast(torch.Tensor, module.weight.grad)], rows[:1], rows[1:], [1],
+                beta1=0.9, beta2=0.99, lr=0.1, eps=1e-8, maximize=False,
+            )  # fmt: skip
+        found.append([module.weight.detach().clone(), *rows])
+    torch.testing.assert_close(*found)

@@ -355,6 +355,88 @@ def test_ranks_load_in_the_middle_of_a_step(controller: Any, tmp_path: Path) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# The state that one rank loads lacks a table, before the first step that of rank 0, which the other waits for.
+LACKS = """
+import warnings
+if sys.argv[2] == "frugal":
+    from frugal.torch import _ranks
+    _ranks.WORD_MS = 0
+    warnings.simplefilter("ignore")  # of waits
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(12, 4), modules.Embedding(6, 4)])
+def load(whose, value):
+    state = {name: torch.full_like(rows, value) for name, rows in model.state_dict().items()}
+    if rank in whose:
+        del state["1.weight"]
+    try:
+        missing = model.load_state_dict(state, strict=False).missing_keys
+        assert missing == (["1.weight"] if rank in whose else []), missing
+    except RuntimeError as error:
+        assert whose and rank not in whose and sys.argv[2] == "frugal", error
+        said = f"the state that rank {whose[0]} has loaded lacks table 'embedding_1', and that of rank {rank} has it"
+        assert said in str(error), error
+    else:
+        assert not whose or rank in whose or sys.argv[2] == "torch" or len(whose) == 2, "no error"
+    dist.barrier()
+load([0], 1.0)
+load([0, 1], 2.0)
+load([], 3.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+(model[0](torch.tensor([rank])) * model[1](torch.tensor([rank]))).sum().backward()
+optimizer.step()
+for whose in ([1], [0], [0, 1]):
+    load(whose, 4.0)
+load([], 5.0)
+with torch.no_grad():
+    model[1].weight.mul_(2.0)
+dist.barrier()
+torch.save([each.weight.detach().clone() for each in model], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_ranks_whose_states_lack_a_table_do_not_wait(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(LACKS, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Rank 0 has begun the next step, and rank 1 reads the state of a hashed table, for which that step must end.
+HASHED = """
+options = {"hashed": True} if sys.argv[2] == "frugal" else {}
+model = modules.Embedding(12, 4, **options)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+def train():
+    optimizer.zero_grad()
+    model(torch.arange(6)).sum().backward()
+for step in range(2):
+    train()
+    optimizer.step()
+if rank == 0:
+    train()
+dist.barrier()
+if rank == 1 and sys.argv[2] == "frugal":
+    import frugal
+    for state_dict in (model.state_dict, optimizer.state_dict):
+        try:
+            state_dict()
+        except frugal.Busy as error:
+            assert "another rank has begun step" in str(error) and "barrier" in str(error), error
+        else:
+            raise AssertionError("not refused")
+dist.barrier()
+if rank == 1:
+    train()
+optimizer.step()
+dist.barrier()
+state = model.state_dict()["weight"], optimizer.state_dict()["state"]
+dist.barrier()
+torch.save([], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_rank_waits_for_no_step_that_cannot_end_without_it(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(HASHED, controller, tmp_path)
+
+
 # What would share or average a table once more, and what takes a caller's gradient for one of all ranks.
 REFUSED = """
 from torch.distributed.algorithms.join import Join
@@ -392,6 +474,176 @@ torch.save([], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
 
 def test_what_ranks_share_already_says_what_to_do(controller: Any, tmp_path: Path) -> None:
     of_two_ranks(REFUSED, controller, tmp_path)
+
+
+# No rank clips a gradient that ranks share, nor has what a reducer has put in its place: also one that did not use the
+# table, whose gradient a reducer makes.
+CLIPPED = """
+torch.manual_seed(0)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = modules.Embedding(6, 4), torch.nn.Linear(4, 1)
+    def forward(self, keys, uses):
+        return self.head(self.table(keys) if uses else torch.ones(2, 4))
+ddp = torch.nn.parallel.DistributedDataParallel(
+    Model(), find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "True"
+)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+clips = [
+    lambda: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0),
+    lambda: torch.nn.utils.clip_grad_value_(ddp.parameters(), 1.0),
+]
+for used in (2, 1, 0, 2):
+    for to_none in (True, False):
+        optimizer.zero_grad(set_to_none=to_none)
+        ddp(torch.arange(2), used == 2 or used == rank).sum().backward()
+        for clip in clips if sys.argv[2] == "frugal" else []:
+            try:
+                clip()
+            except NotImplementedError as error:
+                assert "2 ranks share" in str(error) and "frugal optimizer" in str(error), error
+            else:
+                raise AssertionError("not refused")
+        assert ddp.module.table.weight.grad.shape == (6, 4)
+        optimizer.step()
+dist.barrier()
+torch.save(ddp.module.table.weight.detach().clone(), f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_no_rank_clips_what_ranks_share(controller: Any, tmp_path: Path, views: bool) -> None:
+    for theirs, ours in zip(*of_two_ranks(CLIPPED, controller, tmp_path, str(views))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# A Function of a caller's gets the parameter, and its result is looked up, or is the loss.
+FUNCTIONS = """
+torch.manual_seed(0)
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+def forward(keys):
+    rows = torch.nn.functional.embedding(keys, Doubled.apply(model[1].weight))
+    return model[2](model[0](keys) + rows).square().mean() + Doubled.apply(model[0].weight).square().mean()
+model.forward = forward
+ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=sys.argv[4] == "True")
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    ddp(torch.tensor([rank, 2, 3])).backward()
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_function_of_a_caller_s_trains_what_ranks_share(controller: Any, tmp_path: Path, views: bool) -> None:
+    for theirs, ours in zip(*of_two_ranks(FUNCTIONS, controller, tmp_path, str(views))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# One rank in turn has a gradient of a table. It is multiplied, and the learning rate goes back and forth.
+IN_TURN = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+model.forward = lambda keys, both: model[2](model[0](keys) + model[1](keys) if both else model[0](keys))
+ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+rates, factors = (0.1, 0.2, 0.1, 0.1, 0.4, 0.1, 0.1), (0.5, 1.0, 0.5, 1.0, 1.0, 0.25, 1.0)
+for step, (rate, factor) in enumerate(zip(rates, factors)):
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.zero_grad()
+    ddp(torch.tensor([1, 2, 3 + rank]), step % 2 == rank).square().sum().backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+# One rank alone uses a table in the first step, in which it gets its kind of optimizer.
+FIRST = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+model.forward = lambda keys, used: model[1](model[0](keys) if used else torch.ones(3, 4))
+ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    if int(sys.argv[4]) != rank:
+        dist.barrier()
+    loss = ddp(torch.tensor([1, 2, 3 + rank]), rank == step % 2).square().sum()
+    if int(sys.argv[4]) == rank:
+        dist.barrier()
+    loss.backward()
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_without_a_gradient_in_the_first_step(controller: Any, tmp_path: Path, first: int) -> None:
+    for theirs, ours in zip(*of_two_ranks(FIRST, controller, tmp_path, str(first))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_have_a_gradient_in_turn(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(IN_TURN, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# What a communication hook does to gradients, which the step averages. It is for those of the other layers.
+HOOKED = """
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+DDP = torch.nn.parallel.DistributedDataParallel
+torch.manual_seed(0)
+def halves(state, bucket):
+    future = dist.all_reduce(bucket.buffer().div_(4), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))
+if sys.argv[2] == "frugal":
+    noop = debugging_hooks.noop_hook
+    for hook in (noop, default_hooks.fp16_compress_wrapper(noop)):
+        try:
+            DDP(model).register_comm_hook(None, hook)
+        except NotImplementedError as error:
+            assert "communication hook" in str(error) and "'0.weight'" in str(error), error
+        else:
+            raise AssertionError("not refused")
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+def train(hook):
+    ddp = DDP(model)
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(torch.tensor([rank, 2, 3])).square().mean().backward()
+        if hook is halves and sys.argv[2] == "torch":
+            model[0].weight.grad.mul_(2)
+        optimizer.step()
+train(halves)
+DDP._set_params_and_buffers_to_ignore_for_model(model, [])
+train(default_hooks.allreduce_hook)
+train(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_communication_hook_is_not_for_tables(controller: Any, tmp_path: Path) -> None:
+    for theirs, ours in zip(*of_two_ranks(HOOKED, controller, tmp_path)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("what", ["table 'none of 0'", "state of table 'none of 0'"])

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -287,7 +287,7 @@ def test_ranks_say_the_same() -> None:
             )
 
 
-def test_scales_of_ranks_are_the_same_or_an_error() -> None:
+def test_each_rank_has_its_own_scale() -> None:
     keys = torch.zeros(1, 1, dtype=torch.int64)
     with frugal.Engine(world_size=2, timeout=60) as engine:
         trainers = [engine.create_trainer(rank) for rank in range(2)]
@@ -318,9 +318,15 @@ def test_scales_of_ranks_are_the_same_or_an_error() -> None:
         torch.testing.assert_close(bags[0].weight[0], before[0] - 2.0)
         scalers[1].update(1.0)
         backward((1.0, 1.0))
-        scalers[0].step(optimizers[0])
-        with pytest.raises(ValueError, match="rank 1 says grad_scale=1.0, rank 0 grad_scale=0.5"):
-            scalers[1].step(optimizers[1])
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.step(optimizer)
+        torch.testing.assert_close(bags[0].weight[0], before[0] - 4.0)
+        # Of what a table has once, all ranks say the same.
+        optimizers[1].param_groups[0]["lr"] = 0.5
+        backward((1.0, 1.0))
+        optimizers[0].step()
+        with pytest.raises(ValueError, match="rank 1 says lr=0.5, rank 0 lr=1.0; all ranks must say the same"):
+            optimizers[1].step()
 
 
 def test_what_takes_all_ranks_is_said() -> None:
@@ -536,6 +542,7 @@ GRADIENT_WRITES: List[Callable[[Any], Any]] = [
     lambda weight: weight.grad.data.copy_(torch.tensor(5.0)),
     lambda weight: torch._foreach_copy_([weight.grad], [torch.tensor(5.0)]),
     lambda weight: setattr(weight, "grad", torch.full(tuple(weight.shape), 5.0)),
+    lambda weight: setattr(weight, "grad", torch.full((2 * weight.shape[0], weight.shape[1]), 5.0)[: weight.shape[0]]),
     lambda weight: weight.grad.mul_(2.0),
     lambda weight: torch.empty(tuple(weight.shape)).copy_(weight.grad),
     lambda weight: torch.mul(weight.grad, 0.5, out=torch.empty(tuple(weight.shape))),
@@ -596,6 +603,74 @@ def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer
         torch.testing.assert_close(model.bags.weight, bags.weight.detach())
         torch.testing.assert_close(model.head.weight, head.weight)
     assert list(parallel.state_dict()) == ["module.bags.weight", "module.head.weight", "module.head.bias"]
+
+
+CLIPS: Dict[str, Callable[[Any], Any]] = {
+    "norm": lambda parallel: torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0),
+    "value": lambda parallel: torch.nn.utils.clip_grad_value_(parallel.parameters(), 1.0),
+    "a factor": lambda parallel: parallel.module[0].weight.grad.mul_(0.5),
+    "a copy": lambda parallel: parallel.module[0].weight.grad.clone(),
+}
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_gradient_where_a_reducer_has_views_of_its_buckets(
+    clip: str, to_none: bool, options: Any, trainer: frugal.Trainer, process_group: Any
+) -> None:
+    """The reducer's element is no gradient of the rows where a caller clips or reads it. Gradients that are kept are
+    copied when the reducer orders its buckets anew."""
+    found: List[List[torch.Tensor]] = []
+    for modules, more in ((torch.nn, {}), (ft, {"trainer": trainer})):
+        torch.manual_seed(1)
+        made: Any = modules.Embedding(6, 3, _weight=integers(6, 3), **more)
+        model = torch.nn.Sequential(made, torch.nn.Linear(3, 1))
+        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
+        seen = []
+        for keys in ([1, 2], [2, 2], [0, 1]):
+            optimizer.zero_grad(set_to_none=to_none)
+            (4.0 * parallel(torch.tensor(keys))).sum().backward()
+            answer = CLIPS[clip](parallel)
+            seen += [] if answer is None else [answer[...].clone()]
+            seen.append(made.weight.grad.norm())
+            optimizer.step()
+        found.append([*seen, snapshot(made)])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_parameter_from_before_a_process_group(
+    name: str, views: bool, trainer: frugal.Trainer, request: pytest.FixtureRequest
+) -> None:
+    def double(given: Any) -> Any:
+        if name == "register_hook":
+            return given * 2
+        given.grad.mul_(2)
+        return None
+
+    both = []
+    for modules, more in ((torch.nn, {}), (ft, {"trainer": trainer})):
+        torch.manual_seed(1)
+        made: Any = modules.Embedding(6, 3, _weight=integers(6, 3), **more)
+        getattr(made.weight, name)(lambda given: double(given))
+        both.append(torch.nn.Sequential(made, torch.nn.Linear(3, 1)))
+    request.getfixturevalue("process_group")
+    found = []
+    for model in both:
+        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.25)
+        for to_none in (True, False):
+            optimizer.zero_grad(set_to_none=to_none)
+            for keys in ([1, 2], [2, 3]):
+                parallel(torch.tensor(keys)).sum().backward()
+            optimizer.step()
+        found.append([snapshot(model[0]), *[p.grad.norm() for p in model.parameters() if p.grad is not None]])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")

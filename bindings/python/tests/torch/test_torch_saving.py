@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any, Dict
+from pathlib import Path
+from typing import Any, Dict, Tuple
 
 import pytest
 import torch
-from torch_support import DIM, ROWS, bag_pair, integers, sgd
+from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
@@ -319,3 +320,36 @@ def test_loading_with_assign_takes_the_dtype(trainer: frugal.Trainer, dtype: tor
         assert parameter.grad is None and parameter.dtype == dtype and parameter.requires_grad
         out = module(keys)
         assert out.dtype == dtype and torch.equal(out, saved["weight"][keys].sum(1))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is not in this build")
+def test_a_checkpoint_is_written_while_training_goes_on(trainer: frugal.Trainer, tmp_path: Path) -> None:
+    checkpoint: Any = pytest.importorskip("torch.distributed.checkpoint")
+
+    def make() -> Tuple[Any, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(ft.Embedding(ROWS, DIM, trainer=trainer), torch.nn.Linear(DIM, 1))
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.5)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.arange(5)).sum().backward()
+        optimizer.step()
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, optimizer = make()
+        train()
+        rows, sums = snapshot(model[0]), optimizer.state_dict()["state"][0]["sum"]
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saving = checkpoint.async_save(state, checkpoint_id=tmp_path / "saved")
+        train()
+        saving.result()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.load(state, checkpoint_id=tmp_path / "saved")
+        again, fresh = make()
+        again.load_state_dict(state["model"])
+        fresh.load_state_dict(state["optimizer"])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(snapshot(again[0]), rows)
+    assert torch.equal(fresh.state_dict()["state"][0]["sum"], sums)

@@ -129,6 +129,39 @@ def exchanged_and_another_steps(kind: Any, make: Any) -> Any:
     return parameters, states(optimizer)
 
 
+def kept(kind: Any, make: Any, to: str) -> Any:
+    """What the state of the first table is read into, which then is another parameter's or optimizer's."""
+    modules, head = tables(kind), torch.nn.Linear(DIM, ROWS, bias=False)
+    weights = [module.weight for module in modules]
+    optimizer, other = [make([*weights, head.weight]) for _ in range(2)]
+    train(optimizer, modules[0])
+    state = optimizer.state[weights[0]]
+    kept = [state[name] for name in sorted(state)]
+    parts = [value[2:4] for value in kept if value.dim()]
+    trained = {"another table": modules[1], "a layer": head, "another optimizer": modules[0]}[to]
+    target = trained.weight
+    optimizer = other if to == "another optimizer" else optimizer
+    optimizer.state[target] = state
+    if target is not weights[0]:
+        del optimizer.state[weights[0]]
+    else:
+        optimizer.state.pop(weights[1], None)
+    found = []
+    for _ in range(2):
+        train(optimizer, trained)
+        found.append([value.clone() for value in (*kept, *parts)])
+    for value in kept:
+        value.mul_(2)
+    train(optimizer, trained)
+    return found, kept, parts, target, states(optimizer)
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("to", ["another table", "a layer", "another optimizer"])
+def test_a_state_that_is_kept_goes_along(make: Any, to: str) -> None:
+    check(kept, make, to)
+
+
 # --- exchanges with what is no table's ---
 
 

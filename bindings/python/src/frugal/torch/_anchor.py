@@ -7,6 +7,7 @@ whose shape and values in Python are those of `module.weight`. Its gradient is a
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _usual
 from ._computed import (
-    SHAPE, TRANSFORM, call_with, flat, is_of_torch, no_memory, no_number, refusal, refuse_values,
+    SHAPE, TRANSFORM, call_with, flat, in_place, is_of_torch, no_memory, no_number, refusal, refuse_values,
 )  # fmt: skip
 from ._gradient import (
     Gradient, Held, Shown, add, as_itself, get_grad, graph_task, is_distributed, is_of_a_bucket, is_shared,
@@ -148,9 +149,13 @@ class Anchor(Copied, torch.nn.Parameter):
             args = _computed_of(tensors), *args[1:]
             with as_itself():
                 return func(*args, **kwargs)
-        if func in _OF_THE_ELEMENT or is_of_torch():
+        if func in _OF_THE_ELEMENT or is_of_torch() or (func is _VIEW_AS and is_of_torch(names=_FINDS_NODES)):
+            if func not in _OF_THE_ELEMENT and in_place(getattr(func, "__name__", "")) and is_of_torch(names=_STEPS):
+                _refuse_step(args[0])
             with as_itself():
                 return func(*args, **kwargs)
+        if func in _FIND_NODES and len({id(value) for value in (*args, *kwargs.values())}) == 1:
+            return args[0].rows().as_it_was_read()
         why = TRANSFORM if _in_transform() else refusal()
         if why is not None:
             anchor = next(value for value in flat([*args, *kwargs.values()]) if isinstance(value, Anchor))
@@ -256,6 +261,7 @@ class Anchor(Copied, torch.nn.Parameter):
             value = value.dense()  # as a worker's is given to a copy of the model
         if isinstance(value, Gradient):
             set_grad(self, value)
+            self.begun = value
         elif getattr(value, "shape", None) == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
             if float(value) != 0.0:
                 raise self.penalty()
@@ -273,10 +279,26 @@ class Anchor(Copied, torch.nn.Parameter):
     )
 
     def _shown(self, grad: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """An error for a gradient of the element, which is none of the rows."""
-        if grad is not None and not isinstance(grad, Gradient) and not is_shared(self.table):
+        """The gradient that a caller sees."""
+        if grad is None or isinstance(grad, Gradient):
+            return grad
+        if graph_task() < 0 or not is_shared(self.table):
+            return self._restored(grad)
+        return grad if self.last is None else self.last  # a reducer wants its own until the end of the backward
+
+    def _restored(self, value: torch.Tensor) -> torch.Tensor:
+        """The gradient, which takes its place again: a reducer has put its element there. What that says of ranks
+        without a gradient is taken out. An error for a gradient of the element, which is none of the rows."""
+        grad, factor = self.last, of_a_reducer(self.table, float(value))
+        if self.table.steps.world_size == 1 and value._base is None and (factor != 0.0 or grad is None):
             set_grad(self, None)
             raise self.penalty()
+        if (grad is None or not grad.parts) and not math.isfinite(factor):
+            return value  # of others, which a GradScaler is to see here
+        if grad is None or factor == 0.0:
+            grad = self.begin()
+        grad.rescale(factor)
+        set_grad(self, grad)
         return grad
 
     def begin(self, left: Optional[Gradient] = None) -> Gradient:
@@ -308,7 +330,7 @@ class Anchor(Copied, torch.nn.Parameter):
         """For who has made a gradient of the element."""
         return NotImplementedError(
             f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
-            " torch.autograd.Function makes that has got the parameter: give it rows, module.weight.clone()"
+            " Function of an extension makes that has got the parameter: give it rows, module.weight.clone()"
         )
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
@@ -349,20 +371,25 @@ class Anchor(Copied, torch.nn.Parameter):
         def deliver(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
             anchor = weak()
             given = None if anchor is None else anchor.given.pop(graph_task(), None)
-            if anchor is None or given is None:
+            if anchor is None:
                 return None
-            grad, returned = given
+            if given is None and (computed is not None or not anchor.requires_grad):
+                return None
+            delivered, returned = given or (None, False)  # nothing, where what is computed of the rows has no gradient
             if computed is not None and not returned:
                 raise anchor.penalty()
-            grad = anchor._through_hooks(grad)
-            if returned:
+            grad = anchor._through_hooks(delivered)
+            if grad is None or returned:
                 return grad
             with anchor.adding:
                 had = get_grad(anchor)
                 if had is None:
                     had = anchor.aside
+                if had is not None and not isinstance(had, Gradient):
+                    had = anchor._restored(had)
                 if had is None:
-                    set_grad(anchor, grad.clone() if anchor.hooks else grad)  # a hook may have kept it
+                    anchor.begun = cast(Gradient, grad.clone()) if anchor.hooks else grad  # a hook may have kept it
+                    set_grad(anchor, anchor.begun)
                 else:
                     add(_aten.add_.Tensor, had, grad)
             return None
@@ -370,17 +397,18 @@ class Anchor(Copied, torch.nn.Parameter):
         super().register_hook(deliver)  # type: ignore[no-untyped-call]
         self._delivers = True
 
-    def _through_hooks(self, grad: Gradient) -> Gradient:
+    def _through_hooks(self, grad: Optional[Gradient]) -> Optional[Gradient]:
+        shape = torch.Size(self.table.shape if grad is None else grad.shape)
         for hook in list(self.hooks.values()):
             with _enabled():  # also in a backward that a function of the parameter runs
                 found = hook(grad)
             if found is None:
                 continue
             if not (isinstance(found, Gradient) and found.table is self.table):
-                if found.shape != grad.shape:
+                if found.shape != shape:
                     raise RuntimeError(
                         f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)}, not"
-                        f" {tuple(grad.shape)}"
+                        f" {tuple(shape)}"
                     )
                 from . import _dense
 
@@ -417,28 +445,28 @@ class Anchor(Copied, torch.nn.Parameter):
             if grad is None:
                 grad = self.aside
             if type(grad) is not Gradient:
-                left = None if grad is None else _replaced(self, grad)
-                if grad is not None and left is None and self.last is None:
-                    raise self.penalty()
-                grad = self.begin(left)
-                set_grad(self, grad)
+                if grad is not None:
+                    grad = self._restored(grad)
+                if type(grad) is not Gradient:
+                    grad = self.begin()
+                    set_grad(self, grad)
             grad.hold(held, features)
-        if self.table.steps.world_size > 1 and is_distributed():
+        if is_distributed():
             self._await_reducer()
 
     def _await_reducer(self) -> None:
-        """A reducer with gradient_as_bucket_view puts its answer in the gradient's place at the end of the backward, before
-        anybody can scale it. What it says of ranks without a gradient is taken out there."""
+        """A reducer with gradient_as_bucket_view puts its element in the gradient's place. At the end of the backward
+        the gradient takes its place again."""
 
         def answered() -> None:
             grad = get_grad(self)
             if grad is not None and type(grad) is not Gradient:
-                with torch.no_grad():
-                    grad.fill_(of_a_reducer(self.table, float(grad)))
+                self._restored(grad)
 
-        # What is queued by a call that is queued comes behind the reducer's.
+        # What is queued by a call that is queued comes behind the reducer's. For a static graph the reducer queues a
+        # call in its own.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(answered))
+        queue(lambda: queue(lambda: queue(answered)))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
         """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
@@ -458,11 +486,8 @@ class Anchor(Copied, torch.nn.Parameter):
         if grad is None:
             return None
         if not isinstance(grad, Gradient):
-            last, alone = self.last, self.table.steps.world_size == 1
-            if alone and (last is None or not last.parts) and (float(grad) != 0.0 or not is_distributed()):
-                set_grad(self, None)  # there is nothing that a reducer can have reduced
-                raise self.penalty()
-            return _replaced(self, grad)
+            restored = self._restored(grad)
+            return restored if isinstance(restored, Gradient) else None
         return grad
 
 
@@ -502,6 +527,29 @@ _OF_THE_ELEMENT = {
     )],
     torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
+
+
+# By the result's graph programs find the node that accumulates a parameter's gradient: parameter.expand_as(parameter).
+_VIEW_AS = torch.Tensor.view_as
+_FIND_NODES = {_VIEW_AS, torch.Tensor.expand_as}
+_FINDS_NODES = ("torch.autograd.graph",)  # so does register_multi_grad_hook()
+
+
+_STEPS = ("torch.optim.",)
+
+
+def _refuse_step(stepped: Any) -> None:
+    """An error, if a function of torch.optim steps a table's parameter. In a step of an optimizer the parameter has
+    no gradient."""
+    for anchor in flat([stepped]):
+        if isinstance(anchor, Anchor):
+            raise NotImplementedError(
+                f"table {anchor.table.name!r}: a function of torch.optim, as torch.optim.sgd.sgd(), or a functional"
+                " optimizer of torch.distributed.optim, which calls such a function, cannot step it: give"
+                " module.parameters() to"
+                " torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam or RMSprop, or write rows, as by"
+                " module.weight.add_(module.weight.grad, alpha=-lr) under torch.no_grad()"
+            )
 
 
 def _parameter_of(out: Any) -> Any:
@@ -544,12 +592,3 @@ def _grads(
         if grad is None and materialize_grads:
             found[i] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
     return tuple(found)
-
-
-def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional[Gradient]:
-    """The gradient that a plain tensor took the place of; the tensor's element is its factor."""
-    grad, factor = anchor.last, float(value)
-    if grad is None or factor == 0.0:
-        return None
-    grad.rescale(factor)
-    return grad

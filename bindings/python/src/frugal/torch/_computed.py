@@ -73,7 +73,7 @@ def call_with(
 
 # Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
 # The rest of it gets rows, as averages of models and functional_call do.
-_OF_TORCH = (
+OF_TORCH = (
     *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},  # optimizers
     "torch.distributed.utils", "torch.distributed.checkpoint.state_dict", "torch.distributed.nn.",
     "torch.distributed.optim.apply_optimizer_in_backward",
@@ -113,7 +113,7 @@ def refusal() -> Optional[str]:
 TORCH = ("torch.",)  # all of it
 
 
-def is_of_torch(depth: int = 2, names: Tuple[str, ...] = _OF_TORCH) -> bool:
+def is_of_torch(depth: int = 2, names: Tuple[str, ...] = OF_TORCH) -> bool:
     """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
     return name.startswith(names)

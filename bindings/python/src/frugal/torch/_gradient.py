@@ -33,6 +33,8 @@ _MOST_HELD = 64
 _SMALL = 16384  # elements of a table that is small
 _CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
 
+_is_asked_in_cpp: Callable[[], bool] = torch._C._is_torch_function_enabled  # inside an operator of this package
+
 # In it an anchor is its element.
 as_itself: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
@@ -100,8 +102,9 @@ def is_shared(table: "Table") -> bool:
 
 
 def is_of_a_bucket(value: Any, table: "Table") -> bool:
-    """Whether this is what a reducer with gradient_as_bucket_view puts in the gradient's place: an element of many."""
-    return getattr(value, "shape", None) == SHAPE and (table.shape != SHAPE or value._base is not None)
+    """Whether this is what a reducer has put in the gradient's place. Of a table of one element it is a caller's:
+    no caller has the reducer's."""
+    return getattr(value, "shape", None) == SHAPE != table.shape
 
 
 @functools.lru_cache(maxsize=None)
@@ -275,8 +278,9 @@ class Gradient(OfGradient):
 
     def common(self) -> float:
         """The factor of the newest backward, and as a rule of all. One that is no number is left to the rows, of which the
-        engine names the first."""
-        factor = self.parts[-1].factor if self.parts else 1.0
+        engine names the first. Ranks may have different factors, and a table has one optimizer, so
+        each of several ranks multiplies."""
+        factor = self.parts[-1].factor if self.parts and self.table.steps.world_size == 1 else 1.0
         return factor if factor == 1.0 or math.isfinite(factor) else 1.0
 
     def scales(self) -> bool:
@@ -732,9 +736,11 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
 
 
 def _is_of_a_reducer(grad: Gradient, other: torch.Tensor) -> bool:
-    """Whether a copy from or to a tensor is a reducer's, which makes its copies in the backward. Those of a caller come
-    after it."""
-    return graph_task() >= 0 and other.numel() == 1 and is_shared(grad.table)
+    """Whether a copy from or to a tensor is a reducer's. It copies in the backward, and where it orders its buckets
+    anew. A caller copies after it, and by Python."""
+    if other.numel() != 1 or not is_shared(grad.table):
+        return False
+    return graph_task() >= 0 or (other._base is not None and _is_asked_in_cpp())
 
 
 def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:

@@ -25,6 +25,7 @@ from typing import (
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 import frugal
 
@@ -82,8 +83,21 @@ class _Own(Dict[str, Any]):
         self.kind, self.names = _theirs(optimizer)
         self.counts_in_tensors = not isinstance(optimizer, (torch.optim.SGD, torch.optim.SparseAdam))
         self.steps: Optional[_Moment] = None  # a _Steps
+        self.shown: Dict[str, TensorWeakRef] = {}  # by name, what a caller may have read and kept
         self.new: Optional[float] = None  # what all rows have until the first step
         self.lost = False  # another optimizer has stepped the table, and nobody has kept what it had of the rows
+        for name, value in has.items():  # what is kept of another's state that has come here
+            seen = _seen(value)
+            if seen is not None and seen.own is None:
+                seen.own, seen.read_at = self, -1
+                self.shown[name] = TensorWeakRef(value)
+                if name == _STEP and self.counts_in_tensors:
+                    self.steps = _Steps.of(self, _STEP, value)
+
+    def shown_as(self, name: str) -> Optional[torch.Tensor]:
+        """What a caller has read by this name, if it is still there."""
+        shown = self.shown.get(name)
+        return None if shown is None else shown()
 
     def is_in_table(self) -> bool:
         """Whether the table has what this has of the rows."""
@@ -115,7 +129,8 @@ class _Own(Dict[str, Any]):
         if type(value) is not _Count or not self.counts_in_tensors:
             return value
         if self.steps is None:
-            self.steps = _Steps.of(self, _STEP, _number(value))
+            rows = _number(value)
+            self.steps, self.shown[_STEP] = _Steps.of(self, _STEP, rows), TensorWeakRef(rows)
         return self.steps
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -144,7 +159,11 @@ class _Own(Dict[str, Any]):
     def __missing__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise KeyError(name)
-        return _Moment.of(self, name, self.read(name))
+        rows, shown = self.read(name), self.shown_as(name)
+        if shown is not None and shown.shape == rows.shape and shown.device == rows.device:
+            rows = shown.copy_(rows)
+        self.shown[name] = TensorWeakRef(rows)
+        return _Moment.of(self, name, rows)
 
     def read(self, name: str) -> torch.Tensor:
         """What the rows have by this name, as a copy where the table has it."""
@@ -178,11 +197,19 @@ class _Own(Dict[str, Any]):
         return found
 
     def for_another(self) -> Dict[str, Any]:
-        """The same for another parameter, to which somebody has moved it."""
+        """The same for another parameter, to which a caller has moved it, in the tensors that a caller has read."""
         found = self.of_rows()
         if _STEP in _here(self):
             count = dict.__getitem__(self, _STEP)
             found[_STEP] = int(count) if type(count) is _Count and not self.counts_in_tensors else torch.tensor(float(count))
+        for name, value in found.items():
+            shown = self.shown_as(name)
+            if shown is not None and shown.shape == value.shape:
+                found[name] = shown if shown is value else shown.copy_(value)
+        for name in self.shown:
+            seen = _seen(self.shown_as(name))
+            if seen is not None and seen.own is self:
+                seen.own = None  # until another has it
         return found
 
     def take_out(self) -> None:
@@ -212,21 +239,46 @@ def _here(state: Dict[str, Any]) -> KeysView[str]:
     return dict.keys(state)
 
 
+class _Seen:
+    """Whose state the views of a tensor show, and before which step it was read."""
+
+    __slots__ = ("own", "read_at", "__weakref__")
+
+    def __init__(self, own: _Own) -> None:
+        self.own: Optional[_Own] = own  # None: it is a tensor of a parameter that is no table's
+        self.read_at = own.anchor.table.steps.next
+
+
+_seen_of: Any = WeakTensorKeyDictionary()  # of tensors in which a state was read, a reference to a _Seen
+
+
+def _seen(tensor: Any) -> Optional[_Seen]:
+    reference = _seen_of.get(tensor) if isinstance(tensor, torch.Tensor) else None
+    return None if reference is None else cast(Optional[_Seen], reference())
+
+
 class _Moment(torch.Tensor):
     """A copy of what the rows of a table have for an optimizer, and views of it: who writes to it writes what the table
     has from the next step on, and state_dict() at once."""
 
-    _own: _Own
+    _seen: _Seen  # of all views
     _name: str
     _all: torch.Tensor  # whose memory this has
-    _read_at: List[int]  # before which step; of all views
 
     @classmethod
-    def of(cls, own: _Own, name: str, rows: torch.Tensor, view: Optional[torch.Tensor] = None) -> "_Moment":
-        moment = (rows if view is None else view).as_subclass(cls)
-        moment._own, moment._name, moment._all = own, name, rows
-        if view is None:
-            moment._read_at = [own.anchor.table.steps.next]
+    def of(cls, own: _Own, name: str, rows: torch.Tensor) -> "_Moment":
+        seen = _seen(rows)
+        if seen is None or seen.own is not own:
+            seen = _Seen(own)
+            _seen_of[rows] = weakref.ref(seen)
+        elif name != _STEP:
+            seen.read_at = own.anchor.table.steps.next
+        return cls._as(rows, seen, name, rows)
+
+    @classmethod
+    def _as(cls, view: torch.Tensor, seen: _Seen, name: str, rows: torch.Tensor) -> "_Moment":
+        moment = view.as_subclass(cls)
+        moment._seen, moment._name, moment._all = seen, name, rows
         return moment
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
@@ -237,10 +289,14 @@ class _Moment(torch.Tensor):
 
     def _before(self) -> None:
         """Comes before whatever is done with it: what was read before a step is read again."""
-        own, name, now = self._own, self._name, [self._own.anchor.table.steps.next]
-        if self._read_at == now or dict.get(own, name) is self._all or name not in own:
+        seen, name = self._seen, self._name
+        own = seen.own
+        if own is None or dict.get(own, name) is self._all or name not in own:
             return
-        self._read_at[:] = now
+        now = own.anchor.table.steps.next
+        if seen.read_at == now:
+            return
+        seen.read_at = now
         rows = own.read(name)
         if rows.shape == self._all.shape:
             self._all.copy_(rows)
@@ -249,8 +305,8 @@ class _Moment(torch.Tensor):
         pass
 
     def _before_write(self) -> None:
-        own, name = self._own, self._name
-        if dict.get(own, name) is self._all:
+        own, name = self._seen.own, self._name
+        if own is None or dict.get(own, name) is self._all:
             return
         table = own.anchor.table
         if table.hashed:
@@ -287,12 +343,10 @@ class _Moment(torch.Tensor):
             out = func(*args, **kwargs)
             for target in written:
                 target._after_write()
-            if isinstance(out, torch.Tensor) and out.layout == torch.strided and not hasattr(out, "_own"):
+            if isinstance(out, torch.Tensor) and out.layout == torch.strided and not hasattr(out, "_seen"):
                 for moment in moments:
                     if out.untyped_storage().data_ptr() == moment._all.untyped_storage().data_ptr():
-                        view = cls.of(moment._own, moment._name, moment._all, out)
-                        view._read_at = moment._read_at
-                        return view
+                        return cls._as(out, moment._seen, moment._name, moment._all)
                 return out.as_subclass(torch.Tensor) if isinstance(out, _Moment) else out
         return without_writes(out) if name in ("numpy", "__array__") else out
 
@@ -301,15 +355,17 @@ class _Steps(_Moment):
     """The steps of a table under an optimizer, as they are: to write to it sets them."""
 
     def _before(self) -> None:
-        count = dict.get(self._own, _STEP)
-        if type(count) is _Count and self._own.steps is not None and self._own.steps._all is self._all:
+        own = self._seen.own
+        count = None if own is None else dict.get(own, _STEP)
+        if type(count) is _Count and own is not None and own.steps is not None and own.steps._all is self._all:
             self._all.fill_(count)
 
     def _before_write(self) -> None:
         pass
 
     def _after_write(self) -> None:
-        self._own[_STEP] = self._all.item()
+        if self._seen.own is not None:
+            self._seen.own[_STEP] = self._all.item()
 
 
 _K = TypeVar("_K")
@@ -934,10 +990,44 @@ def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+# Communication hooks of PyTorch whose result is no mean over ranks, and those that are made of another.
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_NO_MEANS = {f"{_HOOKS}debugging_hooks", f"{_HOOKS}post_localSGD_hook"}
+_OF_ANOTHER = {"fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"}
+
+
+def _is_no_mean(hook: Any) -> bool:
+    module = getattr(hook, "__module__", "")
+    if module == f"{_HOOKS}default_hooks" and getattr(hook, "__name__", "") in _OF_ANOTHER:
+        return any(_is_no_mean(cell.cell_contents) for cell in hook.__closure__ or ())
+    return module in _NO_MEANS
+
+
+def _for_means(function: Callable[..., None]) -> Callable[..., None]:
+    """DistributedDataParallel.register_comm_hook. The step averages a table's gradient, whatever the hook would do."""
+
+    @functools.wraps(function)
+    def register(parallel: Any, state: object, hook: Any) -> None:
+        ignored = getattr(parallel, "parameters_to_ignore", ())
+        for name, parameter in parallel.module.named_parameters() if _is_no_mean(hook) else []:
+            if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1 and name not in ignored:
+                raise NotImplementedError(
+                    f"table {parameter.table.name!r}: a communication hook that does not average over ranks, as the"
+                    " step does with a table's gradient: leave the parameter out, as by"
+                    " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before it is"
+                    f" made of the model, with {name!r} among the names"
+                )
+        function(parallel, state, hook)
+
+    return register
+
+
 if torch.distributed.is_available():
     from torch.distributed.algorithms.join import Join
+    from torch.nn.parallel import DistributedDataParallel
 
     setattr(Join, "__init__", _without_tables(Join.__init__))
+    setattr(DistributedDataParallel, "register_comm_hook", _for_means(DistributedDataParallel.register_comm_hook))
 
 
 def _load(optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer) -> None:

@@ -352,8 +352,11 @@ class _Module(torch.nn.Module):
             hook.remove()
             cast(Dict[str, Any], state_dict).update(rows)
         for begin, table in tables.items():
+            load = table.load()
             if begin + "weight" not in rows:
                 missing_keys.append(begin + "weight")
+                if load is not None:
+                    load.lacks()
                 continue
             try:
                 loaded, assigns = rows[begin + "weight"], local_metadata.get("assign_to_params_buffers")
@@ -361,7 +364,7 @@ class _Module(torch.nn.Module):
                 if assigns and single and isinstance(loaded, torch.nn.Parameter):
                     self.weight = loaded.requires_grad_(table.trains())  # the module's own, as it is in PyTorch
                     continue
-                with table.by_all():
+                with table.by_all(load):
                     _state.load_rows(self._steps, table, loaded, rows.get(begin + "keys"))
                 if assigns and loaded.dtype.is_floating_point:
                     table.anchor.become(loaded.dtype, None)  # outputs have the dtype of what is loaded

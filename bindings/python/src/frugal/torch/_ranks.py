@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
@@ -86,7 +87,35 @@ def _key(name: str) -> Tuple[Any, str]:
     return store, f"frugal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}/{number}"
 
 
-def meet(name: str, size: int, tell: Callable[[], None]) -> None:
+class Load:
+    """The load of a table's rows that all ranks make. A rank whose state lacks the table says so, and does not wait."""
+
+    _lacking: Dict[str, str] = {}  # by table, what this rank has said last
+
+    def __init__(self, table: str, rank: int) -> None:
+        self._table, self._rank = table, rank
+        self._store, self._key = _key(f"load of table {table!r}")
+        said = self._lacking.pop(table, None)
+        if said is not None:
+            self._store.delete_key(said)  # it may have been alone, and others wait for it in this load
+
+    def lacks(self) -> None:
+        self._store.set(self._key, str(self._rank))
+        self._lacking[self._table] = self._key
+
+    def check(self, name: str) -> None:
+        """An error, where a rank that this one waits for has said that. This rank's turn to do what has this name is
+        then its next one."""
+        if self._store.check([self._key]):
+            _turns[name] -= 1
+            rank = self._store.get(self._key).decode()
+            raise RuntimeError(
+                f"the state that rank {rank} has loaded lacks table {self._table!r}, and that of rank {self._rank} has"
+                " it: load the same state on all ranks"
+            )
+
+
+def meet(name: str, size: int, tell: Callable[[], None], load: Optional[Load] = None) -> None:
     """Waits for all ranks to come here. `tell`: says once that one waits long."""
     store, key = _key(name)
     begin = time.monotonic()
@@ -96,15 +125,22 @@ def meet(name: str, size: int, tell: Callable[[], None]) -> None:
         waited = time.monotonic() - begin
         if waited > store.timeout.total_seconds():
             raise RuntimeError(f"{name}: {come} of {size} ranks have come within the time-out of init_process_group()")
-        if not told and waited * 1000 >= WORD_MS:
-            told = True
-            tell()
+        if waited * 1000 >= WORD_MS:
+            try:
+                if load is not None:
+                    load.check(name)
+            except RuntimeError:
+                store.add(key, -1)
+                raise
+            if not told:
+                told = True
+                tell()
         time.sleep(0.001)
         come = store.add(key, 0)
 
 
 @contextmanager
-def in_turn(what: str, rank: int, size: int) -> Iterator[bool]:
+def in_turn(what: str, rank: int, size: int, load: Optional[Load] = None) -> Iterator[bool]:
     """The others come when rank 0 has left the block, in which it makes this: a table with its rows, or the state of
     one. They take what rank 0 has, as with DistributedDataParallel. False: the ranks are none of torch.distributed's,
     and nobody waits."""
@@ -113,6 +149,13 @@ def in_turn(what: str, rank: int, size: int) -> Iterator[bool]:
         return
     store, key = _key(what)
     if rank != 0:
+        begin = time.monotonic()
+        while load is not None and time.monotonic() - begin < store.timeout.total_seconds():
+            try:
+                store.wait([key], timedelta(milliseconds=max(WORD_MS, 1)))
+                break
+            except RuntimeError:  # not yet
+                load.check(what)
         try:
             made = store.get(key) == b"made"  # waits for it
         except RuntimeError as error:

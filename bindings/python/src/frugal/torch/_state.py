@@ -22,7 +22,7 @@ def keys(table: Table) -> torch.Tensor:
     if not table.hashed:
         return torch.arange(table.capacity, dtype=torch.int64, device="cpu")
     with table.steps.still():
-        return table.steps.patiently(lambda: _native.table_keys(table.table))
+        return table.steps.patiently(lambda: _native.table_keys(table.table), table.name)
 
 
 def rows(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:

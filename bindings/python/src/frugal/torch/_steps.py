@@ -101,6 +101,7 @@ class Table:
         self.empty = (self.capacity, self.dim) != there
         self.hashed: bool = info.key_space == _native.HASHED
         self.optimizer = optimizer  # what the engine has been told
+        self.left_out = False  # other ranks may have set another one since, when this one had no gradient
         self.said = optimizer  # what the module was made with
         # What of that holds with torch's optimizers, too, which have no word for it.
         self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
@@ -134,7 +135,7 @@ class Table:
         if not self.hashed:
             return self.capacity, self.dim
         with self.steps.still():
-            return self.steps.patiently(self.table.count), self.dim
+            return self.steps.patiently(self.table.count, self.name), self.dim
 
     def is_gone(self) -> bool:
         """Whether the table went with the last of its modules, or with its engine."""
@@ -217,7 +218,8 @@ class Table:
                 self.steps.read([op])
                 if not with_state:
                     return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
-            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state, committed))
+            hashed = self.name if self.hashed else None
+            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state, committed), hashed)
 
     def put(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
         """Writes rows outside steps."""
@@ -239,9 +241,15 @@ class Table:
             finally:
                 self.counts = before
 
-    def by_all(self) -> ContextManager[None]:
-        """For a write to weight, which all ranks make."""
-        return self.steps.written(self.name)
+    def by_all(self, load: Optional[_ranks.Load] = None) -> ContextManager[None]:
+        """For a write to weight, which all ranks make. `load`: it is one."""
+        return self.steps.written(self.name, load)
+
+    def load(self) -> Optional[_ranks.Load]:
+        """The next load of the table's rows, if several ranks make it."""
+        steps = self.steps
+        alone = steps.muted is not None or not _ranks.are_told(steps.rank, steps.world_size)
+        return None if alone else _ranks.Load(self.name, steps.rank)
 
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
@@ -291,9 +299,9 @@ class Table:
 
     def change(self, optimizer: frugal.Optimizer, step: int) -> None:
         """Sets the optimizer from this step on."""
-        if optimizer != self.optimizer:
+        if optimizer != self.optimizer or self.left_out:
             self.table.set_optimizer(step, optimizer)
-            self.optimizer = optimizer
+            self.optimizer, self.left_out = optimizer, False
 
     def is_of(self, optimizer: frugal.Optimizer) -> bool:
         """Whether its state is one of this kind of optimizer."""
@@ -323,7 +331,11 @@ class Table:
             try:
                 set_it()
             except frugal.Busy:  # no other rank has given it this kind yet
-                self.steps.between(set_it)
+                with self.steps.lock:
+                    # Ranks that are inside the step end it, empty, so this one ends it, too.
+                    if not self.steps.open:
+                        self.steps.begin()
+                    self.steps.between(set_it)
         self.has(optimizer)
 
     def has(self, optimizer: frugal.Optimizer) -> None:
@@ -450,8 +462,7 @@ class Shared:
                         if value != theirs[name][what]:
                             raise ValueError(
                                 f"table {name!r}, step {step}: rank {rank} says {what}={value}, rank {other}"
-                                f" {what}={theirs[name][what]}; all ranks must say the same (a GradScaler's scale"
-                                " is in grad_scale)"
+                                f" {what}={theirs[name][what]}; all ranks must say the same"
                             )
             ranks[rank] = tables
 
@@ -699,15 +710,18 @@ class Steps:
                 self.begin()
             pushing = False
             try:
-                # A rank without a gradient has no say: what PyTorch did to gradients is in grad_scale.
                 some = [update for update in updates if update.gradient is not None and update.gradient.parts]
+                for table, gradient, optimizer in updates if self.world_size > 1 else ():
+                    # Another rank sets what this one, which has no gradient, does not.
+                    if not (gradient is not None and gradient.parts) and optimizer != table.optimizer:
+                        table.left_out = True
                 if some and not skip:
                     if self.world_size > 1:
                         said = {u.table.name: _numbers(u.optimizer) for u in some}
                         self.shared.say(self.next, self.rank, said)
                     ops, alive = _pushes(some)
                     for table, _, optimizer in some:
-                        if optimizer is not table.optimizer:
+                        if optimizer is not table.optimizer or table.left_out:
                             table.change(optimizer, self.next)
                     pushing = True
                     self._tried(self.native.push, ops)
@@ -819,7 +833,7 @@ class Steps:
         return self.rank != 0 and self.next == 0 and _ranks.are_told(self.rank, self.world_size)
 
     @contextlib.contextmanager
-    def once(self, what: str, has: str, advice: str) -> Iterator[None]:
+    def once(self, what: str, has: str, advice: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
         """A block that all ranks of torch.distributed enter, and in which rank 0 writes for all. Before it each of them
         ends a step, empty: what they push comes in the one after it."""
 
@@ -829,7 +843,7 @@ class Steps:
             )
 
         with self.lock:
-            _ranks.meet(what, self.world_size, tell)
+            _ranks.meet(what, self.world_size, tell, load)
             if not self.open:
                 self.begin()
             self.end(False)
@@ -859,34 +873,51 @@ class Steps:
             self.muted = before
 
     @contextlib.contextmanager
-    def written(self, name: str) -> Iterator[None]:
+    def written(self, name: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
         """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it for
         them, when all have come; before the first step it waits for nobody, as it may give the others what it has."""
         with self.lock:
             if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
                 yield
             elif self.next == 0 and not self.open:
-                with _ranks.in_turn(f"first weight of table {name!r}", self.rank, self.world_size):
+                with _ranks.in_turn(f"first weight of table {name!r}", self.rank, self.world_size, load):
                     with self.muting(self.rank != 0):
                         yield
             else:
                 what = f"weight of table {name!r}"
-                with self.once(what, "writes to the", "write to weight on all ranks, as to their copies in PyTorch"):
+                advice = "write to weight on all ranks, as to their copies in PyTorch"
+                with self.once(what, "writes to the", advice, load):
                     yield
 
-    def patiently(self, call: Callable[[], T]) -> T:
-        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it."""
+    def patiently(self, call: Callable[[], T], hashed: Optional[str] = None) -> T:
+        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it. `hashed`: the call
+        reads the state of this table, for which no rank may be inside a step."""
         begin = time.monotonic()
         while True:
+            in_next = hashed is not None and self._all_have_come()
             try:
                 return call()
             except frugal.Busy as error:
+                if in_next and not self.open:
+                    raise frugal.Busy(
+                        f"table {hashed!r}: rank {self.rank} reads the state of a hashed table, and another rank has"
+                        f" begun step {self.next}, in which it waits for this one: call torch.distributed.barrier() on"
+                        f" all ranks before and after state_dict() ({error.message})",
+                        error.status,
+                    ) from None
                 waited_ms = (time.monotonic() - begin) * 1000
                 if self.world_size == 1 or self.open or waited_ms > self.trainer.engine._timeout_ms:
                     raise
                 if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
                     self._tell_of_wait(error.message)
             time.sleep(_PAUSE)
+
+    def _all_have_come(self) -> bool:
+        """Whether all ranks in processes have ended the steps that this one has ended. One that is inside a step is
+        then in the next one, which cannot end without this rank."""
+        committed = self.trainer.engine.committed_step()
+        ended = 0 if committed is None else committed + 1
+        return ended == self.next and _ranks.are_told(self.rank, self.world_size)
 
     def _tell_of_wait(self, message: str) -> None:
         """One warning, where others may wait for this rank in the step that it waits for."""
@@ -895,7 +926,7 @@ class Steps:
             warnings.warn(
                 f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
                 f" end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed table,"
-                " where no rank is between its forward and its step(): on all ranks, or between two calls of"
+                " where no rank is between its forward and its step(), as between two calls of"
                 " torch.distributed.barrier()",
                 stacklevel=2,
             )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
 from . import _default, _state
-from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Copied, broadcast, is_of_a_parameter, use_of
+from ._anchor import (
+    ACCUMULATED, NOT_ASKED, RETURNED, Anchor, AnchorOfRanks, Copied, broadcast, is_of_a_parameter, use_of,
+)  # fmt: skip
 from ._computed import (
-    SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, no_memory, refuse_memory, without_writes,
+    OF_TORCH, SHAPE, NoAnswer, OfGradient, call_with, each_of, flat, in_place, is_foreach, no_memory, refuse_memory,
+    without_writes,
 )  # fmt: skip
 from ._gradient import Gradient
 from ._lookup import held
@@ -291,6 +296,17 @@ class Weight(Copied, torch.Tensor):
             rows = _read(self._table.anchor, self._table, rows, keys)
         return Source(self._table, keys, rows, self)
 
+    def as_it_was_read(self) -> torch.Tensor:
+        """A view of all rows, of which no other operation has been recorded than that which read them."""
+        source = self.source()
+        view = source.rows
+        if view.grad_fn is None:
+            return cast(torch.Tensor, shared(view, [source]))
+        source = Source(self._table, source.keys, view.detach(), self, source._kept)  # which does not keep the view
+        view.__class__ = _Whole  # as_subclass() would be an operation
+        cast(_Whole, view)._source = source
+        return view
+
     def _check_written(self) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation: rows are"
@@ -558,6 +574,10 @@ class Source:
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
 
+    def __deepcopy__(self, memo: object) -> None:
+        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a tensor that is no
+        table's."""
+
     def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
         return self if self._weight is None else Source(
@@ -707,6 +727,34 @@ class _Part(View):
         return repr(self.plain())
 
 
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+class _Temporary:
+    # In Python 3.12 a property of a function alone has other counts, once it is fast.
+    references = property(functools.partial(_references))
+
+
+_TEMPORARY: int = _Temporary().references  # to what is gone when the property is read
+
+
+def _node_of(whole: Any) -> Any:
+    """The node that made a tensor. One in Python goes with its tensor, so asking a temporary one returns another of the
+    same parameter, which no backward can come to."""
+    if sys.getrefcount(whole) > _TEMPORARY:
+        return _tensor.grad_fn.__get__(whole)
+    anchor = whole._source.table.anchor
+    with torch._C.DisableTorchFunctionSubclass():
+        return anchor.view_as(anchor).grad_fn
+
+
+class _Whole(_Part):
+    """All rows of a parameter, as parameter.expand_as(parameter) has them."""
+
+    grad_fn = property(functools.partial(_node_of))
+
+
 def shared(out: Any, sources: Sequence[Source]) -> Any:
     """The result of a function, as a _Part where it is a view of rows that were read."""
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
@@ -767,3 +815,22 @@ _PLAIN = {
     torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
     torch.Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel,
 }  # fmt: skip
+
+
+def _with_rows(base: Any) -> Callable[..., Any]:
+    """What torch.autograd.Function.apply calls, which goes to C++ without a call of anything here. A Function has a
+    gradient of rows, and C++ would sum it to one of the parameter's element. So it gets rows, and its writes to them
+    are writes to the table."""
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _ANCHORS.isdisjoint(map(type, args)) and not kind.__module__.startswith(_OF_THE_ELEMENT):
+            args = tuple([value[...] if type(value) in _ANCHORS else value for value in args])
+        return super(base, kind).apply(*args, **kwargs)
+
+    return apply
+
+
+_ANCHORS = {Anchor, AnchorOfRanks}
+_OF_THE_ELEMENT = (f"{__package__}.", *OF_TORCH)  # Functions that want it
+_Function: Any = torch.autograd.function._SingleLevelFunction
+setattr(_Function, "apply", classmethod(_with_rows(_Function)))
