@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <functional>
+#include <utility>
 
 #include "support/file_calls.h"
 #include "support/inside.h"
@@ -74,6 +76,34 @@ TEST(Folders, OneWritesManyRead) {
   writer = opened(path, Use::kWrite);
   kill(sleeper, SIGKILL);
   ASSERT_EQ(waitpid(sleeper, &ended, 0), sleeper);
+}
+
+// Another file takes the name before the first one is locked.
+class ReplacesLock : public FileCalls {
+ public:
+  explicit ReplacesLock(std::string path) : path_(std::move(path)) { test_file_calls(this); }
+  ~ReplacesLock() override { test_file_calls(nullptr); }
+  int lock(int fd, int operation) const override {
+    if (locks_++ == 0) {
+      EXPECT_EQ(::unlink(path_.c_str()), 0);
+      std::ofstream made(path_);
+    }
+    return FileCalls::lock(fd, operation);
+  }
+  int locks() const { return locks_; }
+
+ private:
+  const std::string path_;
+  mutable int locks_ = 0;
+};
+
+TEST(Folders, ALockFileThatIsReplacedMeanwhileIsNotTrusted) {
+  TemporaryFolder place;
+  const ReplacesLock calls(place / "lock");
+  const FolderRef folder = opened(place.path());
+  EXPECT_EQ(calls.locks(), 2);
+  FolderRef none;
+  EXPECT_EQ(Folder::open(place.path().c_str(), Use::kWrite, &none), FRUGAL_ERR_BUSY);
 }
 
 TEST(Folders, ALockFileThatIsReplacedIsNotTrusted) {
