@@ -120,6 +120,23 @@ int open_parent(const char* path) {
   });
 }
 
+size_t write_whole(int fd, const void* from, size_t bytes, uint64_t at) {
+  const uint64_t most = most_file_bytes();
+  if (at > most || bytes > most - at) {
+    errno = EFBIG;
+    return 0;
+  }
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t put = retry_interrupted([&] {
+      return file_calls().write(fd, static_cast<const char*>(from) + done, bytes - done, at + done);
+    });
+    if (put == 0) errno = EIO;
+    if (put <= 0) return done;
+    done += static_cast<size_t>(put);
+  }
+  return bytes;
+}
+
 uint64_t most_file_bytes() {
   rlimit limit{};
   return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur

@@ -55,6 +55,10 @@ int32_t file_status(int code);
 // synced.
 int open_parent(const char* path);
 
+// Writes all `bytes` from offset `at`, and returns how many it has written: fewer, and errno, after
+// a failure.
+size_t write_whole(int fd, const void* from, size_t bytes, uint64_t at);
+
 // Makes a call until no signal interrupts it.
 template <class Call>
 auto retry_interrupted(Call call) {

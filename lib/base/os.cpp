@@ -504,16 +504,9 @@ Status NewFile::open(const char* path) {
 
 Status NewFile::write(const char* bytes, size_t n) {
   if (injected_call_failure()) return refused(ENOSPC, "written");
-  if (n > most_file_bytes() - std::min(written_, most_file_bytes()))
-    return refused(EFBIG, "written (ulimit -f)");
-  while (n) {
-    const ssize_t done =
-        retry_interrupted([&] { return file_calls().write(fd_, bytes, n, written_); });
-    if (done < 0) return refused(errno, "written");
-    bytes += done;
-    n -= static_cast<size_t>(done);
-    written_ += static_cast<uint64_t>(done);
-  }
+  if (write_whole(fd_, bytes, n, written_) < n)
+    return refused(errno, errno == EFBIG ? "written (ulimit -f)" : "written");
+  written_ += n;
   return FRUGAL_OK;
 }
 

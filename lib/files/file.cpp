@@ -299,17 +299,8 @@ Status File::read(uint64_t at, void* to, size_t bytes) const {
 
 Status File::write(uint64_t at, const void* from, size_t bytes) {
   FRUGAL_TRY(folder_->may_write());
-  const auto* next = static_cast<const char*>(from);
-  const uint64_t most = most_file_bytes();
-  if (at > most || bytes > most - at) return failed(EFBIG, "written", at);
-  while (bytes) {
-    const ssize_t put = retry_interrupted([&] { return file_calls().write(fd_, next, bytes, at); });
-    if (put <= 0) return failed(put < 0 ? errno : EIO, "written", at);
-    next += put;
-    at += static_cast<uint64_t>(put);
-    bytes -= static_cast<size_t>(put);
-  }
-  return FRUGAL_OK;
+  const size_t done = write_whole(fd_, from, bytes, at);
+  return done == bytes ? FRUGAL_OK : failed(errno, "written", at + done);
 }
 
 Status File::allocate(uint64_t bytes) {
