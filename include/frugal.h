@@ -197,7 +197,11 @@ typedef enum frugal_status {
   /* A disk, a quota or the limit of a file's size is full. The message names the file. */
   FRUGAL_ERR_NO_SPACE = -24,
   /* A read, a write or a sync of a file failed. The message names the file. */
-  FRUGAL_ERR_IO = -25
+  FRUGAL_ERR_IO = -25,
+  /* Bytes of a file are not what was written there. The message names file and offset. */
+  FRUGAL_ERR_DAMAGED = -26,
+  /* A later version of the library wrote the file; use that version. */
+  FRUGAL_ERR_TOO_NEW = -27
 } frugal_status;
 
 /* Gives the name of a status, as "FRUGAL_ERR_TIMEOUT".

@@ -136,6 +136,8 @@ const char* status_name(Status status) {
     CASE(FRUGAL_ERR_PEER_LOST);
     CASE(FRUGAL_ERR_NO_SPACE);
     CASE(FRUGAL_ERR_IO);
+    CASE(FRUGAL_ERR_DAMAGED);
+    CASE(FRUGAL_ERR_TOO_NEW);
 #undef CASE
     default:
       return "FRUGAL_UNKNOWN";

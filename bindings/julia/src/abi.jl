@@ -207,6 +207,8 @@ const STATUS = (
     ERR_PEER_LOST = -23,
     ERR_NO_SPACE = -24,
     ERR_IO = -25,
+    ERR_DAMAGED = -26,
+    ERR_TOO_NEW = -27,
 )
 
 const OPT_NESTEROV = UInt32(1)

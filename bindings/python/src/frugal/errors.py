@@ -17,6 +17,7 @@ __all__ = [
     "BadHandle",
     "Busy",
     "Closed",
+    "Damaged",
     "DeviceError",
     "Error",
     "Exists",
@@ -35,6 +36,7 @@ __all__ = [
     "StepRange",
     "TableFull",
     "Timeout",
+    "TooNew",
     "Unhealthy",
     "Unsupported",
 ]
@@ -158,6 +160,14 @@ class FileError(Error, OSError):
     """A read, a write or a sync of a file failed. The message names the file."""
 
 
+class Damaged(Error):
+    """Bytes of a file are not what was written there. The message names file and offset."""
+
+
+class TooNew(Error):
+    """A later version of the library wrote the file; use that version."""
+
+
 FORKED = _abi.STATUS["FRUGAL_ERR_FORKED"]
 
 _CLASSES: Dict[int, Type[Error]] = {
@@ -183,6 +193,8 @@ _CLASSES: Dict[int, Type[Error]] = {
     _abi.STATUS["FRUGAL_ERR_PEER_LOST"]: PeerLost,
     _abi.STATUS["FRUGAL_ERR_NO_SPACE"]: NoSpace,
     _abi.STATUS["FRUGAL_ERR_IO"]: FileError,
+    _abi.STATUS["FRUGAL_ERR_DAMAGED"]: Damaged,
+    _abi.STATUS["FRUGAL_ERR_TOO_NEW"]: TooNew,
 }
 
 

@@ -116,7 +116,7 @@ fn constants() -> Vec<(&'static str, i128)> {
         FRUGAL_OK,
         FRUGAL_ERR_INVALID_ARGUMENT,
         FRUGAL_ERR_DEVICE,
-        FRUGAL_ERR_IO,
+        FRUGAL_ERR_TOO_NEW,
         FRUGAL_FLUSH_TREE_HEAP,
         FRUGAL_BACKING_SHM,
         FRUGAL_FTRL,

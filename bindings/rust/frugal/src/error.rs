@@ -82,6 +82,10 @@ kinds! {
     NoSpace = FRUGAL_ERR_NO_SPACE,
     /// A read, a write or a sync of a file failed. The message names the file.
     Io = FRUGAL_ERR_IO,
+    /// Bytes of a file are not what was written there. The message names file and offset.
+    Damaged = FRUGAL_ERR_DAMAGED,
+    /// A later version of the library wrote the file; use that version.
+    TooNew = FRUGAL_ERR_TOO_NEW,
 }
 
 /// A failed call: its kind, and a message that says what was wrong and what to do.

@@ -513,6 +513,8 @@ fn every_status_has_its_kind() {
         PeerLost,
         NoSpace,
         Io,
+        Damaged,
+        TooNew,
     ];
     for (i, kind) in kinds.into_iter().enumerate() {
         let error = check(-1 - i as i32).unwrap_err();
