@@ -20,7 +20,9 @@ Status RowMemory::open(const Config& c, MemoryBudget* budget) {
 
 Status RowMemory::ensure(uint64_t first, uint64_t n) {
   FRUGAL_TRY(values_.ensure(first, n));
-  return state_.ensure(first, n);
+  FRUGAL_TRY(state_.ensure(first, n));
+  for (uint32_t i = 0; i < watcher_count_; ++i) FRUGAL_TRY(watchers_[i]->expect(first, n));
+  return FRUGAL_OK;
 }
 
 void RowMemory::initialize(uint32_t slot, uint64_t key) {

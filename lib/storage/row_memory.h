@@ -113,6 +113,12 @@ class RowMemory : public HeapObject {
  protected:
   Status open(const Config& config, MemoryBudget* budget);
   void watch(RowWatcher* watcher, RowWatcher* former);
+  void tell_created(uint32_t slot) noexcept {
+    for (uint32_t i = 0; i < watcher_count_; ++i) watchers_[i]->created(slot);
+  }
+  void tell_deleting(uint32_t slot) noexcept {
+    for (uint32_t i = 0; i < watcher_count_; ++i) watchers_[i]->deleting(slot);
+  }
   Status pin_next(bool* any);
   void unpin();
   Status take_state(State* state);

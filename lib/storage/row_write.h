@@ -34,7 +34,18 @@ class RowWatcher {
   // inside a step.
   virtual void new_state() noexcept = 0;
   // Lists of rows outside of steps are cut into pieces of at most so many.
-  virtual size_t most_outside() const = 0;
+  virtual size_t most_outside() const { return SIZE_MAX; }
+
+  // These are called with the rows' lock held.
+  // Rows [first, first + n) are about to have memory. The same rows may be named again.
+  virtual Status expect(uint64_t first, uint64_t n) {
+    (void)first, (void)n;
+    return FRUGAL_OK;
+  }
+  // A row of a hashed table exists for good: it is created outside steps, or its step is committed.
+  virtual void created(uint32_t slot) noexcept { (void)slot; }
+  // A row that exists for good is about to be deleted.
+  virtual void deleting(uint32_t slot) noexcept { (void)slot; }
 
  protected:
   ~RowWatcher() = default;
@@ -51,10 +62,11 @@ class RowWrite {
   struct Purpose {
     What what;
     // Of an update: the watcher's record, or null, and which of its rows these are. They are
-    // entries of its list or, if `entries` is null, rows of a chunk.
+    // entries of its list or, if `entries` is null, rows of a chunk. Its step.
     const UpdateRecord* record = nullptr;
     const uint32_t* entries = nullptr;
     size_t chunk = 0;
+    uint64_t step = 0;
   };
   static constexpr size_t kMostWatchers = 4;  // of a table
 

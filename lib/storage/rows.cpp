@@ -175,6 +175,7 @@ void Rows::create(uint32_t s, uint8_t mark) {
   if (!tier_) slots_.holders.clear(s);
   if (tier_) tier_->created(slots_);
   slots_.create(s, mark);
+  if (!mark) tell_created(s);
 }
 
 void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {
@@ -237,6 +238,7 @@ void Rows::commit(const uint32_t* slots, size_t n, uint64_t step) {
     const uint32_t s = slots[i];
     if (!slots_.exists(s) || SlotMap::flag_mark(slots_.flag(s)) != SlotMap::mark_of(step)) continue;
     slots_.mark(s, 0);
+    tell_created(s);
     if (tier_) tier_->committed(slots_, s);
   }
 }
@@ -343,7 +345,10 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
     if (hashed_ && !slots_.exists(s)) continue;
     ++were;
     const uint64_t key = key_of(s);
-    if (hashed_) remove(s);
+    if (hashed_) {
+      if (!SlotMap::flag_mark(slots_.flag(s))) tell_deleting(s);
+      remove(s);
+    }
     if (hashed_ && reinitialize) initialize(s, key);
   }
   // Rows of a dense table always exist.

@@ -56,7 +56,8 @@ bool is_direct(const ApplyTo& to, const StepUpdate& u) {
 size_t apply(const ApplyTo& to, const StepUpdate& u, const UpdateChunk& chunk,
              ApplyScratch* scratch) {
   const device::Kernels& k = device::kernels();
-  const RowWrite::Purpose purpose{RowWrite::What::kUpdate, u.record.get(), nullptr, chunk.number};
+  const RowWrite::Purpose purpose{RowWrite::What::kUpdate, u.record.get(), nullptr, chunk.number,
+                                  u.step};
   if (!is_direct(to, u)) {
     size_t rows = 0;
     u.merge_range(chunk.low, chunk.high, &scratch->terms, [&](bool last) {
@@ -83,7 +84,8 @@ size_t apply(const ApplyTo& to, const StepUpdate& u, const UpdateEntries& which,
              ApplyScratch* scratch) {
   const device::Kernels& k = device::kernels();
   const auto purpose = [&](size_t first) {
-    return RowWrite::Purpose{RowWrite::What::kUpdate, u.record.get(), which.entries + first};
+    return RowWrite::Purpose{RowWrite::What::kUpdate, u.record.get(), which.entries + first, 0,
+                             u.step};
   };
   if (!is_direct(to, u)) {
     for (size_t i = 0; i < which.n;) {
