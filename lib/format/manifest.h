@@ -10,23 +10,20 @@
 
 #include "files/file.h"
 #include "format/names.h"
+#include "format/parameter_file.h"
 
 namespace frugal {
 
 constexpr uint64_t kNoStepYet = FRUGAL_NO_STEP;
 // Numbers of tables, files and checkpoints are below this, so one more is always a number.
 constexpr uint64_t kNumbersEnd = uint64_t{1} << 62;
-constexpr uint64_t kMostFileRecords = uint64_t{1} << 20;  // of a parameter file
-constexpr size_t kMostFiles = size_t{1} << 20;            // parameter files of a table
-constexpr size_t kMostLaterOptimizers = 4096;             // of a table
-constexpr size_t kMostCheckpointName = 255;               // bytes
+constexpr size_t kMostFiles = size_t{1} << 20;  // parameter files of a table
+constexpr size_t kMostLaterOptimizers = 4096;   // of a table
+constexpr size_t kMostCheckpointName = 255;     // bytes
 
 // A parameter file of a table.
 struct ManifestFile {
-  uint64_t number = 0;
-  uint64_t bytes = 0;     // the file's length
-  uint64_t checksum = 0;  // of its header
-  uint64_t records = 0;
+  ParameterFileInfo info;
   uint64_t live = 0;  // records that count in this checkpoint
 };
 
@@ -46,10 +43,9 @@ struct ManifestTable {
   frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
   Vector<LaterOptimizer> later;  // ascending
   bool has_state = false;        // some row has state that is not a new row's: the kind is fixed
-  uint64_t value_bytes = 0;      // of a row, exported
-  uint64_t state_bytes = 0;
-  uint64_t live_rows = 0;      // rows that have a record; no more than the files have records
-  Vector<ManifestFile> files;  // by number
+  RowFormat format{};            // of all of its files
+  uint64_t live_rows = 0;        // rows that have a record; no more than the files have records
+  Vector<ManifestFile> files;    // by number
 };
 
 // What a rank has added.
@@ -99,7 +95,7 @@ Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use);
 // What a file begins with. Every version has this envelope; the rest of the file may differ.
 struct ManifestEnvelope {
   char magic[8];           // kManifestMagic
-  uint32_t byte_order;     // kByteOrder, as the writer's machine stores it
+  uint32_t byte_order;     // kByteOrderMark, as the writer's machine stores it
   uint32_t version;        // kManifestVersion
   uint64_t features;       // a reader that does not know one of these bits refuses the file
   uint64_t sequence;       // of the checkpoint
@@ -120,7 +116,6 @@ static_assert(offsetof(ManifestEnvelope, reserved) == 48);
 static_assert(offsetof(ManifestEnvelope, envelope_sum) == 56);
 
 constexpr char kManifestMagic[8] = {'F', 'R', 'U', 'G', 'A', 'L', 'C', 'P'};
-constexpr uint32_t kByteOrder = 0x01020304;
 constexpr uint32_t kManifestVersion = 1;
 constexpr uint64_t kManifestFeatures = 0;  // that this library knows
 // A reader holds all of a message in memory, and what it decodes to. 64 MiB are 1.5 million
@@ -129,8 +124,8 @@ constexpr uint64_t kMostMessageBytes = uint64_t{64} << 20;
 
 // The bytes of the file, unchecked but for their number. The same manifest gives the same bytes.
 Status encode_manifest(const Manifest& manifest, Vector<uint64_t>* words);
-// Checks and decodes all bytes of a file. `where` names it in messages.
-Status decode_manifest(const char* where, uint64_t sequence, const void* bytes, size_t size,
+// Checks and decodes all bytes of a file; the memory has whole words. `where` names it in messages.
+Status decode_manifest(const char* where, uint64_t sequence, const uint64_t* words, size_t bytes,
                        Manifest* out);
 
 }  // namespace frugal
