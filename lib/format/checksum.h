@@ -1,0 +1,25 @@
+// Checksums of bytes on disk: XXH3 with 64 bits, the same on every processor.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "arith/init.h"
+
+namespace frugal {
+
+uint64_t checksum(const void* bytes, size_t size, uint64_t seed) noexcept;
+
+// The seed of a checksum: unlike for each place of a file, for each file, and for each kind of
+// bytes. So bytes that were moved there from elsewhere are found.
+class ChecksumSeeds {
+ public:
+  ChecksumSeeds() = default;
+  ChecksumSeeds(uint64_t kind, uint64_t table, uint64_t file)
+      : base_(arith::mix(arith::mix(arith::mix(kind) ^ table) ^ file)) {}
+  uint64_t at(uint64_t place) const { return arith::mix(base_ ^ place); }
+
+ private:
+  uint64_t base_ = 0;
+};
+
+}  // namespace frugal

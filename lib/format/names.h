@@ -1,0 +1,25 @@
+// Names of the files of a folder (docs/checkpoints.md, "Files of a folder").
+//
+// A number is written in decimal, without zeros before it. So each file has one name.
+#pragma once
+#include "base/heap.h"
+
+namespace frugal {
+
+String rows_name(uint64_t number);        // <number>.rows: a parameter file
+String blob_name(uint64_t sequence);      // <sequence>.blob
+String manifest_name(uint64_t sequence);  // <sequence>.checkpoint
+// <name>.new: what the file is called until it is complete.
+String new_name(const String& name);
+
+enum class FileKind {
+  kForeign,  // none of these: the lock, or a file that no engine has made
+  kRows,
+  kBlob,
+  kManifest,
+  kNew,  // one of these three with .new; its number is theirs
+};
+// `*number` is written unless the file is foreign.
+FileKind parse_name(const char* name, uint64_t* number);
+
+}  // namespace frugal

@@ -1,0 +1,268 @@
+// Parameter files: immutable files of records of one table, with a column of keys at the end
+// (docs/format.md). A writer makes one; a reader opens one and believes nothing in it unchecked.
+//
+// Threads: the calls of a writer are made by one thread at a time, but any threads fill and seal
+// records meanwhile. A reader is immutable once it is open: any threads read.
+#pragma once
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <memory>
+
+#include "base/heap.h"
+#include "base/status.h"
+#include "base/sync.h"
+#include "files/io_queue.h"
+#include "format/checksum.h"
+
+namespace frugal {
+
+static_assert(std::endian::native == std::endian::little, "files have little-endian numbers");
+
+// --- What is on disk -----------------------------------------------------------------------------
+
+inline constexpr size_t kFileBlock = 4096;  // each part of a file is a whole number of these
+inline constexpr uint64_t kMostRecords = 1u << 20;  // of a file; entries likewise
+inline constexpr uint32_t kParameterFileVersion = 1;
+inline constexpr uint64_t kParameterFileFeatures = 0;  // bits that this library knows
+inline constexpr char kParameterFileMagic[8] = {'F', 'R', 'U', 'G', 'A', 'L', 'R', 'W'};
+inline constexpr uint32_t kByteOrderMark = 0x01020304;
+
+enum class ElementType : uint32_t { kFloat32 = 1, kFloat16 = 2, kBfloat16 = 3 };
+uint32_t element_bytes(ElementType type);  // 0: no such type
+
+// What a record has, in bytes. State columns follow the values without gaps.
+struct RowFormat {
+  uint32_t dim;
+  ElementType element;
+  int32_t optimizer;  // frugal_optimizer_kind
+  uint32_t state_columns;
+  uint32_t value_bytes;
+  uint32_t state_column_bytes;  // of each
+
+  static constexpr uint32_t kMostColumns = 8, kMostColumnBytes = 1u << 24;
+  size_t state_bytes() const { return size_t{state_columns} * state_column_bytes; }
+  size_t state_at(uint32_t column) const {
+    return value_bytes + size_t{column} * state_column_bytes;
+  }
+  size_t row_bytes() const { return value_bytes + state_bytes(); }
+  // The row, zeros up to a multiple of 8, and the checksum.
+  size_t record_bytes() const { return (row_bytes() + 7) / 8 * 8 + 8; }
+  bool is_valid() const;
+  bool operator==(const RowFormat&) const = default;
+};
+static_assert(sizeof(RowFormat) == 24);
+
+struct ParameterFileHeader {
+  char magic[8];
+  uint32_t byte_order;
+  uint32_t version;
+  uint64_t features;  // a reader that does not know one of them refuses the file
+  uint64_t number;    // of the file
+  uint64_t table;     // the table's number, which is never used again
+  uint64_t sequence;  // of the checkpoint that the file was made for
+  RowFormat format;
+  uint64_t record_bytes;
+  uint64_t records;
+  uint64_t entries;  // of the column: those of records, then deletions
+  uint64_t column_at;
+  uint64_t length;
+  char zeros[3976];
+  uint64_t checksum;  // of all bytes before it
+};
+static_assert(sizeof(ParameterFileHeader) == kFileBlock);
+static_assert(offsetof(ParameterFileHeader, byte_order) == 8);
+static_assert(offsetof(ParameterFileHeader, version) == 12);
+static_assert(offsetof(ParameterFileHeader, features) == 16);
+static_assert(offsetof(ParameterFileHeader, number) == 24);
+static_assert(offsetof(ParameterFileHeader, table) == 32);
+static_assert(offsetof(ParameterFileHeader, sequence) == 40);
+static_assert(offsetof(ParameterFileHeader, format) == 48);
+static_assert(offsetof(ParameterFileHeader, record_bytes) == 72);
+static_assert(offsetof(ParameterFileHeader, records) == 80);
+static_assert(offsetof(ParameterFileHeader, entries) == 88);
+static_assert(offsetof(ParameterFileHeader, column_at) == 96);
+static_assert(offsetof(ParameterFileHeader, length) == 104);
+static_assert(offsetof(ParameterFileHeader, checksum) == 4088);
+
+struct ColumnEntry {
+  uint64_t key;
+  uint64_t sequence;
+};
+
+struct ColumnBlock {
+  static constexpr size_t kEntries = 255;
+  ColumnEntry entries[kEntries];
+  uint32_t count;
+  uint32_t zero;
+  uint64_t checksum;  // of all bytes before it
+};
+static_assert(sizeof(ColumnBlock) == kFileBlock);
+static_assert(offsetof(ColumnBlock, count) == 4080 && offsetof(ColumnBlock, checksum) == 4088);
+
+// <number>.rows
+String parameter_file_name(uint64_t number);
+bool is_parameter_file_name(const char* name, uint64_t* number);
+
+// What a manifest says of a file. `checksum` is the header's. It suffices: the header tells how
+// many records and blocks there are, and each has a checksum of its own, which names table, file
+// and place.
+struct ParameterFileInfo {
+  uint64_t number = 0, table = 0, sequence = 0;
+  uint64_t records = 0, entries = 0;
+  uint64_t length = 0, checksum = 0;
+  bool operator==(const ParameterFileInfo&) const = default;
+};
+
+// --- Writing -------------------------------------------------------------------------------------
+
+// Memory of records that are not on disk yet, for all writers of a checkpoint. Keeps a few free
+// buffers. Thread-safe; it outlives its writers.
+class RecordBuffers {
+ public:
+  // `kept`: the most bytes of free buffers. `most`: the size of a buffer for rows that fit into it.
+  explicit RecordBuffers(size_t kept, size_t most = size_t{1} << 20);
+  ~RecordBuffers();
+  RecordBuffers(const RecordBuffers&) = delete;
+
+  uint64_t used() const { return used_.load(std::memory_order_relaxed); }  // bytes, not free ones
+  size_t most() const { return most_; }
+  char* take(size_t bytes) noexcept;  // aligned to kFileBlock; null: no memory
+  void give(char* memory, size_t bytes) noexcept;
+
+ private:
+  const size_t most_, most_kept_;
+  std::atomic<uint64_t> used_{0};
+  Mutex mu_;
+  char* free_ GUARDED_BY(mu_) =
+      nullptr;  // of `most_` bytes each; begins with the next one's address
+  size_t kept_ GUARDED_BY(mu_) = 0;
+};
+
+// Makes a parameter file. A row's bytes are copied once: by the caller, into add()'s memory, from
+// which they are written. (Less than a block of each buffer is copied on into the next.) No call
+// but finish(), sync(), abandon() and wait_written() waits for the disk. The memory of records is
+// counted in RecordBuffers; beside it a file takes 16 bytes for each entry and at most 200 KiB.
+class ParameterFileWriter : public HeapObject {
+ public:
+  struct Buffer;
+  struct Record {
+    char* bytes;  // room for RowFormat::record_bytes()
+    uint32_t index;
+    Buffer* buffer;
+  };
+
+  ParameterFileWriter();
+  ~ParameterFileWriter();  // abandon(), unless finish() has succeeded
+  ParameterFileWriter(const ParameterFileWriter&) = delete;
+
+  // Creates the file; EXISTS if there is one. `direct`: without the system's cache, if possible.
+  Status open(Folder* folder, uint64_t number, uint64_t table, uint64_t sequence,
+              const RowFormat& format, bool direct, IoQueue* queue, RecordBuffers* buffers);
+
+  uint64_t number() const { return info_.number; }
+  const RowFormat& format() const { return format_; }
+  uint64_t records() const { return info_.records; }
+  bool is_full() const { return info_.entries == kMostRecords; }  // of records and deletions
+
+  // Gives a new record its place; the file must not be full. The caller copies values and state to
+  // record->bytes, and calls seal(). If there is no memory nothing has changed.
+  Status add(uint64_t key, uint64_t sequence, Record* record);
+  // Any thread, once for each record. Pads it and adds its checksum. The last one of a buffer that
+  // is full submits it to the queue.
+  void seal(const Record& record) noexcept;
+  Status add_deletion(uint64_t key, uint64_t sequence);
+
+  // Gives back the buffers that have been written. Returns the first failure of a write.
+  Status collect();
+  // The same, and first waits for the oldest buffer that was submitted, if there is one.
+  Status wait_written();
+
+  // All records are sealed: writes the rest, the column, and last of all the header.
+  Status finish(ParameterFileInfo* info);
+  Status sync();  // after finish()
+  // Ends all writing, and removes the file. A second call does nothing.
+  void abandon() noexcept;
+
+ private:
+  struct Piece;
+  Status write_column();
+  Status write_header();
+  Status next_buffer();
+  void release(Buffer* buffer) noexcept;
+  void submit(Buffer* buffer) noexcept;
+  Status add_entry(Vector<Piece*>* pieces, uint64_t count, uint64_t key, uint64_t sequence);
+  void free_pieces(Vector<Piece*>* pieces) noexcept;
+  void drop_buffers() noexcept;
+  Status reap(bool wait);
+
+  std::shared_ptr<Folder> folder_;
+  File file_;
+  IoQueue* queue_ = nullptr;
+  RecordBuffers* buffers_ = nullptr;
+  RowFormat format_{};
+  size_t record_bytes_ = 0;
+  ParameterFileInfo info_;
+  ChecksumSeeds seeds_;
+  bool finished_ = false;
+  List<Buffer*> unwritten_;    // in the order of the file
+  Buffer* current_ = nullptr;  // the last of them
+  size_t next_bytes_ = 0;      // of the next buffer
+  Vector<Piece*> entries_, deletions_;
+  uint64_t deletion_count_ = 0;
+  CallError error_;                     // of the first write that failed
+  std::atomic<bool> no_memory_{false};  // a buffer could not be submitted
+};
+
+// --- Reading -------------------------------------------------------------------------------------
+
+// A parameter file that is open for reading. Every size in it is compared with the file's length
+// before anything is read by it, and this takes no memory but one block while it is opened.
+//
+// Statuses: DAMAGED: bytes are not what was written, with file and offset. TOO_NEW: the version or
+// a feature is unknown. UNSUPPORTED: a machine of another byte order wrote the file. Else those of
+// the file layer.
+class ParameterFile : public HeapObject {
+ public:
+  ParameterFile() = default;
+  ParameterFile(ParameterFile&&) = default;
+  ParameterFile& operator=(ParameterFile&&) = default;
+
+  static Status open(const Folder& folder, uint64_t number, bool direct, ParameterFile* out);
+  // DAMAGED if this is not the file that a manifest means.
+  Status expect(const ParameterFileInfo& info) const;
+
+  const ParameterFileInfo& info() const { return info_; }
+  const RowFormat& format() const { return format_; }
+  uint32_t alignment() const { return file_.alignment(); }
+  File* file() { return &file_; }
+
+  // The column: block b has the entries from b * ColumnBlock::kEntries on. `to` is aligned to
+  // kFileBlock. A caller may also read with the request, and verify each block.
+  uint32_t column_blocks() const;
+  Status read_column(uint32_t first, uint32_t count, ColumnBlock* to) const;
+  IoRequest column_request(uint32_t first, uint32_t count, ColumnBlock* to);
+  Status verify_block(uint32_t index, const ColumnBlock& block) const;
+
+  // Records [first, first + count): whole blocks of the file are read to `to`, which is aligned to
+  // kFileBlock and has room for records_room() bytes. Record i is then at record_in(to, first, i).
+  // read_records() also verifies all of them.
+  size_t records_room(uint32_t first, uint32_t count) const;
+  IoRequest records_request(uint32_t first, uint32_t count, char* to);
+  const char* record_in(const char* to, uint32_t first, uint32_t i) const;
+  Status read_records(uint32_t first, uint32_t count, char* to) const;
+  Status read_unverified(uint32_t first, uint32_t count, char* to) const;
+  // The message has the key, if it is given.
+  Status verify_record(uint32_t index, const char* record, const uint64_t* key) const;
+  uint64_t record_at(uint32_t index) const { return kFileBlock + index * info_record_bytes(); }
+
+ private:
+  uint64_t info_record_bytes() const { return format_.record_bytes(); }
+  File file_;
+  ParameterFileInfo info_;
+  RowFormat format_{};
+  uint64_t column_at_ = 0;
+  ChecksumSeeds record_seeds_, column_seeds_;
+};
+
+}  // namespace frugal
