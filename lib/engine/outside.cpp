@@ -267,6 +267,7 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   std::erase_if(slots, [](uint32_t s) { return s >= kMissingSlot; });
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  FRUGAL_TRY(t.rows.expect_deletions(slots.size()));
   drop_cached(t, slots.data(), slots.size());
   const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
   declarations_.recount_unknown(t);

@@ -92,6 +92,13 @@ void RowMemory::watch(RowWatcher* watcher, RowWatcher* former) {
   watchers_[watcher_count_++] = watcher;
 }
 
+void RowMemory::unwatch(RowWatcher* watcher) {
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < watcher_count_; ++i)
+    if (watchers_[i] != watcher) watchers_[kept++] = watchers_[i];
+  watcher_count_ = kept;
+}
+
 void RowMemory::read_beside(VersionWord* words, uint64_t number) {
   words_ = words;
   number_ = number;

@@ -87,6 +87,11 @@ class RowMemory : public HeapObject {
   const RowLayout& layout() const { return layout_; }
   const arith::InitSpec& init() const { return init_; }
   void export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
+  // Called before rows are deleted. A failure changes nothing.
+  Status expect_deletions(size_t n) {
+    for (uint32_t i = 0; i < watcher_count_; ++i) FRUGAL_TRY(watchers_[i]->expect_deletions(n));
+    return FRUGAL_OK;
+  }
   uint64_t most_rows() const { return most_rows_; }  // for which addresses are reserved
 
   // From now on, existing rows may be read concurrently with their writes. Rows share the version
@@ -113,6 +118,7 @@ class RowMemory : public HeapObject {
  protected:
   Status open(const Config& config, MemoryBudget* budget);
   void watch(RowWatcher* watcher, RowWatcher* former);
+  void unwatch(RowWatcher* watcher);
   void tell_created(uint32_t slot) noexcept {
     for (uint32_t i = 0; i < watcher_count_; ++i) watchers_[i]->created(slot);
   }

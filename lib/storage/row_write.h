@@ -46,6 +46,11 @@ class RowWatcher {
   virtual void created(uint32_t slot) noexcept { (void)slot; }
   // A row that exists for good is about to be deleted.
   virtual void deleting(uint32_t slot) noexcept { (void)slot; }
+  // Memory for so many of these calls. Without the rows' lock, between steps.
+  virtual Status expect_deletions(size_t n) {
+    (void)n;
+    return FRUGAL_OK;
+  }
 
  protected:
   ~RowWatcher() = default;

@@ -50,6 +50,11 @@ void Rows::watch(RowWatcher* watcher, RowWatcher* former) {
   RowMemory::watch(watcher, former);
 }
 
+void Rows::unwatch(RowWatcher* watcher) {
+  Lock lock(slots_.mu);
+  RowMemory::unwatch(watcher);
+}
+
 Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const {
   return hashed_ ? FRUGAL_OK : check_dense_ids(keys, n, padding, capacity());
 }

@@ -136,6 +136,17 @@ class Rows : public RowMemory {
   // Adds a watcher that is notified of each write from now on. No thread may write meanwhile. There
   // may be kMostWatchers. `former` (or null) is removed.
   void watch(RowWatcher* watcher, RowWatcher* former = nullptr);
+  // Adds a watcher, and calls visit(first, n, exist) for all rows that have memory, then for those
+  // that exist, with the rows' lock held. A false result ends that, and the watcher is not added.
+  template <class Visit>
+  bool watch_all(RowWatcher* watcher, Visit visit);
+  void unwatch(RowWatcher* watcher);  // no thread may write meanwhile
+  // Calls of() with the rows' lock held: no row is created or deleted meanwhile.
+  template <class Of>
+  void locked(Of of) {
+    Lock lock(slots_.mu);
+    of();
+  }
   uint64_t capacity() const { return slots_.capacity(); }  // slots in memory
   // Whether a key's slot is its own number. Otherwise resolve() finds the slot, which another key
   // may get later.
@@ -167,6 +178,25 @@ class Rows : public RowMemory {
   uint64_t unlisted_ GUARDED_BY(slots_.mu) = 0;  // further ones, not listed for lack of memory
   std::atomic<bool> any_unknown_{false};         // either of the two; changed with the lock held
 };
+
+template <class Visit>
+bool Rows::watch_all(RowWatcher* watcher, Visit visit) {
+  Lock lock(slots_.mu);
+  if (!lazy_) {
+    if (!visit(0, static_cast<uint32_t>(capacity()), true)) return false;
+  } else {
+    const uint64_t end = hashed_ ? slots_.handed_out() : capacity();
+    if (hashed_ && end && !visit(0, static_cast<uint32_t>(end), false)) return false;
+    for (uint64_t i = 0; i < end; ++i)
+      if (!slots_.flag_slabs().committed(i))
+        i |= SlabArray::kSlab - 1;  // a flag is a byte: the next slab
+      else if (slots_.exists(static_cast<uint32_t>(i)) &&
+               !visit(static_cast<uint32_t>(i), 1, true))
+        return false;
+  }
+  RowMemory::watch(watcher, nullptr);
+  return true;
+}
 
 template <class Quiet, class Each>
 void Rows::recount(Quiet quiet, Each each) {

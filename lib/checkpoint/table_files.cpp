@@ -1,0 +1,337 @@
+#include "checkpoint/table_files.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/assert.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kAtOnce = uint64_t{1} << 16;  // slots per hold of the locks
+constexpr size_t kMostFilesAtOnce = (size_t{1} << 20) - 1;  // numbers of files in a directory
+
+}  // namespace
+
+// --- Directory -----------------------------------------------------------------------------------
+
+Directory::Place Directory::at(uint64_t slot) const {
+  uint64_t packed = 0;
+  std::memcpy(&packed, places_.base() + slot * kBytes, kBytes);
+  return {static_cast<uint32_t>(packed >> 20), static_cast<uint32_t>(packed & 0xfffff)};
+}
+
+void Directory::set(uint64_t slot, Place place) {
+  FRUGAL_ASSERT(place.file <= kMostFilesAtOnce && place.record < kMostRecords);
+  const uint64_t packed = uint64_t{place.file} << 20 | place.record;
+  std::memcpy(places_.base() + slot * kBytes, &packed, kBytes);
+}
+
+// --- Files ---------------------------------------------------------------------------------------
+
+Status TableFiles::open(Rows& rows, RowTracker& tracker, uint64_t number, int32_t optimizer,
+                        FolderWriter* to, MemoryBudget* budget) {
+  rows_ = &rows;
+  tracker_ = &tracker;
+  optimizer_ = optimizer;
+  number_ = number;
+  to_ = to;
+  Lock lock(mu_);
+  files_.resize(1);
+  return directory_.reserve(rows.capacity(), budget);
+}
+
+RowFormat TableFiles::format() const {
+  static_assert(std::is_same_v<device::Element, float>, "records have a type for each element");
+  const RowFormat f = RowFormat::of(rows_->layout().dim, ElementType::kFloat32, optimizer_);
+  FRUGAL_ASSERT(f.row_bytes() == rows_->layout().exported_bytes(true));
+  return f;
+}
+
+Status TableFiles::new_file(uint32_t* file) {
+  for (size_t i = 1; i < files_.size(); ++i)
+    if (!files_[i].listed) {
+      *file = static_cast<uint32_t>(i);
+      return FRUGAL_OK;
+    }
+  if (files_.size() > kMostFilesAtOnce)
+    return fail(FRUGAL_ERR_UNSUPPORTED, "table %llu has %zu parameter files",
+                static_cast<unsigned long long>(number_), files_.size());
+  files_.emplace_back();
+  *file = static_cast<uint32_t>(files_.size() - 1);
+  return FRUGAL_OK;
+}
+
+Status TableFiles::add_file(const ParameterFileInfo& info, uint32_t* file) {
+  Lock lock(mu_);
+  FRUGAL_TRY(new_file(file));
+  FileState& f = files_[*file];
+  f = {};
+  f.info = info;
+  f.old = info.records;  // until set()
+  f.listed = true;
+  return FRUGAL_OK;
+}
+
+void TableFiles::now_old(uint32_t file) {
+  if (file == Directory::kNone) return;
+  FRUGAL_ASSERT(files_[file].old < files_[file].info.records);
+  ++files_[file].old;
+}
+
+void TableFiles::set(uint64_t slot, Directory::Place place) {
+  Lock lock(mu_);
+  now_old(directory_.at(slot).file);
+  directory_.set(slot, place);
+  --files_[place.file].old;
+}
+
+void TableFiles::forget(uint64_t slot) {
+  Lock lock(mu_);
+  now_old(directory_.at(slot).file);
+  directory_.set(slot, {});
+}
+
+// --- Saving --------------------------------------------------------------------------------------
+
+void TableFiles::begin(uint64_t sequence) noexcept {
+  Lock lock(mu_);
+  FRUGAL_ASSERT(writing_.empty());
+  sequence_ = sequence;
+  error_ = {};
+  // Records of rows that were deleted before the snapshot.
+  for (Deletion& d : deleted_) {
+    now_old(d.file);
+    d.file = Directory::kNone;
+  }
+  deletions_.splice(deletions_.end(), deleted_);
+}
+
+void TableFiles::failed() noexcept {
+  if (error_.status == FRUGAL_OK) error_ = recorded_error();
+}
+
+Status TableFiles::next_writer() try {
+  uint32_t file;
+  FRUGAL_TRY(new_file(&file));
+  writing_.reserve(writing_.size() + 1);
+  auto made = std::make_unique<Writing>();
+  const uint64_t number = to_->next_file.fetch_add(1);
+  FRUGAL_TRY(made->writer.open(to_->folder.get(), number, number_, sequence_, format(), to_->direct,
+                               to_->queue, to_->buffers));
+  made->file = file;
+  files_[file] = {};
+  files_[file].info.number = number;
+  files_[file].listed = true;
+  writing_.push_back(std::move(made));
+  return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a parameter file");
+}
+
+void TableFiles::save(const uint32_t* slots, size_t n) noexcept {
+  FRUGAL_ASSERT(n <= RowTracker::kMostRows);
+  const KeepError keep;
+  struct {
+    ParameterFileWriter::Record record;
+    Writing* of;
+  } places[RowTracker::kMostRows];
+  size_t placed = 0;
+  {
+    Lock lock(mu_);
+    for (; placed < n && error_.status == FRUGAL_OK; ++placed) {
+      const uint32_t slot = slots[placed];
+      auto& place = places[placed];
+      if ((writing_.empty() || writing_.back()->writer.is_full()) && next_writer() != FRUGAL_OK) {
+        failed();
+        break;
+      }
+      place.of = writing_.back().get();
+      if (place.of->writer.add(rows_->key_of(slot), sequence_, &place.record) != FRUGAL_OK) {
+        failed();
+        break;
+      }
+      place.of->unsealed.fetch_add(1, std::memory_order_relaxed);
+      now_old(directory_.at(slot).file);
+      directory_.set(slot, {place.of->file, place.record.index});
+      ++files_[place.of->file].info.records;
+    }
+  }
+  const RowLayout& layout = rows_->layout();
+  for (size_t i = 0; i < placed; ++i) {
+    // A record's row has no padding; each starts at a multiple of 8 bytes.
+    layout.export_row(rows_->values(slots[i]), rows_->state(slots[i]),
+                      reinterpret_cast<float*>(places[i].record.bytes));
+    places[i].of->writer.seal(places[i].record);
+    places[i].of->unsealed.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+Status TableFiles::expect_deletions(size_t n) {
+  Lock lock(mu_);
+  while (spare_.size() < n) spare_.push_back({});
+  return FRUGAL_OK;
+}
+
+void TableFiles::deleted(uint32_t slot) noexcept {
+  Lock lock(mu_);
+  FRUGAL_ASSERT(!spare_.empty());
+  spare_.front() = {rows_->key_of(slot), directory_.at(slot).file};
+  deleted_.splice(deleted_.end(), spare_, spare_.begin());
+  directory_.set(slot, {});
+}
+
+// No record is a row's newest any more: the next checkpoint has these rows, and no older file.
+void TableFiles::new_state() noexcept {
+  Lock lock(mu_);
+  FRUGAL_ASSERT(writing_.empty());
+  for (uint64_t s = 0; s < rows_->capacity(); ++s) {
+    if (!directory_.committed(s) || directory_.at(s).file == Directory::kNone) continue;
+    now_old(directory_.at(s).file);
+    directory_.set(s, {});
+    tracker_->mark_changed(static_cast<uint32_t>(s));
+  }
+}
+
+Status TableFiles::collect() {
+  Lock lock(mu_);
+  for (const auto& w : writing_)
+    if (!w->finished && error_.status == FRUGAL_OK && w->writer.collect() != FRUGAL_OK) failed();
+  return error_.status ? fail_as(error_) : FRUGAL_OK;
+}
+
+Status TableFiles::finish_one(Writing& w) {
+  ParameterFileInfo info;
+  FRUGAL_TRY(w.writer.finish(&info));
+  w.finished = true;
+  Lock lock(mu_);
+  FRUGAL_ASSERT(files_[w.file].info.records == info.records);
+  files_[w.file].info = info;
+  return FRUGAL_OK;
+}
+
+Status TableFiles::finish_full() {
+  for (size_t i = 0;; ++i) {
+    Writing* w;
+    {
+      Lock lock(mu_);
+      if (i + 1 >= writing_.size()) return FRUGAL_OK;  // the last one takes records
+      w = writing_[i].get();
+    }
+    if (!w->finished && w->unsealed.load(std::memory_order_acquire) == 0)
+      FRUGAL_TRY(finish_one(*w));
+  }
+}
+
+Status TableFiles::add_deletions() {
+  Lock lock(mu_);
+  for (const Deletion& d : deletions_) {
+    if (writing_.empty() || writing_.back()->writer.is_full()) FRUGAL_TRY(next_writer());
+    FRUGAL_TRY(writing_.back()->writer.add_deletion(d.key, sequence_));
+  }
+  return FRUGAL_OK;
+}
+
+Status TableFiles::finish(ManifestTable* out) {
+  FRUGAL_TRY(collect());
+  FRUGAL_TRY(add_deletions());
+  size_t n;
+  {
+    Lock lock(mu_);
+    n = writing_.size();
+  }
+  for (size_t i = 0; i < n; ++i) {
+    Writing* w;
+    {
+      Lock lock(mu_);  // no thread adds to the list, but the analysis cannot know that
+      w = writing_[i].get();
+    }
+    if (!w->finished) FRUGAL_TRY(finish_one(*w));
+    FRUGAL_TRY(w->writer.sync());
+  }
+  Lock lock(mu_);
+  // In the order of their numbers. A file without live records is needed only for its deletions,
+  // and these only while there is a record that they could concern.
+  Vector<uint32_t> order;
+  for (uint32_t i = 1; i < files_.size(); ++i)
+    if (files_[i].listed) order.push_back(i);
+  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    mu_.assert_held();
+    return files_[a].info.number < files_[b].info.number;
+  });
+  out->number = number_;
+  out->format = format();
+  out->live_rows = 0;
+  out->files.clear();
+  bool records = false;
+  for (const uint32_t i : order) {
+    FileState& f = files_[i];
+    const uint64_t live = f.info.records - f.old;
+    f.needed = live != 0 || (f.info.entries > f.info.records && records);
+    if (!f.needed) continue;
+    out->files.push_back({f.info, live});
+    out->live_rows += live;
+    records |= f.info.records != 0;
+  }
+  return FRUGAL_OK;
+}
+
+void TableFiles::end(bool kept) noexcept {
+  Vector<std::unique_ptr<Writing>> writing;
+  {
+    Lock lock(mu_);
+    writing.swap(writing_);
+    if (kept)
+      spare_.splice(spare_.end(), deletions_);
+    else
+      deleted_.splice(deleted_.begin(), deletions_);
+  }
+  if (kept) {
+    Lock lock(mu_);
+    for (FileState& f : files_) f.listed = f.listed && f.needed;
+    return;
+  }
+  // Rows whose newest record was to be in these files have none now. They are changed, so the next
+  // checkpoint has them.
+  for (uint64_t from = 0; from < rows_->capacity(); from += kAtOnce)
+    rows_->locked([&] {
+      Lock lock(mu_);
+      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s)
+        if (directory_.committed(s))
+          for (const auto& w : writing)
+            if (directory_.at(s).file == w->file) directory_.set(s, {});
+    });
+  for (const auto& w : writing) w->writer.abandon();
+  Lock lock(mu_);
+  for (const auto& w : writing) {
+    files_[w->file].listed = false;
+    for (Deletion& d : deleted_)
+      if (d.file == w->file) d.file = Directory::kNone;
+  }
+}
+
+void TableFiles::clean() {
+  Vector<bool> half(1);
+  bool any = false;
+  {
+    Lock lock(mu_);
+    half.resize(files_.size());
+    for (size_t i = 1; i < files_.size(); ++i) {
+      FileState& f = files_[i];
+      if (!f.listed || f.cleaned || 2 * f.old < f.info.records || f.old == f.info.records) continue;
+      half[i] = any = f.cleaned = true;
+    }
+  }
+  if (!any) return;
+  for (uint64_t from = 0; from < rows_->capacity(); from += kAtOnce)
+    rows_->locked([&] {
+      Lock lock(mu_);
+      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s) {
+        if (!directory_.committed(s)) continue;
+        const uint32_t file = directory_.at(s).file;
+        if (file < half.size() && half[file]) tracker_->mark_changed(static_cast<uint32_t>(s));
+      }
+    });
+}
+
+}  // namespace frugal
