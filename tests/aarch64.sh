@@ -21,7 +21,7 @@ fetch_root() {
     -o "Dir::State::status=$apt/status" -o "Dir::Cache=$apt/cache")
   apt-get "${options[@]}" update
   apt-get "${options[@]}" install --download-only -y libc6-dev libstdc++-12-dev libcapnp-dev \
-    libjansson-dev nlohmann-json3-dev libgtest-dev
+    libxxhash-dev libjansson-dev nlohmann-json3-dev libgtest-dev
   for deb in "$apt"/cache/archives/*.deb; do dpkg -x "$deb" "$root"; done
   # The build runs this machine's programs.
   for program in capnp capnpc-c++ capnpc-capnp; do
@@ -30,7 +30,7 @@ fetch_root() {
   rm -rf "$apt"
 }
 
-[ -e "$root/usr/bin/capnpc-capnp" ] || fetch_root
+[ -e "$root/usr/include/xxhash.h" ] || fetch_root
 cmake -G Ninja -S . -B "$build" --toolchain "$PWD/cmake/aarch64.cmake" -DCMAKE_SYSROOT="$root" \
   -DFRUGAL_CUDA=OFF -DFRUGAL_PROCESSES=ON -DFRUGAL_EXAMPLES=OFF -DFRUGAL_BENCH=OFF
 cmake --build "$build" \

@@ -7,15 +7,21 @@
 
 namespace frugal {
 
+// False in a build without xxhash.h. Whoever offers checkpoints returns UNSUPPORTED then, since
+// nothing below may be called.
+bool checksums_are_built();
 uint64_t checksum(const void* bytes, size_t size, uint64_t seed) noexcept;
+
+// What has a checksum. The numbers are part of the formats.
+enum class ChecksumKind : uint64_t { kHeader = 1, kRecord = 2, kColumn = 3 };
 
 // The seed of a checksum: unlike for each place of a file, for each file, and for each kind of
 // bytes. So bytes that were moved there from elsewhere are found.
 class ChecksumSeeds {
  public:
   ChecksumSeeds() = default;
-  ChecksumSeeds(uint64_t kind, uint64_t table, uint64_t file)
-      : base_(arith::mix(arith::mix(arith::mix(kind) ^ table) ^ file)) {}
+  ChecksumSeeds(ChecksumKind kind, uint64_t table, uint64_t file)
+      : base_(arith::mix(arith::mix(arith::mix(static_cast<uint64_t>(kind)) ^ table) ^ file)) {}
   uint64_t at(uint64_t place) const { return arith::mix(base_ ^ place); }
 
  private:

@@ -40,6 +40,7 @@ struct RowFormat {
   uint32_t value_bytes;
   uint32_t state_column_bytes;  // of each
 
+  static RowFormat of(uint32_t dim, ElementType element, int32_t optimizer);
   static constexpr uint32_t kMostColumns = 8, kMostColumnBytes = 1u << 24;
   size_t state_bytes() const { return size_t{state_columns} * state_column_bytes; }
   size_t state_at(uint32_t column) const {
@@ -100,6 +101,12 @@ struct ColumnBlock {
 static_assert(sizeof(ColumnBlock) == kFileBlock);
 static_assert(offsetof(ColumnBlock, count) == 4080 && offsetof(ColumnBlock, checksum) == 4088);
 
+uint64_t header_checksum(const ParameterFileHeader& header);
+// Of the blocks of so many entries.
+inline uint64_t column_bytes(uint64_t entries) {
+  return (entries + ColumnBlock::kEntries - 1) / ColumnBlock::kEntries * kFileBlock;
+}
+
 // <number>.rows
 String parameter_file_name(uint64_t number);
 bool is_parameter_file_name(const char* name, uint64_t* number);
@@ -142,7 +149,7 @@ class RecordBuffers {
 // Makes a parameter file. A row's bytes are copied once: by the caller, into add()'s memory, from
 // which they are written. (Less than a block of each buffer is copied on into the next.) No call
 // but finish(), sync(), abandon() and wait_written() waits for the disk. The memory of records is
-// counted in RecordBuffers; beside it a file takes 16 bytes for each entry and at most 200 KiB.
+// counted in RecordBuffers; beside it a file takes 16.1 bytes for each entry, and 128 KiB.
 class ParameterFileWriter : public HeapObject {
  public:
   struct Buffer;
@@ -152,7 +159,7 @@ class ParameterFileWriter : public HeapObject {
     Buffer* buffer;
   };
 
-  ParameterFileWriter();
+  ParameterFileWriter() = default;
   ~ParameterFileWriter();  // abandon(), unless finish() has succeeded
   ParameterFileWriter(const ParameterFileWriter&) = delete;
 
@@ -163,55 +170,73 @@ class ParameterFileWriter : public HeapObject {
   uint64_t number() const { return info_.number; }
   const RowFormat& format() const { return format_; }
   uint64_t records() const { return info_.records; }
-  bool is_full() const { return info_.entries == kMostRecords; }  // of records and deletions
+  bool is_full() const { return info_.entries == kMostRecords; }  // records and deletions
+  File* file() { return &file_; }                                 // to sync it by a queue
 
   // Gives a new record its place; the file must not be full. The caller copies values and state to
-  // record->bytes, and calls seal(). If there is no memory nothing has changed.
+  // record->bytes, and calls seal(). Without memory (OUT_OF_MEMORY) nothing has changed.
   Status add(uint64_t key, uint64_t sequence, Record* record);
   // Any thread, once for each record. Pads it and adds its checksum. The last one of a buffer that
   // is full submits it to the queue.
   void seal(const Record& record) noexcept;
   Status add_deletion(uint64_t key, uint64_t sequence);
 
-  // Gives back the buffers that have been written. Returns the first failure of a write.
+  // Gives back the buffers that have been written. Returns the first failure of a write; each later
+  // call returns it again. OUT_OF_MEMORY: a full buffer is not submitted, and the next call tries.
   Status collect();
   // The same, and first waits for the oldest buffer that was submitted, if there is one.
   Status wait_written();
 
-  // All records are sealed: writes the rest, the column, and last of all the header.
+  // All records are sealed. Writes the rest, the column, and last of all the header. After a
+  // failure the file can only be abandoned.
   Status finish(ParameterFileInfo* info);
-  Status sync();  // after finish()
-  // Ends all writing, and removes the file. A second call does nothing.
+  Status sync() { return file_.sync(); }  // after finish()
+  // Ends all writing, and removes the file. No thread seals a record any more.
   void abandon() noexcept;
 
  private:
   struct Piece;
-  Status write_column();
-  Status write_header();
+  // Entries, as they are written.
+  class Entries {
+   public:
+    Entries() = default;
+    ~Entries() { clear(); }
+    Entries(const Entries&) = delete;
+    Status make_room();  // for one more
+    void add(uint64_t key, uint64_t sequence);
+    Status take(Entries* from);  // those of `from` follow
+    void seal(const ChecksumSeeds& seeds);
+    void clear() noexcept;
+    uint64_t count() const { return count_; }
+    void write(File* file, uint64_t at, IoBatch* batch) const;  // adds the requests
+
+   private:
+    ColumnBlock& block(uint64_t i);
+    ColumnEntry& entry(uint64_t i);
+    Vector<Piece*> pieces_;
+    uint64_t count_ = 0;
+  };
+
+  Status create(Folder* folder, const char* name, bool direct);
   Status next_buffer();
   void release(Buffer* buffer) noexcept;
   void submit(Buffer* buffer) noexcept;
-  Status add_entry(Vector<Piece*>* pieces, uint64_t count, uint64_t key, uint64_t sequence);
-  void free_pieces(Vector<Piece*>* pieces) noexcept;
-  void drop_buffers() noexcept;
-  Status reap(bool wait);
+  void free_buffer(Buffer** link) noexcept;
+  Status write_header(uint64_t column_at);
 
-  std::shared_ptr<Folder> folder_;
   File file_;
   IoQueue* queue_ = nullptr;
   RecordBuffers* buffers_ = nullptr;
   RowFormat format_{};
   size_t record_bytes_ = 0;
   ParameterFileInfo info_;
-  ChecksumSeeds seeds_;
+  ChecksumSeeds seeds_;                           // of records
+  Buffer *oldest_ = nullptr, *newest_ = nullptr;  // records that are not on disk
+  size_t next_bytes_ = 0;                         // of the next buffer
+  Entries entries_, deletions_;
+  IoBatch column_;
+  CallError error_;  // of the first write that failed
   bool finished_ = false;
-  List<Buffer*> unwritten_;    // in the order of the file
-  Buffer* current_ = nullptr;  // the last of them
-  size_t next_bytes_ = 0;      // of the next buffer
-  Vector<Piece*> entries_, deletions_;
-  uint64_t deletion_count_ = 0;
-  CallError error_;                     // of the first write that failed
-  std::atomic<bool> no_memory_{false};  // a buffer could not be submitted
 };
 
 // --- Reading -------------------------------------------------------------------------------------
@@ -240,7 +265,7 @@ class ParameterFile : public HeapObject {
   // The column: block b has the entries from b * ColumnBlock::kEntries on. `to` is aligned to
   // kFileBlock. A caller may also read with the request, and verify each block.
   uint32_t column_blocks() const;
-  Status read_column(uint32_t first, uint32_t count, ColumnBlock* to) const;
+  Status read_column(uint32_t first, uint32_t count, ColumnBlock* to);
   IoRequest column_request(uint32_t first, uint32_t count, ColumnBlock* to);
   Status verify_block(uint32_t index, const ColumnBlock& block) const;
 
@@ -250,14 +275,16 @@ class ParameterFile : public HeapObject {
   size_t records_room(uint32_t first, uint32_t count) const;
   IoRequest records_request(uint32_t first, uint32_t count, char* to);
   const char* record_in(const char* to, uint32_t first, uint32_t i) const;
-  Status read_records(uint32_t first, uint32_t count, char* to) const;
-  Status read_unverified(uint32_t first, uint32_t count, char* to) const;
+  Status read_records(uint32_t first, uint32_t count, char* to);
+  Status read_unverified(uint32_t first, uint32_t count, char* to);
   // The message has the key, if it is given.
   Status verify_record(uint32_t index, const char* record, const uint64_t* key) const;
-  uint64_t record_at(uint32_t index) const { return kFileBlock + index * info_record_bytes(); }
+  uint64_t record_at(uint32_t index) const { return kFileBlock + index * format_.record_bytes(); }
 
  private:
-  uint64_t info_record_bytes() const { return format_.record_bytes(); }
+  Status read_header(uint64_t number);
+  Status check_header(const ParameterFileHeader& header, uint64_t number, uint64_t size);
+  Status damaged(uint64_t at, const String& what) const;
   File file_;
   ParameterFileInfo info_;
   RowFormat format_{};
