@@ -1,5 +1,6 @@
 # Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane to the library.
-# Cap'n Proto encodes its messages. Without Cap'n Proto the library has everything else.
+# Cap'n Proto encodes its messages, and the manifests of checkpoints. Without Cap'n Proto the library
+# has everything else.
 set(FRUGAL_PROCESSES AUTO CACHE STRING
   "Trainers as processes: ON, OFF, or AUTO: if there is Cap'n Proto")
 set_property(CACHE FRUGAL_PROCESSES PROPERTY STRINGS AUTO ON OFF)
@@ -21,15 +22,17 @@ endif()
 function(frugal_process_sources list)
   set(sources ${${list}})
   if(FRUGAL_WITH_PROCESSES)
-    list(FILTER sources EXCLUDE REGEX "/lib/process/control_none\\.cpp$")
+    list(FILTER sources EXCLUDE REGEX "/lib/(process/control|format/manifest)_none\\.cpp$")
     set(CAPNPC_OUTPUT_DIR ${CMAKE_BINARY_DIR}/schema)
-    set(CAPNPC_SRC_PREFIX ${CMAKE_SOURCE_DIR}/lib/process)
     file(MAKE_DIRECTORY ${CAPNPC_OUTPUT_DIR})
-    capnp_generate_cpp(generated headers ${CMAKE_SOURCE_DIR}/lib/process/control.capnp)
-    list(APPEND sources ${generated} ${headers})
+    foreach(schema process/control format/manifest)
+      get_filename_component(CAPNPC_SRC_PREFIX ${CMAKE_SOURCE_DIR}/lib/${schema} DIRECTORY)
+      capnp_generate_cpp(generated headers ${CMAKE_SOURCE_DIR}/lib/${schema}.capnp)
+      list(APPEND sources ${generated} ${headers})
+    endforeach()
   else()
     list(FILTER sources EXCLUDE
-      REGEX "/lib/process/(control_message|control_server|control_client|control_structs)\\.cpp$")
+      REGEX "/lib/(process/control_(message|server|client|structs)|format/manifest)\\.cpp$")
   endif()
   set(${list} ${sources} PARENT_SCOPE)
 endfunction()

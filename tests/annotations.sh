@@ -43,9 +43,9 @@ if [ "$errors" -ne 7 ]; then
   exit 1
 fi
 
-# All sources except the kernels and control_none.cpp, as three files. Sources that define the same
+# All sources except the kernels and *_none.cpp, as three files. Sources that define the same
 # local names are in different files.
-for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name control_none.cpp | sort); do
+for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name '*_none.cpp' | sort); do
   case $source in
     */flush/* | */control_client.cpp) file=third ;;
     */controller.cpp) file=first ;;

@@ -29,7 +29,7 @@ fi
 
 # All sources above lib/base, as two files, since most of the time is for headers; then the kernels
 # of one instruction set, and those of the simulated GPU.
-for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name control_none.cpp | sort); do
+for source in $(find "$root/lib" -maxdepth 2 -name '*.cpp' ! -name '*_none.cpp' | sort); do
   case $source in
     */base/* | */flush/* | */control_*.cpp | */capi/*) continue ;;
     */process/controller.cpp) file=first ;;

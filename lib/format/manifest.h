@@ -4,7 +4,8 @@
 // A checkpoint exists when its manifest has its final name. write_manifest() gives it that name,
 // after all other files of the checkpoint are synced.
 //
-// A build without Cap'n Proto returns UNSUPPORTED from each of these functions.
+// A build without Cap'n Proto returns UNSUPPORTED from each function of this file that has a
+// status.
 #pragma once
 #include <cstddef>
 
@@ -89,6 +90,9 @@ Status list_manifests(const Folder& folder, Vector<uint64_t>* sequences);
 // `*in_use`: somebody reads the checkpoint, which stays. After OK and not `*in_use` the manifest is
 // gone, and the disk knows it. NOT_FOUND: there is none.
 Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use);
+
+// What no manifest may say, or an empty text.
+String manifest_fault(const Manifest& manifest);
 
 // --- The bytes -----------------------------------------------------------------------------------
 

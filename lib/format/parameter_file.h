@@ -181,7 +181,8 @@ class ParameterFileWriter : public HeapObject {
   void seal(const Record& record) noexcept;
   Status add_deletion(uint64_t key, uint64_t sequence);
 
-  // Gives back the buffers that have been written. Returns the first failure of a write.
+  // Gives back the buffers that have been written. Returns the first failure of a write; each later
+  // call returns it again. OUT_OF_MEMORY: a full buffer is not submitted, and the next call tries.
   Status collect();
   // The same, and first waits for the oldest buffer that was submitted, if there is one.
   Status wait_written();
@@ -219,6 +220,7 @@ class ParameterFileWriter : public HeapObject {
   Status create(Folder* folder, const char* name, bool direct);
   Status next_buffer();
   void release(Buffer* buffer) noexcept;
+  void submit(Buffer* buffer) noexcept;
   void free_buffer(Buffer** link) noexcept;
   Status write_header(uint64_t column_at);
 
@@ -233,8 +235,7 @@ class ParameterFileWriter : public HeapObject {
   size_t next_bytes_ = 0;                         // of the next buffer
   Entries entries_, deletions_;
   IoBatch column_;
-  CallError error_;                     // of the first write that failed
-  std::atomic<bool> no_memory_{false};  // a buffer could not be submitted
+  CallError error_;  // of the first write that failed
   bool finished_ = false;
 };
 

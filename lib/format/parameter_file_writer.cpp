@@ -146,7 +146,8 @@ struct ParameterFileWriter::Buffer : public HeapObject {
   Buffer* next = nullptr;      // in the file: gets what is left of the last block
   Buffer* newer = nullptr;     // that the writer has
   IoBatch batch;
-  std::atomic<bool> submitted{false};
+  enum State { kFilling, kComplete, kSubmitted };
+  std::atomic<State> state{kFilling};
 };
 
 // Gives the writer a buffer with room for a record. Less than a block is already in it.
@@ -185,16 +186,22 @@ void ParameterFileWriter::release(Buffer* buffer) noexcept {
       whole = whole_blocks(buffer->used);
       std::memcpy(next->memory, buffer->memory + whole, buffer->used - whole);
     }
-    try {
-      buffer->batch.requests.push_back(
-          {IoRequest::Kind::kWrite, &file_, buffer->at, buffer->memory, whole});
-      queue_->submit(&buffer->batch);
-    } catch (const std::bad_alloc&) {
-      no_memory_.store(true);
-    }
-    buffer->submitted.store(true);  // from now on collect() may free it
+    buffer->batch.requests.push_back(
+        {IoRequest::Kind::kWrite, &file_, buffer->at, buffer->memory, whole});
+    submit(buffer);
     buffer = next;
   }
+}
+
+// From the end of this call on collect() may free the buffer.
+void ParameterFileWriter::submit(Buffer* buffer) noexcept {
+  Buffer::State state = Buffer::kSubmitted;
+  try {
+    queue_->submit(&buffer->batch);
+  } catch (const std::bad_alloc&) {
+    state = Buffer::kComplete;  // collect() tries again
+  }
+  buffer->state.store(state);
 }
 
 // Frees the buffer that a link of the list leads to.
@@ -205,8 +212,13 @@ void ParameterFileWriter::free_buffer(Buffer** link) noexcept {
 }
 
 Status ParameterFileWriter::collect() {
+  bool without_memory = false;
   for (Buffer** link = &oldest_; Buffer* buffer = *link;) {
-    if (!buffer->submitted.load() || !queue_->is_done(&buffer->batch)) {
+    if (buffer->state.load() == Buffer::kComplete) {
+      submit(buffer);
+      without_memory |= buffer->state.load() == Buffer::kComplete;
+    }
+    if (buffer->state.load() != Buffer::kSubmitted || !queue_->is_done(&buffer->batch)) {
       link = &buffer->newer;
       continue;
     }
@@ -214,12 +226,12 @@ Status ParameterFileWriter::collect() {
     free_buffer(link);
   }
   if (error_.status) return fail_as(error_);
-  return no_memory_.load() ? no_memory_to_write() : FRUGAL_OK;
+  return without_memory ? no_memory_to_write() : FRUGAL_OK;
 }
 
 Status ParameterFileWriter::wait_written() {
   Buffer* buffer = oldest_;
-  while (buffer && !buffer->submitted.load()) buffer = buffer->newer;
+  while (buffer && buffer->state.load() != Buffer::kSubmitted) buffer = buffer->newer;
   if (buffer) queue_->wait(&buffer->batch);  // collect() returns what has failed
   return collect();
 }
@@ -299,7 +311,7 @@ Status ParameterFileWriter::finish(ParameterFileInfo* info) try {
     last->used = up_to_blocks(used);
     std::memset(last->memory + used, 0, last->used - used);
     release(last);
-    FRUGAL_ASSERT(last->submitted.load());  // else a record is not sealed
+    FRUGAL_ASSERT(last->state.load() != Buffer::kFilling);  // else a record is not sealed
   }
   FRUGAL_TRY(entries_.take(&deletions_));
   entries_.seal({ChecksumKind::kColumn, info_.table, info_.number});
@@ -346,9 +358,9 @@ void ParameterFileWriter::abandon() noexcept {
   if (!file_) return;
   const KeepError keep;
   for (Buffer* buffer = oldest_; buffer; buffer = buffer->newer)
-    if (buffer->submitted.load()) queue_->cancel(&buffer->batch);
+    if (buffer->state.load() == Buffer::kSubmitted) queue_->cancel(&buffer->batch);
   while (oldest_) {
-    if (oldest_->submitted.load()) queue_->wait(&oldest_->batch);
+    if (oldest_->state.load() == Buffer::kSubmitted) queue_->wait(&oldest_->batch);
     free_buffer(&oldest_);
   }
   newest_ = nullptr;

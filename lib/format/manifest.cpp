@@ -1,0 +1,451 @@
+#include "format/manifest.h"
+
+#include <capnp/message.h>
+#include <kj/exception.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/assert.h"
+#include "base/this_thread.h"
+#include "manifest.capnp.h"
+
+namespace frugal {
+namespace {
+
+// The fields of the structs of frugal.h, as C and as Cap'n Proto call them.
+// clang-format off
+#define MANIFEST_OPTIMIZER(X)                                                                      \
+  X(kind, Kind) X(lr, Lr) X(eps, Eps) X(momentum, Momentum) X(dampening, Dampening)                \
+  X(beta1, Beta1) X(beta2, Beta2) X(rho, Rho) X(ftrl_lambda1, FtrlLambda1)                         \
+  X(ftrl_lambda2, FtrlLambda2) X(ftrl_beta, FtrlBeta) X(initial_accumulator, InitialAccumulator)   \
+  X(weight_decay_l2, WeightDecayL2) X(weight_decay, WeightDecay) X(clip_value, ClipValue)          \
+  X(clip_norm, ClipNorm) X(weight_bound, WeightBound) X(grad_scale, GradScale) X(flags, Flags)
+#define MANIFEST_TABLE_CONFIG(X)                                                                   \
+  X(key_space, KeySpace) X(dtype, Dtype) X(rows, Rows) X(dim, Dim) X(init, Init) X(init_a, InitA)  \
+  X(init_b, InitB) X(nan_policy, NanPolicy) X(flags, Flags)
+#define MANIFEST_FORMAT(X)                                                                         \
+  X(state_columns, StateColumns) X(value_bytes, ValueBytes) X(state_column_bytes, StateColumnBytes)
+#define MANIFEST_FILE(X)                                                                           \
+  X(number, Number) X(sequence, Sequence) X(records, Records) X(entries, Entries)                  \
+  X(length, Length) X(checksum, Checksum)
+#define MANIFEST_BLOB(X) X(rank, Rank) X(at, At) X(bytes, Bytes) X(checksum, Checksum)
+#define MANIFEST_ITSELF(X)                                                                         \
+  X(step, Step) X(seed, Seed) X(world_size, WorldSize) X(created, Created)                         \
+  X(next_table, NextTable) X(next_file, NextFile) X(blob_bytes, BlobBytes)
+// clang-format on
+
+// A new field must be added above, to manifest.capnp, and to manifest_check.cpp.
+static_assert(sizeof(frugal_optimizer) == 88 && sizeof(frugal_table_config) == 144);
+static_assert(sizeof(ParameterFileInfo) == 7 * 8 && sizeof(RowFormat) == 6 * 4);
+
+#define MANIFEST_PUT(field, Field) to.set##Field(from.field);
+#define MANIFEST_TAKE(field, Field) to->field = from.get##Field();
+
+constexpr size_t kEnvelopeWords = sizeof(ManifestEnvelope) / sizeof(uint64_t);
+static_assert(sizeof(capnp::word) == sizeof(uint64_t));
+
+uint64_t sum_of(const ManifestEnvelope& e) {
+  return checksum(&e, offsetof(ManifestEnvelope, envelope_sum), 0);
+}
+
+// --- Encoding ------------------------------------------------------------------------------------
+
+uint64_t words_of(const String& s) { return s.empty() ? 0 : s.size() / sizeof(uint64_t) + 1; }
+
+template <class Element>
+uint64_t words_of_list(size_t n) {
+  return n ? 1 + n * capnp::sizeInWords<Element>() : 0;
+}
+
+uint64_t words_of(const ManifestTable& t) {
+  constexpr uint64_t kOptimizer = capnp::sizeInWords<disk::Optimizer>();
+  return words_of(t.name) + (2 + t.later.size()) * kOptimizer +
+         words_of_list<disk::Later>(t.later.size()) + words_of_list<disk::File>(t.files.size());
+}
+
+// Of the message's one segment. It is exactly that long, so encoding takes no memory.
+uint64_t words_of(const Manifest& m) {
+  uint64_t words = 1 + capnp::sizeInWords<disk::Manifest>() + words_of(m.name) +
+                   words_of_list<disk::Table>(m.tables.size()) +
+                   words_of_list<disk::Blob>(m.blobs.size());
+  for (const ManifestTable& t : m.tables) words += words_of(t);
+  return words;
+}
+
+void put_optimizer(const frugal_optimizer& from,
+                   disk::Optimizer::Builder to){MANIFEST_OPTIMIZER(MANIFEST_PUT)}
+
+capnp::Text::Reader text_of(const String& s) {
+  return {s.c_str(), s.size()};
+}
+
+void put_config(const frugal_table_config& from, disk::Table::Builder to) {
+  MANIFEST_TABLE_CONFIG(MANIFEST_PUT)
+  put_optimizer(from.optimizer, to.initCreated());
+}
+
+void put_format(const RowFormat& from, disk::Table::Builder to) {
+  to.setElement(static_cast<uint32_t>(from.element));
+  MANIFEST_FORMAT(MANIFEST_PUT)
+}
+
+void put_file(const ManifestFile& file, disk::File::Builder to) {
+  const ParameterFileInfo& from = file.info;
+  MANIFEST_FILE(MANIFEST_PUT)
+  to.setLive(file.live);
+}
+
+void put_blob(const ManifestBlob& from, disk::Blob::Builder to) { MANIFEST_BLOB(MANIFEST_PUT) }
+
+// A list that is empty is left out.
+void put_table(const ManifestTable& from, disk::Table::Builder to) {
+  to.setNumber(from.number);
+  if (!from.name.empty()) to.setName(text_of(from.name));
+  put_config(from.config, to);
+  put_optimizer(from.optimizer, to.initOptimizer());
+  if (const auto n = static_cast<unsigned>(from.later.size())) {
+    auto later = to.initLater(n);
+    for (unsigned i = 0; i < n; ++i) {
+      later[i].setFirstStep(from.later[i].first_step);
+      put_optimizer(from.later[i].optimizer, later[i].initOptimizer());
+    }
+  }
+  to.setHasState(from.has_state);
+  put_format(from.format, to);
+  to.setLiveRows(from.live_rows);
+  if (const auto n = static_cast<unsigned>(from.files.size())) {
+    auto files = to.initFiles(n);
+    for (unsigned i = 0; i < n; ++i) put_file(from.files[i], files[i]);
+  }
+}
+
+void put_manifest(const Manifest& from, disk::Manifest::Builder to) {
+  MANIFEST_ITSELF(MANIFEST_PUT)
+  if (!from.name.empty()) to.setName(text_of(from.name));
+  if (const auto n = static_cast<unsigned>(from.tables.size())) {
+    auto tables = to.initTables(n);
+    for (unsigned i = 0; i < n; ++i) put_table(from.tables[i], tables[i]);
+  }
+  if (const auto n = static_cast<unsigned>(from.blobs.size())) {
+    auto blobs = to.initBlobs(n);
+    for (unsigned i = 0; i < n; ++i) put_blob(from.blobs[i], blobs[i]);
+  }
+}
+
+// --- Decoding ------------------------------------------------------------------------------------
+
+[[gnu::format(printf, 2, 3)]] Status damaged_manifest(const char* where, const char* format, ...) {
+  char what[300];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(what, sizeof what, format, arguments);
+  va_end(arguments);
+  return fail(FRUGAL_ERR_DAMAGED, "%.150s is damaged: %s", where, what);
+}
+
+unsigned long long printed(uint64_t n) { return n; }
+
+// Each is read once. libkj counts what is read, and the whole message may be read once. So a list
+// that several pointers name does not make much of little.
+class ManifestDecoder {
+ public:
+  explicit ManifestDecoder(uint64_t words) : left_(words) {}
+
+  // False: some list would take more memory than the message's length covers.
+  bool take(disk::Manifest::Reader from, Manifest* to) {
+    MANIFEST_ITSELF(MANIFEST_TAKE)
+    take_text(from.getName(), &to->name);
+    return take_list<disk::Table>(from.getTables(), &to->tables) &&
+           take_list<disk::Blob>(from.getBlobs(), &to->blobs);
+  }
+
+ private:
+  static void take_text(capnp::Text::Reader from, String* to) {
+    to->assign(from.begin(), from.size());
+  }
+
+  // Elements of a list may be smaller than the schema's, as small as nothing.
+  template <class Element, class List, class To>
+  bool take_list(List from, Vector<To>* to) {
+    const uint64_t words = uint64_t{from.size()} * capnp::sizeInWords<Element>();
+    if (words > left_) return false;
+    left_ -= words;
+    to->resize(from.size());
+    for (unsigned i = 0; i < from.size(); ++i)
+      if (!take_one(from[i], &(*to)[i])) return false;
+    return true;
+  }
+
+  static void take_optimizer(disk::Optimizer::Reader from, frugal_optimizer* to) {
+    MANIFEST_OPTIMIZER(MANIFEST_TAKE)
+  }
+
+  static void take_config(disk::Table::Reader from, frugal_table_config* to) {
+    MANIFEST_TABLE_CONFIG(MANIFEST_TAKE)
+    take_optimizer(from.getCreated(), &to->optimizer);
+  }
+
+  static void take_format(disk::Table::Reader from, RowFormat* to) {
+    to->element = static_cast<ElementType>(from.getElement());
+    MANIFEST_FORMAT(MANIFEST_TAKE)
+  }
+
+  bool take_one(disk::Table::Reader from, ManifestTable* to) {
+    to->number = from.getNumber();
+    take_text(from.getName(), &to->name);
+    take_config(from, &to->config);
+    take_optimizer(from.getOptimizer(), &to->optimizer);
+    to->has_state = from.getHasState();
+    take_format(from, &to->format);
+    to->format.dim = to->config.dim;
+    to->format.optimizer = to->optimizer.kind;
+    to->live_rows = from.getLiveRows();
+    if (!take_list<disk::Later>(from.getLater(), &to->later) ||
+        !take_list<disk::File>(from.getFiles(), &to->files))
+      return false;
+    for (ManifestFile& f : to->files) f.info.table = to->number;
+    return true;
+  }
+
+  bool take_one(disk::Later::Reader from, LaterOptimizer* to) {
+    to->first_step = from.getFirstStep();
+    take_optimizer(from.getOptimizer(), &to->optimizer);
+    return true;
+  }
+
+  bool take_one(disk::File::Reader from, ManifestFile* file) {
+    ParameterFileInfo* to = &file->info;
+    MANIFEST_FILE(MANIFEST_TAKE)
+    file->live = from.getLive();
+    return true;
+  }
+
+  bool take_one(disk::Blob::Reader from, ManifestBlob* to) {
+    MANIFEST_BLOB(MANIFEST_TAKE)
+    return true;
+  }
+
+  uint64_t left_;  // words of the message that no list has claimed
+};
+
+bool manifest_may_throw() noexcept {
+  try {
+    (void)kj::getExceptionCallback();  // the first one of a thread takes memory
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+// `file_bytes`: the length of the whole file, which nothing that is allocated later exceeds.
+Status check_envelope(const char* where, uint64_t sequence, uint64_t file_bytes,
+                      const ManifestEnvelope& e) {
+  if (std::memcmp(e.magic, kManifestMagic, sizeof e.magic) != 0)
+    return damaged_manifest(where, "it does not begin as a manifest does");
+  if (e.byte_order == __builtin_bswap32(kByteOrderMark))
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "%.150s was written by a machine of the other byte order: read it on such a one",
+                where);
+  if (sum_of(e) != e.envelope_sum)
+    return damaged_manifest(where, "the checksum of its first 64 bytes is wrong");
+  if (e.byte_order != kByteOrderMark)
+    return damaged_manifest(where, "its byte order is 0x%08x", e.byte_order);
+  if (e.version > kManifestVersion || (e.features & ~kManifestFeatures))
+    return fail(FRUGAL_ERR_TOO_NEW,
+                "%.150s has version %u and features 0x%llx, and this library (%s) knows version %u "
+                "and features 0x%llx: use a later one",
+                where, e.version, printed(e.features), frugal_version(), kManifestVersion,
+                printed(kManifestFeatures));
+  if (e.version == 0 || e.reserved != 0)
+    return damaged_manifest(where, "no library writes version %u with %llu at byte 48", e.version,
+                            printed(e.reserved));
+  if (e.sequence != sequence)
+    return damaged_manifest(where, "it is the manifest of checkpoint %llu", printed(e.sequence));
+  if (e.message_bytes > kMostMessageBytes || e.message_bytes % sizeof(capnp::word) != 0 ||
+      e.message_bytes < 2 * sizeof(capnp::word))
+    return damaged_manifest(where, "its message has %llu bytes", printed(e.message_bytes));
+  if (e.message_bytes != file_bytes - sizeof e)
+    return damaged_manifest(where, "it has %llu bytes, and its message %llu after the first 64",
+                            printed(file_bytes), printed(e.message_bytes));
+  return FRUGAL_OK;
+}
+
+Status decode_message(const char* where, const ManifestEnvelope& e, const uint64_t* message,
+                      Manifest* out) {
+  if (checksum(message, e.message_bytes, e.sequence) != e.message_sum)
+    return damaged_manifest(where, "the checksum of its message, from byte 64 on, is wrong");
+  // The head of a message: segments less one, and the first one's words.
+  const uint64_t words = e.message_bytes / sizeof(capnp::word) - 1;
+  uint32_t head[2];
+  std::memcpy(head, message, sizeof head);
+  if (head[0] != 0 || head[1] != words)
+    return damaged_manifest(where, "its message has %u more segments, and %u words in the first",
+                            head[0], head[1]);
+  if (!touch_thread_locals(manifest_may_throw))
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%s", no_thread());
+  Manifest made;
+  made.sequence = e.sequence;
+  try {
+    capnp::ReaderOptions options;
+    options.traversalLimitInWords = words;
+    options.nestingLimit = 8;
+    const kj::ArrayPtr<const capnp::word> segment(reinterpret_cast<const capnp::word*>(message + 1),
+                                                  words);
+    capnp::SegmentArrayMessageReader reader(kj::arrayPtr(&segment, 1), options);
+    if (!ManifestDecoder(words).take(reader.getRoot<disk::Manifest>(), &made))
+      return damaged_manifest(where, "a list of its message is longer than the message");
+  } catch (const kj::Exception& e) {
+    return damaged_manifest(where, "its message cannot be decoded: %.200s",
+                            e.getDescription().cStr());
+  }
+  if (const String fault = manifest_fault(made); !fault.empty())
+    return damaged_manifest(where, "%s", fault.c_str());
+  *out = std::move(made);
+  return FRUGAL_OK;
+}
+
+String place_of(const Folder& folder, const String& name) {
+  return text("'%.300s/%.100s'", folder.path(), name.c_str());
+}
+
+}  // namespace
+
+Status encode_manifest(const Manifest& manifest, Vector<uint64_t>* words) {
+  const uint64_t segment = words_of(manifest);
+  const uint64_t bytes = (1 + segment) * sizeof(capnp::word);
+  if (bytes > kMostMessageBytes)
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "the manifest of checkpoint %llu would have %llu bytes, and may have %llu: it has "
+                "too many parameter files, tables or changes of optimizers",
+                printed(manifest.sequence), printed(bytes), printed(kMostMessageBytes));
+  words->assign(kEnvelopeWords + 1 + segment, 0);
+  uint64_t* const message = words->data() + kEnvelopeWords;
+  const uint32_t head[] = {0, static_cast<uint32_t>(segment)};
+  std::memcpy(message, head, sizeof head);
+  {
+    capnp::FlatMessageBuilder builder(
+        kj::arrayPtr(reinterpret_cast<capnp::word*>(message + 1), segment));
+    put_manifest(manifest, builder.initRoot<disk::Manifest>());
+    FRUGAL_ASSERT(builder.getSegmentsForOutput()[0].size() == segment);
+  }
+  ManifestEnvelope e{};
+  std::memcpy(e.magic, kManifestMagic, sizeof e.magic);
+  e.byte_order = kByteOrderMark;
+  e.version = kManifestVersion;
+  e.sequence = manifest.sequence;
+  e.message_bytes = bytes;
+  e.message_sum = checksum(message, bytes, e.sequence);
+  e.envelope_sum = sum_of(e);
+  std::memcpy(words->data(), &e, sizeof e);
+  return FRUGAL_OK;
+}
+
+Status decode_manifest(const char* where, uint64_t sequence, const uint64_t* words, size_t bytes,
+                       Manifest* out) {
+  ManifestEnvelope e;
+  if (bytes < sizeof e)
+    return damaged_manifest(where, "it has %zu bytes, and a manifest begins with 64", bytes);
+  std::memcpy(&e, words, sizeof e);
+  FRUGAL_TRY(check_envelope(where, sequence, bytes, e));
+  return decode_message(where, e, words + kEnvelopeWords, out);
+}
+
+Status write_manifest(Folder& folder, const Manifest& manifest) {
+  if (const String fault = manifest_fault(manifest); !fault.empty())
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the manifest of checkpoint %llu: %s",
+                printed(manifest.sequence), fault.c_str());
+  Vector<uint64_t> words;
+  FRUGAL_TRY(encode_manifest(manifest, &words));
+  const String name = manifest_name(manifest.sequence), unfinished = new_name(name);
+  // A writer that died may have left one.
+  FRUGAL_TRY(folder.remove(unfinished.c_str()));
+  struct Removed {
+    Folder& folder;
+    const char* name;  // null: nothing is to be removed
+    ~Removed() {
+      if (!name) return;
+      const KeepError why;
+      (void)folder.remove(name);
+    }
+  } removed{folder, unfinished.c_str()};
+  {
+    File file;
+    FRUGAL_TRY(folder.create(unfinished.c_str(), false, &file));
+    FRUGAL_TRY(file.write(0, words.data(), words.size() * sizeof(uint64_t)));
+    FRUGAL_TRY(file.sync());
+  }
+  // Before the manifest has its name, those of the files that it lists are on disk.
+  FRUGAL_TRY(folder.sync());
+  FRUGAL_TRY(folder.rename(unfinished.c_str(), name.c_str()));
+  removed.name = nullptr;
+  return folder.sync();
+}
+
+Status read_manifest(const Folder& folder, uint64_t sequence, Manifest* out, File* keep) {
+  const String name = manifest_name(sequence), place = place_of(folder, name);
+  const char* const where = place.c_str();
+  File file;
+  FRUGAL_TRY(folder.open_file(name.c_str(), false, &file));
+  bool locked, named;
+  FRUGAL_TRY(file.lock_shared(&locked));
+  if (!locked)
+    return fail(FRUGAL_ERR_BUSY, "%.300s is being deleted: choose another checkpoint", where);
+  // It may have been deleted between the two calls.
+  FRUGAL_TRY(file.has_name(&named));
+  if (!named)
+    return fail(FRUGAL_ERR_NOT_FOUND, "%.300s was deleted: choose another checkpoint", where);
+  uint64_t bytes;
+  ManifestEnvelope e;
+  FRUGAL_TRY(file.size(&bytes));
+  if (bytes < sizeof e)
+    return damaged_manifest(where, "it has %llu bytes, and a manifest begins with 64",
+                            printed(bytes));
+  FRUGAL_TRY(file.read(0, &e, sizeof e));
+  FRUGAL_TRY(check_envelope(where, sequence, bytes, e));
+  Vector<uint64_t> message(e.message_bytes / sizeof(uint64_t));
+  FRUGAL_TRY(file.read(sizeof e, message.data(), e.message_bytes));
+  FRUGAL_TRY(decode_message(where, e, message.data(), out));
+  *keep = std::move(file);
+  return FRUGAL_OK;
+}
+
+Status list_manifests(const Folder& folder, Vector<uint64_t>* sequences) {
+  Vector<String> names;
+  FRUGAL_TRY(folder.list(&names));
+  Vector<uint64_t> found;
+  for (const String& name : names)
+    if (uint64_t n; parse_name(name.c_str(), &n) == FileKind::kManifest) found.push_back(n);
+  std::sort(found.begin(), found.end());
+  *sequences = std::move(found);
+  return FRUGAL_OK;
+}
+
+Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use) {
+  FRUGAL_TRY(folder.may_write());
+  const String name = manifest_name(sequence);
+  File file;
+  FRUGAL_TRY(folder.open_file(name.c_str(), false, &file));
+  bool alone;
+  FRUGAL_TRY(file.lock_alone(&alone));
+  *in_use = !alone;
+  if (!alone) return FRUGAL_OK;
+  // A reader that opened it before finds, once it has the lock, that the name is gone.
+  FRUGAL_TRY(folder.remove(name.c_str()));
+  return folder.sync();
+}
+
+#undef MANIFEST_OPTIMIZER
+#undef MANIFEST_TABLE_CONFIG
+#undef MANIFEST_FORMAT
+#undef MANIFEST_FILE
+#undef MANIFEST_BLOB
+#undef MANIFEST_ITSELF
+#undef MANIFEST_PUT
+#undef MANIFEST_TAKE
+
+}  // namespace frugal
