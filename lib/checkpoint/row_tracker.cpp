@@ -216,6 +216,8 @@ bool RowTracker::save_some() noexcept {
   return false;
 }
 
+void RowTracker::stop_saving() noexcept { publish(0, epoch_.load()->changed, false); }
+
 void RowTracker::end(bool kept) noexcept {
   const uint32_t now = epoch_.load()->changed;
   const Bits &changed = bits_[now], &to_save = bits_[1 - now];

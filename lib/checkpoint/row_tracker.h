@@ -50,6 +50,8 @@ class RowTracker final : public HeapObject, public RowWatcher {
   // Saves some rows. Requires that all updates of steps before `next_step` are written. False:
   // all rows are saved. One thread calls it.
   bool save_some() noexcept;
+  // All rows are saved: writers need not look any more.
+  void stop_saving() noexcept;
   // Ends a snapshot. `kept`: all rows are saved, in a checkpoint that counts. Otherwise they are
   // changed again.
   void end(bool kept) noexcept;

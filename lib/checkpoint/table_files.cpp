@@ -69,7 +69,7 @@ Status TableFiles::add_file(const ParameterFileInfo& info, uint32_t* file) {
   f = {};
   f.info = info;
   f.old = info.records;  // until set()
-  f.listed = true;
+  f.listed = f.needed = true;
   return FRUGAL_OK;
 }
 

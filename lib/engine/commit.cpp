@@ -100,6 +100,7 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     declarations_.retire(step);
     for (const TableRef& t : tables_) declarations_.recount_unknown(*t);
     records_.erase(step);
+    checkpoints_.committed(step);
   }
   const bool may_rest = tables_.ledger && !memory_.pinner->any();
   if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();

@@ -17,6 +17,7 @@
 #include "engine/ranks.h"
 #include "engine/step_records.h"
 #include "engine/tables.h"
+#include "engine/checkpoints.h"
 #include "engine/workers.h"
 
 namespace frugal {
@@ -25,7 +26,7 @@ class Committer {
  public:
   Committer(ControlMutex& mu, Phase& phase, StepRecords& records, Ranks& ranks, Pacing& pacing,
             Tables& tables, Declarations& declarations, Flusher& flusher, Workers& workers,
-            EngineMemory& memory, Meters& meters)
+            EngineMemory& memory, Meters& meters, Checkpoints& checkpoints)
       : mu_(mu),
         phase_(phase),
         records_(records),
@@ -36,7 +37,8 @@ class Committer {
         flusher_(flusher),
         workers_(workers),
         memory_(memory),
-        meters_(meters) {}
+        meters_(meters),
+        checkpoints_(checkpoints) {}
 
   // Commits all complete steps. OUT_OF_MEMORY: the next one is stalled.
   Status ready();
@@ -69,6 +71,7 @@ class Committer {
   Workers& workers_;
   EngineMemory& memory_;
   Meters& meters_;
+  Checkpoints& checkpoints_;
   std::atomic<bool> stalled_{false};
   Mutex refresh_mu_;  // refreshes of caches hold it
 };

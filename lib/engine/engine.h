@@ -33,6 +33,7 @@
 #include "base/trace.h"
 #include "cache/row_cache.h"
 #include "engine/abort.h"
+#include "engine/checkpoints.h"
 #include "engine/commit.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
@@ -104,12 +105,15 @@ class Engine final : public Session, private DataPath {
   Status create_table(const frugal_table_config& config, AnyTableRef* out) override;
   // `here`: this process creates it, which it may do once; else another process. EXISTS with *out
   // set: that table exists and is the same.
-  Status create_table(const frugal_table_config& config, TableRef* out, bool here);
+  // `number`: the table's in the folder of checkpoints; 0: a new one.
+  Status create_table(const frugal_table_config& config, TableRef* out, bool here,
+                      uint64_t number = 0);
   Status open_table(const frugal_table_config& config, bool here, TableRef* out);
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that has this handle in another process.
   Status table_of(uint64_t handle, TableRef* out) const;
   Status drop_table(const AnyTableRef& table) override;
+  Status remove_table(const TableRef& table);  // between steps, when all is written
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name) {  // null: there is none
     ControlLock lock(mu_);
@@ -134,6 +138,14 @@ class Engine final : public Session, private DataPath {
     return t.gpu || t.remote_cached_rows.exist ? t.counts.hbm_cache_bytes
                                                : t.counts.host_cache_bytes;
   }
+  // --- restore.cpp: checkpoints
+  // The engine writes its checkpoints there from now on.
+  Status open_folder(const char* path, uint32_t keep);
+  Status close_folder();
+  Checkpoints& checkpoints() { return checkpoints_; }
+  // Creates the tables of a checkpoint; the next step is the one after it. `path` null: the folder
+  // that the engine writes. `sequence` 0: the newest one.
+  Status restore(const char* path, uint64_t sequence, CheckpointInfo* info);
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
   // `attached`: the device is another process's, and the engine does not use it.
@@ -384,13 +396,15 @@ class Engine final : public Session, private DataPath {
                     return resolve_one(step, true) || (need_links() && link_one(step));
                   },
                   [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
-                  [this] { return load_one(); }}};
+                  [this] { return load_one(); },
+                  [this] { return checkpoints_.within_budget(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.has_device_work() || declarations_.downloading(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   bool stale() const { return config_.staleness != 0; }
   Committer committer_;
   Aborter aborter_;
+  Checkpoints checkpoints_;
 };
 
 // No step begins during an operation outside steps.

@@ -115,6 +115,12 @@ class Ranks {
     FRUGAL_ASSERT(counts_ == counted());
     committed_ = step;
   }
+  // The tables stand after this step, and no rank has begun one. Steps go on from there.
+  void resume(uint64_t step) REQUIRES(control) {
+    FRUGAL_ASSERT(next_commit() == kNoStep);
+    first_step_ = begun_ = step + 1;
+    committed_ = step;
+  }
   // All steps that are not committed are undone.
   void undone() REQUIRES(control) { begun_ = committed_ == kNoStep ? 0 : committed_ + 1; }
   // Without the mutex: a rank pushes gradients of the step.

@@ -45,6 +45,8 @@ class StepGate : public Gate {
     // some; false: there are none.
     std::function<bool(uint64_t)> loading;
     std::function<bool()> load;
+    // Is there room for copies of rows that a checkpoint needs?
+    std::function<bool()> copies;
   };
   StepGate(const Parts& of, Work work);
 

@@ -6,6 +6,8 @@
 #include <memory>
 
 #include "base/heap.h"
+#include "checkpoint/row_tracker.h"
+#include "checkpoint/table_files.h"
 #include "engine/control.h"
 #include "engine/ledger.h"
 #include "engine/loading_parts.h"
@@ -14,6 +16,19 @@
 #include "window/window.h"
 
 namespace frugal {
+
+// What a checkpoint needs of a table.
+struct TrackedTable : HeapObject {
+  RowTracker tracker;
+  TableFiles files;
+  // The table's rows are those of the files.
+  void restored() {
+    files.begin(0);
+    tracker.begin(0);
+    tracker.end(true);
+    files.end(true);
+  }
+};
 
 struct Table : AnyTable {
   uint32_t number = 0;  // of all that the engine has had: what a trace calls it by
@@ -33,6 +48,7 @@ struct Table : AnyTable {
   }
   uint32_t predict_pause = 0;           // steps that are not prepared ahead
   std::shared_ptr<TableLedger> ledger;  // or null
+  std::unique_ptr<TrackedTable> tracked;  // or null; changed between steps
   // Held while the table gets another kind of optimizer, and by a thread that describes the table
   // to another process.
   Mutex kind_mu;

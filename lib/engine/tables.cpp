@@ -32,8 +32,9 @@ Engine::Engine(const frugal_config& config)
       flusher_(tables_, ranks_, workers_, meters_),
       pins_(tables_, ranks_, *memory_.pinner),
       committer_(mu_, phase_, records_, ranks_, pacing_, tables_, declarations_, flusher_, workers_,
-                 memory_, meters_),
-      aborter_(mu_, phase_, records_, ranks_, committer_, declarations_, workers_, meters_) {
+                 memory_, meters_, checkpoints_),
+      aborter_(mu_, phase_, records_, ranks_, committer_, declarations_, workers_, meters_),
+      checkpoints_({config_, mu_, phase_, ranks_, tables_, flusher_, workers_, memory_}) {
   // Ranks cannot run further apart than the ring is long, so a larger bound changes nothing.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
@@ -75,6 +76,7 @@ void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
   retry_for_memory([this] { return await_device_work(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
                    [](int tries) { return tries >= kCommitTries; });
+  checkpoints_.stop();
   bool again;
   {
     ControlLock lock(mu_);
@@ -273,7 +275,8 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
   return FRUGAL_OK;
 }
 
-Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
+Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here,
+                            uint64_t number) {
   FRUGAL_TRY(check());
   {
     ControlLock lock(mu_);
@@ -285,7 +288,11 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   }
   TableRef table;
   FRUGAL_TRY(open_table(config, here, &table));
+  const bool tracked = checkpoints_.opened();
+  if (tracked) FRUGAL_TRY(checkpoints_.track(*table, config.optimizer.kind, true, number));
   ControlLock lock(mu_);
+  if (checkpoints_.opened() != tracked)
+    return fail(FRUGAL_ERR_BUSY, "another call opens or closes the folder of checkpoints");
   // If the engine was closed meanwhile, the closing thread has taken the tables away: no thread
   // would free this one.
   FRUGAL_TRY(check());
@@ -321,7 +328,11 @@ Status Engine::drop_table(const AnyTableRef& any) {
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  // From here on nothing needs memory, so the table is dropped whole, or not at all.
+  return remove_table(table);
+}
+
+// Nothing in it needs memory, so the table is dropped whole, or not at all.
+Status Engine::remove_table(const TableRef& table) {
   {
     ControlLock lock(mu_);
     if (!tables_.has(table))
@@ -432,6 +443,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
 // forgets its former record.
 Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   const frugal_table_config& c = table.config;
+  FRUGAL_TRY(checkpoints_.await_idle(deadline(FRUGAL_TIMEOUT_DEFAULT).at));
   Rows& rows = table.rows;
   Rows::State state;
   state.layout = RowLayout::of(c.dim, o.kind);
@@ -459,6 +471,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   ranks_.each([&](Trainer& t) { drop_cache(t, table); });
   Lock told(table.kind_mu);
   FRUGAL_TRY(rows.take_state(&state));
+  if (table.tracked) table.tracked->files.change_kind(o.kind);
   table.has_state.store(false);
   ControlLock lock(mu_);
   table.schedule.swap(schedule);

@@ -141,6 +141,9 @@ class PendingUpdates {
   }
   // Rows that are claimed but unwritten, of priorities up to `step`.
   bool in_flight_until(uint64_t step) const REQUIRES(mu);
+  bool unwritten_before(uint64_t step) const REQUIRES(mu) {
+    return !updates_.empty() && updates_.front()->committed && updates_.front()->step < step;
+  }
   WindowStats stats() const REQUIRES(mu);
 
   // These take no lock.

@@ -340,6 +340,11 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   return !c->ids.empty();
 }
 
+bool Window::unwritten_before(uint64_t step) {
+  PendingUpdates::Section lock(pending_, Urgency::kBackground);
+  return pending_.unwritten_before(step);
+}
+
 void Window::finish(Claim& c) {
   {
     PendingUpdates::Section lock(pending_, Urgency::kUrgent);

@@ -87,6 +87,8 @@ class Window : public HeapObject {
   // Returns whether an update that counts for the gate of `step` is unwritten: one of a step <=
   // `step` - staleness that a declared step <= `step` reads, or a forced one.
   bool pending_until(uint64_t step) const { return pending_.pending_until(step); }
+  // Whether an update of a committed step before `step` is not wholly written.
+  bool unwritten_before(uint64_t step);
   bool any_pending() const { return pending_rows() != 0; }
   uint64_t pending_rows() const { return pending_.pending_rows(); }
   // Rows that are claimed but unwritten, of priorities up to `step`.

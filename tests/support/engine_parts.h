@@ -138,8 +138,9 @@ struct CommitParts : EngineParts {
 
   EngineMemory memory{UINT64_MAX};
   Declarations declarations;
+  Checkpoints checkpoints{{config, mu, phase, ranks, tables, flusher, workers, memory}};
   Committer committer{mu,           phase,   records, ranks,  pacing, tables,
-                      declarations, flusher, workers, memory, meters};
+                      declarations, flusher, workers, memory, meters, checkpoints};
   Aborter aborter{mu, phase, records, ranks, committer, declarations, workers, meters};
 };
 
