@@ -7,8 +7,8 @@
 
 namespace frugal {
 
-// False in a build without xxhash.h. Checkpoints are UNSUPPORTED then, since
-// nothing below may be called.
+// False in a build without xxhash.h. Checkpoints are UNSUPPORTED then, since nothing below may be
+// called.
 bool checksums_are_built();
 uint64_t checksum(const void* bytes, size_t size, uint64_t seed) noexcept;
 
