@@ -187,8 +187,9 @@ def suites():
                      'frugal_bad_kernels', 'device_open_test', 'host_test', 'capi_test', 'gpu_test']),
       Tests('gpu', 'gpu', 'ci', 10, ['-R', cuda], after=['build-gpu', 'release-ci'], processors=1),
       Build('nocuda', 'ci', 15, after=['build-gpu'],
-            targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
-      Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
+            targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test', 'manifest_none_test']),
+      Tests('nocuda', 'nocuda', 'ci', 2,
+            ['-R', only('device_open_test|control_none_test|manifest_none_test|symbols|readme')],
             after=['build-nocuda', 'release-ci'], processors=1),
       # After the long builds.
       Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci', 'build-asan'], processors=0),

@@ -7,8 +7,8 @@
 
 namespace frugal {
 
-// False in a build without xxhash.h. Whoever offers checkpoints returns UNSUPPORTED then, since
-// nothing below may be called.
+// False in a build without xxhash.h. Checkpoints are UNSUPPORTED then, since nothing below may be
+// called.
 bool checksums_are_built();
 uint64_t checksum(const void* bytes, size_t size, uint64_t seed) noexcept;
 
@@ -21,11 +21,11 @@ class ChecksumSeeds {
  public:
   ChecksumSeeds() = default;
   ChecksumSeeds(ChecksumKind kind, uint64_t table, uint64_t file)
-      : base_(arith::mix(arith::mix(arith::mix(static_cast<uint64_t>(kind)) ^ table) ^ file)) {}
-  uint64_t at(uint64_t place) const { return arith::mix(base_ ^ place); }
+      : mixed_(arith::mix(arith::mix(arith::mix(static_cast<uint64_t>(kind)) ^ table) ^ file)) {}
+  uint64_t at(uint64_t place) const { return arith::mix(mixed_ ^ place); }
 
  private:
-  uint64_t base_ = 0;
+  uint64_t mixed_ = 0;
 };
 
 }  // namespace frugal

@@ -292,7 +292,7 @@ Status decode_message(const char* where, const ManifestEnvelope& e, const uint64
   made.sequence = e.sequence;
   try {
     capnp::ReaderOptions options;
-    options.traversalLimitInWords = words;
+    options.traversalLimitInWords = words + 8;  // it counts the root more than once
     options.nestingLimit = 8;
     const kj::ArrayPtr<const capnp::word> segment(reinterpret_cast<const capnp::word*>(message + 1),
                                                   words);

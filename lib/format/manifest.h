@@ -122,8 +122,8 @@ static_assert(offsetof(ManifestEnvelope, envelope_sum) == 56);
 constexpr char kManifestMagic[8] = {'F', 'R', 'U', 'G', 'A', 'L', 'C', 'P'};
 constexpr uint32_t kManifestVersion = 1;
 constexpr uint64_t kManifestFeatures = 0;  // that this library knows
-// A reader holds all of a message in memory, and what it decodes to. 64 MiB are 1.5 million
-// parameter files, which have 1.5 * 10^12 records.
+// A reader holds all of a message in memory, and what it decodes to. 64 MiB are 1.1 million
+// parameter files, which have up to 10^12 records.
 constexpr uint64_t kMostMessageBytes = uint64_t{64} << 20;
 
 // The bytes of the file, unchecked but for their number. The same manifest gives the same bytes.

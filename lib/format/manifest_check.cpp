@@ -108,17 +108,10 @@ Wrong wrong_later(const ManifestTable& t, uint64_t next) {
 }
 
 Wrong wrong_format(const RowFormat& f, const frugal_table_config& c, int32_t optimizer) {
-  const uint32_t columns = arith::state_columns(optimizer);
-  const size_t column = arith::column_floats(optimizer, c.dim) * sizeof(float);
-  const bool right = f.dim == c.dim && f.element == ElementType::kFloat32 &&
-                     f.optimizer == optimizer && f.value_bytes == c.dim * sizeof(float) &&
-                     f.state_columns == columns &&
-                     (columns == 0 ? f.state_column_bytes <= RowFormat::kMostColumnBytes
-                                   : f.state_column_bytes == column);
-  if (right) return {};
+  if (f == RowFormat::of(c.dim, ElementType::kFloat32, optimizer)) return {};
   return text(
-      "the format of its rows is not that of its dim and optimizer: dim %u, element %u, "
-      "optimizer %d, %u bytes of values, %u columns of state of %u bytes",
+      "the format of its rows is not that of its dim and optimizer: dim %u, element %u, optimizer "
+      "%d, %u bytes of values, %u columns of state of %u bytes",
       f.dim, static_cast<uint32_t>(f.element), f.optimizer, f.value_bytes, f.state_columns,
       f.state_column_bytes);
 }
@@ -132,8 +125,7 @@ Wrong wrong_file(const ManifestFile& file, const ManifestTable& t, uint64_t next
   FRUGAL_TRY_RIGHT(wrong_bound("the number of entries", f.entries, 0, kMostRecords));
   FRUGAL_TRY_RIGHT(wrong_bound("the number of records", f.records, 0, f.entries));
   FRUGAL_TRY_RIGHT(wrong_bound("the number of live records", file.live, 0, f.records));
-  const uint64_t blocks = (f.entries + ColumnBlock::kEntries - 1) / ColumnBlock::kEntries;
-  const uint64_t least = kFileBlock + f.records * t.format.record_bytes() + blocks * kFileBlock;
+  const uint64_t least = kFileBlock + f.records * t.format.record_bytes() + column_bytes(f.entries);
   FRUGAL_TRY_RIGHT(wrong_bound("its length", f.length, least, kMostFileBytes));
   return f.length % kFileBlock ? text("its length, %llu, is no number of blocks", shown(f.length))
                                : Wrong();

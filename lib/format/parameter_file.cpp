@@ -206,9 +206,9 @@ Status ParameterFile::verify_record(uint32_t index, const char* record, const ui
   uint64_t sum;
   std::memcpy(&sum, record + before, sizeof sum);
   if (sum == checksum(record, before, record_seeds_.at(index))) return FRUGAL_OK;
-  return damaged(record_at(index),
-                 text("record %u of table %" PRIu64 "%s has a wrong checksum", index, info_.table,
-                      key ? (" (key " + number_text(*key) + ")").c_str() : ""));
+  String what = text("record %u of table %" PRIu64, index, info_.table);
+  if (key) what += " (key " + number_text(*key) + ")";
+  return damaged(record_at(index), what + " has a wrong checksum");
 }
 
 }  // namespace frugal

@@ -111,7 +111,7 @@ inline uint64_t column_bytes(uint64_t entries) {
 String parameter_file_name(uint64_t number);
 bool is_parameter_file_name(const char* name, uint64_t* number);
 
-// What a manifest says of a file. `checksum` is the header's. It suffices: the header tells how
+// What a manifest says of a file. `checksum` is the header's. It suffices: the header says how
 // many records and blocks there are, and each has a checksum of its own, which names table, file
 // and place.
 struct ParameterFileInfo {
@@ -149,7 +149,7 @@ class RecordBuffers {
 // Makes a parameter file. A row's bytes are copied once: by the caller, into add()'s memory, from
 // which they are written. (Less than a block of each buffer is copied on into the next.) No call
 // but finish(), sync(), abandon() and wait_written() waits for the disk. The memory of records is
-// counted in RecordBuffers; beside it a file takes 16.1 bytes for each entry, and 128 KiB.
+// counted in RecordBuffers; besides, a file takes 16.1 bytes for each entry, and 128 KiB.
 class ParameterFileWriter : public HeapObject {
  public:
   struct Buffer;

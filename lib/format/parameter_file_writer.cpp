@@ -255,15 +255,16 @@ Status ParameterFileWriter::open(Folder* folder, uint64_t number, uint64_t table
                                  const RowFormat& format, bool direct, IoQueue* queue,
                                  RecordBuffers* buffers) {
   FRUGAL_ASSERT(!file_ && format.is_valid());
+  queue_ = queue;
+  buffers_ = buffers;
   const String name = parameter_file_name(number);
   FRUGAL_TRY(create(folder, name.c_str(), direct));
   if (file_.alignment() > kFileBlock) {
     // A part of the file begins at any block.
-    abandon();
+    file_.close();
+    FRUGAL_TRY(folder->remove(name.c_str()));
     FRUGAL_TRY(create(folder, name.c_str(), false));
   }
-  queue_ = queue;
-  buffers_ = buffers;
   format_ = format;
   record_bytes_ = format.record_bytes();
   info_.number = number;
@@ -320,7 +321,6 @@ Status ParameterFileWriter::finish(ParameterFileInfo* info) try {
   queue_->submit(&column_);
   while (oldest_) FRUGAL_TRY(wait_written());
   FRUGAL_TRY(queue_->wait(&column_));
-  FRUGAL_TRY(collect());
   info_.length = column_at + column_bytes(info_.entries);
   FRUGAL_TRY(write_header(column_at));
   entries_.clear();
@@ -364,10 +364,8 @@ void ParameterFileWriter::abandon() noexcept {
     free_buffer(&oldest_);
   }
   newest_ = nullptr;
-  if (queue_) {
-    queue_->cancel(&column_);
-    queue_->wait(&column_);
-  }
+  queue_->cancel(&column_);
+  queue_->wait(&column_);
   entries_.clear();
   deletions_.clear();
   const std::shared_ptr<Folder> folder = file_.folder();

@@ -1,0 +1,10 @@
+# Manifests. Builds without Cap'n Proto report that they have none.
+if(FRUGAL_WITH_PROCESSES)
+  add_executable(manifest_test format/manifest_test.cpp)
+  target_link_libraries(manifest_test PRIVATE frugal_objects GTest::gtest GTest::gtest_main)
+  frugal_test(NAME manifest_test COMMAND manifest_test)
+else()
+  add_executable(manifest_none_test format/manifest_none_test.cpp)
+  target_link_libraries(manifest_none_test PRIVATE frugal_objects GTest::gtest GTest::gtest_main)
+  frugal_test(NAME manifest_none_test COMMAND manifest_none_test)
+endif()
