@@ -1,5 +1,5 @@
-// Parameter files: what is written is read, in every layout; each damaged byte, wrong place, failed
-// call and missing memory has a status of its own.
+// Parameter files: what is written is read, in every layout; damaged bytes, wrong places, failed
+// calls and missing memory each have a status.
 #include "format/parameter_file.h"
 
 #include <fcntl.h>
