@@ -14,9 +14,13 @@ constexpr uint32_t kIoThreads = 2;
 constexpr uint32_t kPiecesAtOnce = 16;
 constexpr uint64_t kPauseNs = 200'000;  // between two looks at what other threads or the disk do
 
+std::atomic<uint64_t> g_pause{0};
+
 Status was_closed() { return fail(FRUGAL_ERR_CLOSED, "the engine was closed before the checkpoint was on disk"); }
 
 }  // namespace
+
+void checkpoint_test_pause(uint64_t ns) { g_pause.store(ns); }
 
 Checkpoints::~Checkpoints() { stop(); }
 
@@ -398,6 +402,7 @@ Status Checkpoints::await_written(const Vector<TableRef>& tables, uint64_t next_
 Status Checkpoints::save_rows(const Vector<TableRef>& tables, Table& table) {
   RowTracker& tracker = table.tracked->tracker;
   for (uint32_t pieces = 0; tracker.save_some(); ++pieces) {
+    if (const uint64_t ns = g_pause.load(std::memory_order_relaxed)) sleep_ns(ns);
     if (pieces % kPiecesAtOnce != 0) continue;
     FRUGAL_TRY(table.tracked->files.finish_full());
     FRUGAL_TRY(collect(tables));

@@ -14,6 +14,9 @@
 
 namespace frugal {
 
+// Test hook: the thread that saves rows sleeps so long after each piece. 0: not at all.
+void checkpoint_test_pause(uint64_t ns);
+
 struct CheckpointConfig {
   uint64_t step = kNoStep;    // kNoStep: the last one that is committed; else a later one
   const char* name = "";      // a checkpoint with a name is kept

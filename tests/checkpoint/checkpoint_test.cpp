@@ -273,6 +273,7 @@ void compare(const Life& a, const Life& b) {
 
 void one_seed(uint64_t seed, Totals* totals) {
   SCOPED_TRACE("seed " + std::to_string(seed));
+  checkpoint_test_pause(seed % 3 * 100000);
   const Job job(seed);
   Random random(seed + 1000000);
   Life whole(job, Setting(random));
