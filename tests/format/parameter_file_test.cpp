@@ -1,5 +1,5 @@
-// Parameter files: what is written is read, in every layout; each damaged byte, wrong place, failed
-// call and missing memory has a status of its own.
+// Parameter files: what is written is read, in every layout; damaged bytes, wrong places, failed
+// calls and missing memory each have a status.
 #include "format/parameter_file.h"
 
 #include <fcntl.h>
@@ -578,6 +578,35 @@ TEST(ParameterFiles, EachFileCallFails) {
         }
       }
   EXPECT_GT(failures, 40);
+}
+
+// Refuses all writes but those of the first block, which it counts.
+class OnlyHeader : public TestFileCalls {
+ public:
+  ssize_t write(int fd, const void* from, size_t bytes, uint64_t at) const override {
+    if (at == 0) {
+      ++headers_;
+      return FileCalls::write(fd, from, bytes, at);
+    }
+    errno = ENOSPC;
+    return -1;
+  }
+  int64_t headers() const { return headers_; }
+
+ private:
+  mutable std::atomic<int64_t> headers_{0};
+};
+
+TEST(ParameterFiles, TheHeaderComesLast) {
+  for (const bool has_records : {false, true}) {
+    World world;
+    const OnlyHeader calls;
+    Spec spec;
+    spec.records = has_records ? 5 : 0;
+    ParameterFileInfo info;
+    EXPECT_EQ(write_file(world, spec, &info), FRUGAL_ERR_NO_SPACE);
+    EXPECT_EQ(calls.headers(), 0);
+  }
 }
 
 // A write fails before the writer has given all records.
