@@ -218,7 +218,7 @@ TEST(Manifests, EachSyncComesBeforeWhatNeedsIt) {
 
 // --- Readers and deletion ------------------------------------------------------------------------
 
-TEST(Manifests, StayWhileSomebodyReadsThem) {
+TEST(Manifests, StayWhileAReaderHasThem) {
   TemporaryFolder place;
   const FolderRef folder = opened(place.path()), reader = opened(place.path(), Use::kRead);
   const Manifest m = example();
@@ -793,7 +793,7 @@ TEST(HostileManifests, EachIsNamed) {
     EXPECT_EQ(write_manifest(*folder, m), FRUGAL_ERR_INVALID_ARGUMENT) << one.message;
     EXPECT_TRUE(says(one.message)) << one.message << ": " << LastMessage();
   }
-  // What nobody can encode.
+  // What cannot be encoded.
   Manifest m = example();
   m.tables[0].files[0].info.table += 1;
   EXPECT_EQ(write_manifest(*folder, m), FRUGAL_ERR_INVALID_ARGUMENT);
