@@ -1,6 +1,6 @@
 # Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane to the library.
-# Cap'n Proto encodes its messages, and the manifests of checkpoints. Without Cap'n Proto the library
-# has everything else.
+# Cap'n Proto encodes its messages, and the manifests of checkpoints. Without Cap'n Proto the
+# library has everything else.
 set(FRUGAL_PROCESSES AUTO CACHE STRING
   "Trainers as processes: ON, OFF, or AUTO: if there is Cap'n Proto")
 set_property(CACHE FRUGAL_PROCESSES PROPERTY STRINGS AUTO ON OFF)

@@ -309,7 +309,7 @@ Status decode_message(const char* where, const ManifestEnvelope& e, const uint64
   return FRUGAL_OK;
 }
 
-String place_of(const Folder& folder, const String& name) {
+String full_name(const Folder& folder, const String& name) {
   return text("'%.300s/%.100s'", folder.path(), name.c_str());
 }
 
@@ -387,7 +387,7 @@ Status write_manifest(Folder& folder, const Manifest& manifest) {
 }
 
 Status read_manifest(const Folder& folder, uint64_t sequence, Manifest* out, File* keep) {
-  const String name = manifest_name(sequence), place = place_of(folder, name);
+  const String name = manifest_name(sequence), place = full_name(folder, name);
   const char* const where = place.c_str();
   File file;
   FRUGAL_TRY(folder.open_file(name.c_str(), false, &file));

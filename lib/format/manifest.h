@@ -73,7 +73,8 @@ struct Manifest {
 
 // Writes and syncs the manifest, syncs the folder, gives the manifest its final name, and syncs the
 // folder again. The files that it lists are synced before. After a failure the checkpoint does not
-// exist, unless the last sync failed: then it is whole, and may be gone after a power cut.
+// exist, unless the last sync failed: then it is whole, and may be gone after a power cut. The
+// unfinished file is removed, unless a sync failed: then the folder is written no more.
 // INVALID_ARGUMENT: a reader would refuse the manifest; the message says why.
 Status write_manifest(Folder& folder, const Manifest& manifest);
 
@@ -87,8 +88,8 @@ Status read_manifest(const Folder& folder, uint64_t sequence, Manifest* out, Fil
 // The sequence numbers of all manifests, ascending. Nothing is opened.
 Status list_manifests(const Folder& folder, Vector<uint64_t>* sequences);
 
-// `*in_use`: somebody reads the checkpoint, which stays. After OK and not `*in_use` the manifest is
-// gone, and the disk knows it. NOT_FOUND: there is none.
+// `*in_use`: a reader has the checkpoint open, which stays. After OK and not `*in_use` the manifest
+// is gone, and the disk knows it. NOT_FOUND: there is none.
 Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use);
 
 // What no manifest may say, or an empty text.

@@ -218,7 +218,7 @@ TEST(Manifests, EachSyncComesBeforeWhatNeedsIt) {
 
 // --- Readers and deletion ------------------------------------------------------------------------
 
-TEST(Manifests, StayWhileSomebodyReadsThem) {
+TEST(Manifests, StayWhileAReaderHasThem) {
   TemporaryFolder place;
   const FolderRef folder = opened(place.path()), reader = opened(place.path(), Use::kRead);
   const Manifest m = example();
@@ -647,6 +647,12 @@ TEST(DamagedManifests, StrangeFilesInTheirPlaces) {
   File keep;
   EXPECT_EQ(read_manifest(*folder, 2, &m, &keep), FRUGAL_ERR_DAMAGED);
   EXPECT_TRUE(says("it is the manifest of checkpoint 1")) << LastMessage();
+  std::string bytes = place.Read("2.checkpoint");
+  bytes.back() ^= 1;
+  place.Write("1.checkpoint", bytes);
+  EXPECT_EQ(read_manifest(*folder, 1, &m, &keep), FRUGAL_ERR_DAMAGED);
+  EXPECT_TRUE(says(place / "1.checkpoint' is damaged: the checksum of its message"))
+      << LastMessage();
   EXPECT_EQ(read_manifest(*folder, 3, &m, &keep), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(read_manifest(*folder, 4, &m, &keep), FRUGAL_ERR_NOT_FOUND);
 }
@@ -787,7 +793,7 @@ TEST(HostileManifests, EachIsNamed) {
     EXPECT_EQ(write_manifest(*folder, m), FRUGAL_ERR_INVALID_ARGUMENT) << one.message;
     EXPECT_TRUE(says(one.message)) << one.message << ": " << LastMessage();
   }
-  // What nobody can encode.
+  // What cannot be encoded.
   Manifest m = example();
   m.tables[0].files[0].info.table += 1;
   EXPECT_EQ(write_manifest(*folder, m), FRUGAL_ERR_INVALID_ARGUMENT);
@@ -827,20 +833,26 @@ TEST(HostileManifests, TooManyFilesForAMessage) {
   EXPECT_TRUE(says("the number of files is 1048577")) << LastMessage();
 }
 
-// Pointers of the message's root, as Cap'n Proto encodes them: word by word.
+// Pointers of a message, as Cap'n Proto encodes them: word by word.
 class Message {
  public:
-  Message() {
+  // Without tables, or with one, all that it has.
+  explicit Message(bool table = false) {
     Manifest m = example();
-    m.tables.clear();
+    m.tables.resize(table ? 1 : 0);
     m.name = "a name of three words..";  // 24 bytes with its end
-    m.next_file = m.next_table = 0;
     words = encoded(m);
     data_words_ = root() >> 32 & 0xffff;
   }
   static constexpr size_t kFirst = sizeof(ManifestEnvelope) / 8 + 1;  // word of the segment
   uint64_t& root() { return words[kFirst]; }
   uint64_t& pointer(size_t i) { return words[kFirst + 1 + data_words_ + i]; }
+  // Of the first table. A word before it has the sizes of its elements.
+  uint64_t& pointer_of_table(size_t i) {
+    const auto at = static_cast<size_t>(&pointer(kTables) - words.data());
+    const size_t tag = at + 1 + (static_cast<uint32_t>(words[at]) >> 2);
+    return words[tag + 1 + (words[tag] >> 32 & 0xffff) + i];
+  }
   // 0 to 6: elements of 0 bits to a pointer; 7: `count` words of structs.
   static uint64_t list(int64_t offset, uint64_t size, uint64_t count) {
     return 1 | (static_cast<uint64_t>(offset) << 2 & 0xfffffffcu) | size << 32 | count << 35;
@@ -851,6 +863,7 @@ class Message {
     return decoded(words, &back);
   }
   enum { kName, kTables, kBlobs };
+  enum { kTableName, kCreated, kOptimizer, kLater, kFiles };  // of a table
   Vector<uint64_t> words;
 
  private:
@@ -874,6 +887,8 @@ TEST(HostileManifests, PointersOfTheMessage) {
        [](Message* m) { m->pointer(Message::kTables) = Message::list(1, 7, kMany); }},
       {"before the message",
        [](Message* m) { m->pointer(Message::kTables) = Message::list(-1000, 7, 1); }},
+      {"elements of a byte, of a second list",
+       [](Message* m) { m->pointer(Message::kBlobs) = Message::list(0, 2, 40); }},
       {"twice the same list",
        [](Message* m) { m->pointer(Message::kTables) = m->pointer(Message::kBlobs) + (1u << 2); }},
       {"a text without an end",
@@ -895,7 +910,13 @@ TEST(HostileManifests, PointersOfTheMessage) {
     Message m;
     one.change(&m);
     EXPECT_EQ(m.decode(), FRUGAL_ERR_DAMAGED) << one.what;
-    std::printf("%s: %s\n", one.what, LastMessage().c_str());
+  }
+  ASSERT_OK(Message(true).decode());
+  for (const auto of : {Message::kLater, Message::kFiles}) {
+    Message m(true);
+    m.pointer_of_table(of) = Message::list(0, 2, 200);
+    EXPECT_EQ(m.decode(), FRUGAL_ERR_DAMAGED) << of;
+    EXPECT_TRUE(says("a list of its message is longer than the message")) << LastMessage();
   }
 }
 
