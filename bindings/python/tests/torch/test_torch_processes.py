@@ -571,6 +571,32 @@ torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{
 """
 
 
+# The gradients of several backwards, of which each is reduced, and some do not use the table on one rank, or on both.
+REDUCED_AGAIN = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+model.forward = lambda keys, used: model[1](model[0](keys) if used else torch.ones(2, 4))
+ddp = torch.nn.parallel.DistributedDataParallel(
+    model, find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "True"
+)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+steps = [[(1, 0), (1, 0)], [(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 0)], [(0, 0), (0, 1), (0, 0), (1, 1)], [(0, 1)]]
+for step, uses in enumerate(steps):
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    for at, used in enumerate(uses):
+        ddp(torch.tensor([at, 4 + rank]), used[rank]).square().sum().backward()
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_are_reduced_again_where_a_rank_has_none(controller: Any, tmp_path: Path, views: bool) -> None:
+    for theirs, ours in zip(*of_two_ranks(REDUCED_AGAIN, controller, tmp_path, str(views))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 # One rank alone uses a table in the first step, in which it gets its kind of optimizer.
 FIRST = """
 torch.manual_seed(0)

@@ -1022,11 +1022,30 @@ def _for_means(function: Callable[..., None]) -> Callable[..., None]:
     return register
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _take_back(parallel: Any, args: Tuple[Any, ...]) -> None:
+    """Comes before a forward of DistributedDataParallel. On a rank whose last backward used a table nowhere, the
+    reducer's element is still in the gradient's place, and the next backward would add to it."""
+    _steps.take_back_gradients()
+
+
+def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
+    """DistributedDataParallel.__init__."""
+
+    @functools.wraps(function)
+    def init(parallel: Any, *args: Any, **kwargs: Any) -> None:
+        function(parallel, *args, **kwargs)
+        parallel.register_forward_pre_hook(_take_back)
+
+    return init
+
+
 if torch.distributed.is_available():
     from torch.distributed.algorithms.join import Join
     from torch.nn.parallel import DistributedDataParallel
 
     setattr(Join, "__init__", _without_tables(Join.__init__))
+    setattr(DistributedDataParallel, "__init__", _with_gradients(DistributedDataParallel.__init__))
     setattr(DistributedDataParallel, "register_comm_hook", _for_means(DistributedDataParallel.register_comm_hook))
 
 

@@ -381,6 +381,16 @@ def changed(tables: Collection[Table]) -> None:
                 one.write()
 
 
+def take_back_gradients() -> None:
+    """Gradients of tables that ranks share take their places again, where a reducer has put its elements there."""
+    with _steps_lock:
+        shared = [steps for steps in _steps.values() if steps.world_size > 1]
+    for table in [table for steps in shared for table in list(steps.tables.values())]:
+        anchor = table.held_anchor()
+        if anchor is not None:
+            anchor.grad  # which it does
+
+
 def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
     """Nobody has the table any more. Where it cannot be dropped, the engine's end takes it."""
     alive = trainer()
