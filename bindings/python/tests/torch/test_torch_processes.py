@@ -597,6 +597,50 @@ def test_gradients_are_reduced_again_where_a_rank_has_none(controller: Any, tmp_
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# A group of some ranks is refused, but not where the parameter is left out.
+GROUPS = """
+model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))
+parallel = torch.nn.parallel.DistributedDataParallel
+alone = [dist.new_group([number]) for number in range(2)][rank]
+refused = False
+try:
+    parallel(model, process_group=alone)
+except NotImplementedError as error:
+    refused = "group of 1 ranks" in str(error) and "'0.weight'" in str(error)
+parallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+parallel(model, process_group=alone)(torch.arange(2)).sum().backward()
+torch.save(refused, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_group_of_some_ranks_reduces_no_table(controller: Any, tmp_path: Path) -> None:
+    assert of_two_ranks(GROUPS, controller, tmp_path) == [[False, False], [True, True]]
+
+
+# Without a reducer a rank counts its own steps. Both have a gradient in the first step, one in the second.
+COUNTS = """
+import warnings
+table = modules.Embedding(6, 4)
+Optimizer = getattr(torch.optim, sys.argv[4])
+optimizer = Optimizer(table.parameters(), lr=0.1)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for step in range(5):
+        optimizer.zero_grad()
+        if step != 1 or rank == 0:
+            table(torch.arange(2)).sum().backward()
+        optimizer.step()
+said = [str(warning.message) for warning in told if "counts steps" in str(warning.message)]
+assert all("rank 1 had no gradient" in text and sys.argv[4] in text for text in said), said
+torch.save(len(said), f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("kind, told", [("Adam", 1), ("Adagrad", 0)])
+def test_a_rank_that_counts_its_steps_alone_is_told(controller: Any, tmp_path: Path, kind: str, told: int) -> None:
+    assert of_two_ranks(COUNTS, controller, tmp_path, kind) == [[0, 0], [0, told]]
+
+
 # One rank alone uses a table in the first step, in which it gets its kind of optimizer.
 FIRST = """
 torch.manual_seed(0)

@@ -95,6 +95,7 @@ class Anchor(Copied, torch.nn.Parameter):
     given: Dict[int, Tuple[Gradient, bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
     begun: Optional[Gradient]  # the newest; used again when nobody else has it
+    reduced = False  # by DistributedDataParallel, for which all ranks have a gradient where one has
     aside: Optional[Gradient]  # while an optimizer's step has it hidden; backwards of other threads add to it
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":

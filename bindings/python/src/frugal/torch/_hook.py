@@ -692,6 +692,9 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             updates = [
                 _update(optimizer, entry, gradient, groups[entry.group], factor) for entry, gradient in items
             ]
+            if steps.world_size > 1 and not skip:
+                for entry, gradient in items:
+                    _tell_of_count(kind, entry, gradient, groups[entry.group])
             if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient in items]):
                 made.append((steps, updates))
             elif not skip:
@@ -709,6 +712,23 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
                     if gradient is not None and groups[entry.group].made.counts:
                         state = optimizer.state[entry.anchor]
                         state[_STEP] = _Count(dict.get(state, _STEP, 0) + 1)
+
+
+def _tell_of_count(kind: type, entry: _Entry, gradient: Optional[Gradient], group: _Group) -> None:
+    """One warning on a rank that has counted fewer steps of a table than others may have. By a reducer all ranks have
+    a gradient where one has."""
+    anchor, table = entry.anchor, entry.table
+    if gradient is None:
+        table.lacked = True
+    elif table.lacked and not table.told_of_count and group.made.by_step and not anchor.reduced:
+        table.told_of_count = True
+        warnings.warn(
+            f"table {table.name!r}: rank {table.steps.rank} had no gradient of it in an earlier step, and"
+            f" {kind.__name__} counts steps that have one. Where other ranks had one, they count more, and take another"
+            " learning rate: train with DistributedDataParallel(find_unused_parameters=True), or use the table in each"
+            " forward of each rank",
+            stacklevel=2,
+        )
 
 
 def _values(group: Dict[str, Any]) -> Dict[str, Any]:
@@ -1030,11 +1050,23 @@ def _take_back(parallel: Any, args: Tuple[Any, ...]) -> None:
 
 
 def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
-    """DistributedDataParallel.__init__."""
+    """DistributedDataParallel.__init__. The step averages a table's gradient over all ranks, and over no group of them."""
 
     @functools.wraps(function)
     def init(parallel: Any, *args: Any, **kwargs: Any) -> None:
         function(parallel, *args, **kwargs)
+        ignored = getattr(parallel, "parameters_to_ignore", ())
+        for name, parameter in parallel.module.named_parameters():
+            if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1 and name not in ignored:
+                ranks, some = parameter.table.steps.world_size, parallel.process_group.size()
+                if some != ranks:
+                    raise NotImplementedError(
+                        f"table {parameter.table.name!r}: DistributedDataParallel with a group of {some} ranks, and the"
+                        f" step averages over the {ranks} ranks that share the table: leave process_group out, or leave"
+                        " the parameter out, as by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
+                        f"model, names) before it is made of the model, with {name!r} among the names"
+                    )
+                parameter.reduced = True
         parallel.register_forward_pre_hook(_take_back)
 
     return init

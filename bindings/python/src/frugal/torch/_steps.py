@@ -102,6 +102,8 @@ class Table:
         self.hashed: bool = info.key_space == _native.HASHED
         self.optimizer = optimizer  # what the engine has been told
         self.left_out = False  # other ranks may have set another one since, when this one had no gradient
+        self.lacked = False  # this rank had no gradient in a step, and others may have had one
+        self.told_of_count = False
         self.said = optimizer  # what the module was made with
         # What of that holds with torch's optimizers, too, which have no word for it.
         self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
