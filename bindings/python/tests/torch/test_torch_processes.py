@@ -576,9 +576,13 @@ REDUCED_AGAIN = """
 torch.manual_seed(0)
 model = torch.nn.ModuleList([modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
 model.forward = lambda keys, used: model[1](model[0](keys) if used else torch.ones(2, 4))
-ddp = torch.nn.parallel.DistributedDataParallel(
-    model, find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "True"
-)
+if sys.argv[4] == "replicate":
+    from torch.distributed._composable.replicate import replicate
+    ddp = replicate(model, find_unused_parameters=True)
+else:
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "views"
+    )
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 steps = [[(1, 0), (1, 0)], [(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 0)], [(0, 0), (0, 1), (0, 0), (1, 1)], [(0, 1)]]
 for step, uses in enumerate(steps):
@@ -591,9 +595,9 @@ torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{
 """
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_gradients_are_reduced_again_where_a_rank_has_none(controller: Any, tmp_path: Path, views: bool) -> None:
-    for theirs, ours in zip(*of_two_ranks(REDUCED_AGAIN, controller, tmp_path, str(views))):
+@pytest.mark.parametrize("how", ["copies", "views", "replicate"])
+def test_gradients_are_reduced_again_where_a_rank_has_none(controller: Any, tmp_path: Path, how: str) -> None:
+    for theirs, ours in zip(*of_two_ranks(REDUCED_AGAIN, controller, tmp_path, how)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

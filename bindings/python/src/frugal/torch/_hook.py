@@ -1042,11 +1042,19 @@ def _for_means(function: Callable[..., None]) -> Callable[..., None]:
     return register
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _take_back(parallel: Any, args: Tuple[Any, ...]) -> None:
-    """Comes before a forward of DistributedDataParallel. On a rank whose last backward used a table nowhere, the
-    reducer's element is still in the gradient's place, and the next backward would add to it."""
-    _steps.take_back_gradients()
+def _with_gradients_back(function: Callable[..., Any]) -> Callable[..., Any]:
+    """DistributedDataParallel._pre_forward, which replicate() calls, too. On a rank whose last backward used a table
+    nowhere, the reducer's element is still in the gradient's place, and the next backward would add to it."""
+
+    @functools.wraps(function)
+    def pre_forward(parallel: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_back()
+        return function(parallel, *args, **kwargs)
+
+    return pre_forward
+
+
+_take_back = torch.compiler.disable(_steps.take_back_gradients)
 
 
 def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
@@ -1067,7 +1075,6 @@ def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
                         f"model, names) before it is made of the model, with {name!r} among the names"
                     )
                 parameter.reduced = True
-        parallel.register_forward_pre_hook(_take_back)
 
     return init
 
@@ -1078,6 +1085,7 @@ if torch.distributed.is_available():
 
     setattr(Join, "__init__", _without_tables(Join.__init__))
     setattr(DistributedDataParallel, "__init__", _with_gradients(DistributedDataParallel.__init__))
+    setattr(DistributedDataParallel, "_pre_forward", _with_gradients_back(DistributedDataParallel._pre_forward))
     setattr(DistributedDataParallel, "register_comm_hook", _for_means(DistributedDataParallel.register_comm_hook))
 
 

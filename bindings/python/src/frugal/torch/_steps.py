@@ -390,7 +390,7 @@ def take_back_gradients() -> None:
     for table in [table for steps in shared for table in list(steps.tables.values())]:
         anchor = table.held_anchor()
         if anchor is not None:
-            anchor.grad  # which it does
+            _ = anchor.grad  # which does it
 
 
 def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
