@@ -53,12 +53,12 @@ def use_of(node: Any) -> int:
 
 
 def is_of_a_parameter() -> bool:
-    """Whether torch.nn.Parameter() or Buffer() calls whoever asks."""
+    """Whether torch.nn.Parameter() or Buffer() calls the function that asks."""
     return sys._getframe(2).f_globals.get("__name__") == torch.nn.parameter.__name__
 
 
 class Copied(torch.Tensor):
-    """Of which torch.nn.Parameter() and Buffer() have a copy. They want their argument's class, and say then what it is."""
+    """Of which torch.nn.Parameter() and Buffer() have a copy. They want their argument's class, and then set it."""
 
     @property
     def _is_param(self) -> bool:
@@ -78,13 +78,13 @@ class Copied(torch.Tensor):
         self._is_buffer = value
 
 
-_OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
+_OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of the function that counts them
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 
 
 class Anchor(Copied, torch.nn.Parameter):
-    """The one element by which PyTorch knows a table. Its value means nothing: what is computed of the parameter is computed
-    of the table's rows. Its dtype is that of outputs."""
+    """The one element by which PyTorch knows a table. Its value means nothing: what is computed of the parameter is
+    computed of the table's rows. Its dtype is that of outputs."""
 
     table: "Table"
     sparse: bool  # whether its gradient is shown as a sparse tensor, see `module.sparse`
@@ -94,7 +94,7 @@ class Anchor(Copied, torch.nn.Parameter):
     seen: int  # the value's version that is known to be ours
     given: Dict[int, Tuple[Gradient, bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
-    begun: Optional[Gradient]  # the newest; used again when nobody else has it
+    begun: Optional[Gradient]  # the newest; used again when nothing else has it
     reduced = False  # by DistributedDataParallel, for which all ranks have a gradient where one has
     aside: Optional[Gradient]  # while an optimizer's step has it hidden; backwards of other threads add to it
 
@@ -185,7 +185,7 @@ class Anchor(Copied, torch.nn.Parameter):
         return self
 
     def is_written(self) -> bool:
-        """Whether somebody has written the element since `check`."""
+        """Whether the element was written since `check`."""
         with as_itself():
             return self._version != self.seen
 
@@ -197,7 +197,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     @property
     def value(self) -> torch.Tensor:
-        """An element with memory, for who changes its dtype, or sends it from rank to rank."""
+        """An element with memory, to change its dtype, or to send it from rank to rank."""
         return no_number(self._dtype, self.table.device)
 
     def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
@@ -219,7 +219,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The rows: who writes to it writes to the table."""
+        """The rows: a write to it is one to the table."""
         return cast(torch.Tensor, self.rows().data)
 
     @data.setter
@@ -263,7 +263,8 @@ class Anchor(Copied, torch.nn.Parameter):
         if isinstance(value, Gradient):
             set_grad(self, value)
             self.begun = value
-        elif getattr(value, "shape", None) == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
+        elif getattr(value, "shape", None) == SHAPE and is_of_torch():
+            # Zeros, for a step by which an optimizer makes its state.
             if float(value) != 0.0:
                 raise self.penalty()
             set_grad(self, self.begin())
@@ -316,7 +317,7 @@ class Anchor(Copied, torch.nn.Parameter):
         return self.begun if is_shared(self.table) else None
 
     def check(self) -> None:
-        """An error, if somebody has written the element: rows are as before."""
+        """An error, if the element was written: rows are as before."""
         self.seen = self._version
         with torch.no_grad(), as_itself():
             torch.Tensor.copy_(self, self.value)
@@ -328,7 +329,7 @@ class Anchor(Copied, torch.nn.Parameter):
         )
 
     def penalty(self) -> NotImplementedError:
-        """For who has made a gradient of the element."""
+        """The error of a gradient of the element."""
         return NotImplementedError(
             f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
             " Function of an extension makes that has got the parameter: give it rows, module.weight.clone()"
@@ -464,13 +465,13 @@ class Anchor(Copied, torch.nn.Parameter):
             if grad is not None and type(grad) is not Gradient:
                 self._restored(grad)
 
-        # What is queued by a call that is queued comes behind the reducer's. For a static graph the reducer queues a
+        # What is queued by a call that is queued comes after the reducer's. For a static graph the reducer queues a
         # call in its own.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: queue(answered)))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
-        """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
+        """Adds a backward's gradient to what hooks of the anchor get at its end, or torch.autograd.grad(): `returned`."""
         task = graph_task()
         given = self.given.get(task)
         if given is None:
@@ -479,8 +480,8 @@ class Anchor(Copied, torch.nn.Parameter):
         given[0].hold(held, features)
 
     def gradient(self) -> Optional[Gradient]:
-        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts, which is a
-        gradient of zeros."""
+        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts: it is one of
+        zeros."""
         if self.is_written():
             self.check()
         grad = get_grad(self)
@@ -554,7 +555,7 @@ def _refuse_step(stepped: Any) -> None:
 
 
 def _parameter_of(out: Any) -> Any:
-    """What a function has returned that got rows in the place of a parameter, which it may have written and returned."""
+    """What a function has returned that got rows in a parameter's place, which it may have written and returned."""
     parameter = getattr(out, "parameter", None)
     return out if parameter is None else parameter()
 

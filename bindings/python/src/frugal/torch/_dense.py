@@ -1,4 +1,4 @@
-"""A table's gradient as a tensor of all rows, for what the gradient itself has no answer for."""
+"""A table's gradient as a tensor of all rows, for what is not computed of the gradient itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _tensor: Any = torch.Tensor  # whose properties have types of their values
 
 
 def all_of(gradient: Gradient) -> torch.Tensor:
-    """All rows: who writes to them writes to the gradient."""
+    """All rows: a write to them is one to the gradient."""
     source = _Source(gradient)
     return _view(source.whole, source)
 
 
 def take(anchor: Anchor, value: torch.Tensor) -> None:
-    """The table's gradient is a tensor of a caller's from now on; who has kept that of before keeps it as it was."""
+    """The table's gradient is a tensor of a caller's from now on; one of before that was kept stays as it was."""
     shape = anchor.table.shape
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
@@ -37,7 +37,7 @@ def take(anchor: Anchor, value: torch.Tensor) -> None:
         return  # p.grad += x has written already
     _check_written(anchor.table, "an assignment")
     gradient = of_rows(anchor, value, anchor.gradient())
-    made = anchor.begin(Gradient(anchor))  # not one that somebody has kept
+    made = anchor.begin(Gradient(anchor))  # not one that a caller has kept
     anchor.grad = made
     made.become(gradient)
 
@@ -67,7 +67,7 @@ def of_rows(anchor: Anchor, rows: torch.Tensor, before: Optional[Gradient]) -> G
 
 
 class _View(View):
-    """All of a gradient, and views of it: who writes to it writes to the gradient."""
+    """All of a gradient, and views of it: a write to it is one to the gradient."""
 
     _source: "_Source"  # of all of the gradient, whose memory this has
 

@@ -1,6 +1,6 @@
 """The steps of torch's optimizers, for the tables that they have.
 
-A hook that PyTorch calls before each optimizer's step looks for anchors among its parameters, and gives the optimizer
+A hook that PyTorch calls before each optimizer's step finds anchors among its parameters, and gives the optimizer
 two hooks of its own. The last before the step takes the optimizer's hyper-parameters, steps the tables, and hides the
 anchors' gradients from the optimizer, which leaves a parameter without a gradient alone. The first after the step gives
 them back, so that zero_grad() means what it means elsewhere.
@@ -59,8 +59,8 @@ def _theirs(optimizer: torch.optim.Optimizer) -> _Theirs:
 
 
 class _Count(int):
-    """Steps of a table under an optimizer. Whoever reads it gets a `_Steps`, where PyTorch has a tensor. torch.compile
-    asks where it is."""
+    """Steps of a table under an optimizer. It is read as a `_Steps`, where PyTorch has a tensor. torch.compile asks
+    where it is."""
 
     is_cpu = False
 
@@ -71,7 +71,7 @@ class _Count(int):
 class _Own(Dict[str, Any]):
     """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each row
     is in the table, and is read there by the names of torch's optimizers, of which each is listed. While another
-    optimizer steps the table, or until what somebody has set is the table's, it is here."""
+    optimizer steps the table, or until what a caller has set is the table's, it is here."""
 
     def __new__(cls, has: Any, anchor: Optional[Anchor] = None, optimizer: Any = None) -> Any:
         # Who makes another of this class of what it has, as Lightning does, gets that alone.
@@ -85,7 +85,7 @@ class _Own(Dict[str, Any]):
         self.steps: Optional[_Moment] = None  # a _Steps
         self.shown: Dict[str, TensorWeakRef] = {}  # by name, what a caller may have read and kept
         self.new: Optional[float] = None  # what all rows have until the first step
-        self.lost = False  # another optimizer has stepped the table, and nobody has kept what it had of the rows
+        self.lost = False  # another optimizer has stepped the table, and what this had of the rows is nowhere
         for name, value in has.items():  # what is kept of another's state that has come here
             seen = _seen(value)
             if seen is not None and seen.own is None:
@@ -192,7 +192,7 @@ class _Own(Dict[str, Any]):
             found = {_STATE: state, _KEYS: keys.view(torch.float32)}
         elif self.is_in_table():
             found = dict(zip(self.names, _state.moments(table, [table.dim] * len(self.names))[0]))
-        found.update(dict.items(self))  # of several, somebody has set some
+        found.update(dict.items(self))  # of several, a caller has set some
         found.pop(_STEP, None)
         return found
 
@@ -201,7 +201,8 @@ class _Own(Dict[str, Any]):
         found = self.of_rows()
         if _STEP in _here(self):
             count = dict.__getitem__(self, _STEP)
-            found[_STEP] = int(count) if type(count) is _Count and not self.counts_in_tensors else torch.tensor(float(count))
+            is_int = type(count) is _Count and not self.counts_in_tensors
+            found[_STEP] = int(count) if is_int else torch.tensor(float(count))
         for name, value in found.items():
             shown = self.shown_as(name)
             if shown is not None and shown.shape == value.shape:
@@ -258,7 +259,7 @@ def _seen(tensor: Any) -> Optional[_Seen]:
 
 
 class _Moment(torch.Tensor):
-    """A copy of what the rows of a table have for an optimizer, and views of it: who writes to it writes what the table
+    """A copy of what the rows of a table have for an optimizer, and views of it: what is written to it the table
     has from the next step on, and state_dict() at once."""
 
     _seen: _Seen  # of all views
@@ -471,7 +472,7 @@ class _Known:
     """What the hooks remember of an optimizer."""
 
     def __init__(self) -> None:
-        self.parameters: List[List[Any]] = []  # of each group, when `entries` were looked for
+        self.parameters: List[List[Any]] = []  # of each group, when `entries` were made
         self.entries: List[_Entry] = []
         self.groups: List[_Group] = []
         self.rounds: List[List[_Entry]] = []  # the same, none twice in one; as a rule there is one
@@ -480,7 +481,7 @@ class _Known:
         self.kind: Optional[type] = None
         self.delegates = False  # as _delegates says of the kind
         self.waited = 0  # steps whose class is to call another
-        self.adoptions = -1  # there were, when `entries` were looked for
+        self.adoptions = -1  # there were, when `entries` were made
 
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
@@ -523,7 +524,7 @@ def _same(group: Dict[str, Any], parameters: List[Any]) -> bool:
     return len(now) == len(parameters) and all(map(operator.is_, now, parameters))
 
 
-# Steps of an optimizer that left a table to others, after which one that nobody steps is told of.
+# Steps of an optimizer that left a table to others, after which there is a warning where none steps it.
 _PATIENCE = 64
 
 _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
@@ -639,7 +640,7 @@ register_optimizer_step_pre_hook(_before)
 
 
 def _bring_home(optimizer: torch.optim.Optimizer) -> None:
-    """Gives a parameter the state of a table, where somebody has moved that in `optimizer.state`."""
+    """Gives a parameter the state of a table, where a caller has moved that in `optimizer.state`."""
     states = optimizer.state
     moved = [(to, own) for to, own in states.items() if type(own) is _Own and own.anchor is not to]
     found = [own.for_another() for _, own in moved]  # before any is another's
@@ -769,7 +770,7 @@ def _update(
 
 
 def _has_moments(state: Dict[str, Any]) -> bool:
-    """Whether there is a state of rows that the table has not: it is loaded, set by somebody, or aside."""
+    """Whether there is a state of rows that the table has not: it is loaded, set by a caller, or aside."""
     return any(name in _OF_ROWS for name in _here(state))
 
 
@@ -835,7 +836,7 @@ def _translate(
     _, names = _theirs(optimizer)
     for name in names:
         if name not in theirs and name in state:
-            theirs[name] = state[name]  # of several, somebody has set some
+            theirs[name] = state[name]  # of several, a caller has set some
     if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
         raise ValueError(
@@ -848,7 +849,7 @@ def _translate(
 
 
 def _of_all(value: Any, shape: Tuple[int, int], made: frugal.Optimizer) -> Any:
-    """What somebody has written to the element that Adagrad makes when it is made, every row gets."""
+    """What was written to the element that Adagrad makes when it is made, every row gets."""
     new = getattr(made, "initial_accumulator", None)
     is_element = isinstance(value, torch.Tensor) and tuple(value.shape) == SHAPE != shape
     return torch.full(shape, float(value)) if is_element and new is not None and bool(value != new) else value
@@ -868,7 +869,7 @@ def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], mad
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
-    """What a GradScaler tells an optimizer that scales by itself, as the fused ones do."""
+    """What an optimizer that scales by itself, as the fused ones do, has from a GradScaler."""
     found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found is not None and float(found) != 0.0:
         return 1.0, True
@@ -973,7 +974,7 @@ def _with_tables(name: str) -> None:
 
 
 def _with_state_of_rows(function: Callable[..., None]) -> Callable[..., None]:
-    """torch.optim.Adagrad.__init__, which makes state of the anchors: of each row, for who reads it."""
+    """torch.optim.Adagrad.__init__, which makes state of the anchors: of each row, where it is read."""
 
     @functools.wraps(function)
     def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -993,12 +994,15 @@ _with_tables("load_state_dict")
 
 
 def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
-    """Join.__init__, whose block lets ranks make different numbers of steps. With tables the others would wait for ever."""
+    """Join.__init__, whose block lets ranks make different numbers of steps. With tables the others would wait."""
 
     @functools.wraps(function)
-    def init(join: Any, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, **options: Any) -> None:
+    def init(
+        join: Any, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, **options: Any
+    ) -> None:
         waits = enable and not throw_on_early_termination
-        for parameter in [each for joinable in joinables for each in getattr(joinable, "parameters", list)()] if waits else []:
+        parameters = [each for joinable in joinables for each in getattr(joinable, "parameters", list)()]
+        for parameter in parameters if waits else []:
             if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1:
                 raise NotImplementedError(
                     f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give them the"
@@ -1058,7 +1062,7 @@ _take_back = torch.compiler.disable(_steps.take_back_gradients)
 
 
 def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
-    """DistributedDataParallel.__init__. The step averages a table's gradient over all ranks, and over no group of them."""
+    """DistributedDataParallel.__init__. The step averages a table's gradient over all ranks, not over a group."""
 
     @functools.wraps(function)
     def init(parallel: Any, *args: Any, **kwargs: Any) -> None:
@@ -1172,7 +1176,7 @@ def _adam(h: _Hyper) -> frugal.Optimizer:
     if not sparse:
         _warn_lazy(h, True, "moments")
         if h.group.get("decoupled_weight_decay"):
-            # PyTorch decays before the update, the engine behind it.
+            # PyTorch decays before the update, the engine after it.
             share = h.number("lr") * h.number("weight_decay")
             if share:
                 if share >= 1.0:
@@ -1266,7 +1270,7 @@ def _calls_a_step(code: Any) -> bool:
     return "step" in getattr(code, "co_names", ()) or any(map(_calls_a_step, inner))
 
 
-# Those of torch's classes whose steps are told of calls by subclasses: PyTorch's hooks are for a class's own step.
+# Those of torch's classes whose steps are wrapped for calls by subclasses: PyTorch's hooks are for a class's own step.
 _reached: Set[type] = set()
 
 

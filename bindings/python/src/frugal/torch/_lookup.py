@@ -42,7 +42,7 @@ class Feature(NamedTuple):
 
     @property
     def hidden(self) -> Optional[int]:
-        """The key whose row lookups show as zeros. torch.nn.Embedding shows what somebody has written there."""
+        """The key whose row lookups show as zeros. torch.nn.Embedding shows what was written there."""
         written = self.pooling == _native.POOL_NONE and self.table.written and not self.table.hashed
         return None if written else self.padding
 
@@ -292,7 +292,7 @@ class _Backward:
         grad = grads[0]
         if grad is None:
             return None
-        # Somebody else has it, who may use its memory again.
+        # A caller has it, too, and may use its memory again.
         return self._deliver(grad, self.views or references > _ALONE or _shows_all(grad))
 
     def _deliver(self, grad: torch.Tensor, shared: bool) -> Optional[Tuple[None]]:
@@ -346,7 +346,8 @@ class _Backward:
         """Calls it from C++. Returns what autograd goes on with."""
         if self._deliver(grad, shared) is not None:
             return None
-        return torch.zeros(SHAPE, dtype=torch.float32, device=grad.device)  # a hook puts the table's gradient in its place
+        # A hook puts the table's gradient in its place.
+        return torch.zeros(SHAPE, dtype=torch.float32, device=grad.device)
 
     def _hold(self, grad: torch.Tensor, tensors: Tensors, anchor: Any) -> Held:
         """What the optimizer's step will push."""
@@ -362,7 +363,7 @@ class _Backward:
             return Held(lookup.weighted, lookup.factors(tensors), grad, number)
         kept = list(tensors)
         for i in self.theirs:
-            kept[i] = tensors[i].clone()  # a key is small beside its gradient
+            kept[i] = tensors[i].clone()  # a key is small by its gradient
         return Held(lookup, kept, grad, number)
 
     def _writes(self, tensors: Tensors) -> int:
@@ -383,7 +384,7 @@ class _References:
 
 
 def _references() -> int:
-    """Of a gradient that nobody else has, in a hook: PyTorch's versions differ."""
+    """Of a gradient that nothing else has, in a hook: PyTorch's versions differ."""
     with torch.enable_grad():
         leaf = torch.zeros(1, device="cpu", requires_grad=True)
         out = torch.zeros(2, device="cpu") + leaf
@@ -410,8 +411,8 @@ _NOTHING = (None,)  # is what autograd goes on with
 
 
 def source_of(anchors: Sequence[Anchor]) -> torch.Tensor:
-    """What outputs are computed of in PyTorch's graph, which so knows the anchors: a sum of none of their elements, for nobody
-    may read these. It serves as long as they are as now, and keeps them, so they must not keep it."""
+    """What outputs are computed of in PyTorch's graph, which so knows the anchors: a sum of none of their elements,
+    which cannot be read. It serves as long as they are as now, and keeps them, so they must not keep it."""
     with torch.inference_mode(False), torch.enable_grad(), as_itself():
         return torch.cat([anchor.narrow(0, 0, 0) for anchor in anchors]).sum(0, keepdim=True, dtype=_float32)
 
@@ -470,8 +471,8 @@ def _for_each(
 
 
 class _Once(torch.autograd.Function):
-    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that whoever asks for one
-    of these alone is told, too."""
+    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that one of these alone
+    is an error, too."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, *computed_of: Optional[torch.Tensor]) -> torch.Tensor:

@@ -150,7 +150,7 @@ class _Module(torch.nn.Module):
         self._first = next(iter(self._parameters))
 
     def _check_anchors(self) -> None:
-        """An error, if somebody has written a parameter, and believes that rows are others now."""
+        """An error, if a parameter was written, which changes no rows."""
         for anchor in self._anchors:
             if anchor.is_written():
                 anchor.check()
@@ -218,7 +218,8 @@ class _Module(torch.nn.Module):
     def _warn_of_others(self, table: _steps.Table, said: Dict[str, Any]) -> None:
         """Of what another module has said of the table that this one finds."""
         usual = {"init": None, "nan_policy": "reject", "lazy": False}
-        other = [f"{name}={value!r}" for name, value in said.items() if value not in (usual[name], table.made_with[name])]
+        kept = table.made_with
+        other = [f"{name}={value!r}" for name, value in said.items() if value not in (usual[name], kept[name])]
         if other:
             warnings.warn(
                 f"table {table.name!r} exists: it stays as the module that made it has said, without {', '.join(other)}",
@@ -269,7 +270,7 @@ class _Module(torch.nn.Module):
         return made[1]
 
     def _compiled(self, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        """A forward that is being compiled: torch.compile breaks the graph here, for it cannot see what the library does."""
+        """A forward that is being compiled: torch.compile breaks the graph here, for it sees nothing of the library."""
         if torch.compiler.is_exporting():
             self._refuse_tracing()
         out: torch.Tensor = _uncompiled(forward, self, *args)
@@ -342,7 +343,8 @@ class _Module(torch.nn.Module):
             rows.update((key, state.pop(key)) for key in known & state.keys())
 
         missing: List[str] = []
-        # What a subclass has. The last of the hooks takes out what PyTorch would give to parameters: others may rename it.
+        # What a subclass has. The last of the hooks takes out what PyTorch would give to parameters: others may rename
+        # it.
         hook = self._register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
         try:
             super()._load_from_state_dict(
@@ -404,7 +406,7 @@ class Options(NamedTuple):
 
 
 class _Parameters(Dict[str, Optional[torch.nn.Parameter]]):
-    """A module's. A function of torch.nn.utils that computes a weight from a parameter looks for it here."""
+    """A module's. A function of torch.nn.utils that computes a weight from a parameter finds it here."""
 
     table = ""
 
@@ -471,7 +473,7 @@ class _Single(_Module):
             self._parameters.table = self._table.name
             self._hold_anchors(dtype, freeze, place)
             self.sparse = sparse
-            # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
+            # As torch.nn's modules do, the same numbers from the same seed, where it is not said how rows begin.
             draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
             with self._steps.muting(False):
                 self._give_rows(weight, draws and (alone or in_turn))
@@ -591,8 +593,8 @@ class _Single(_Module):
             )
         if value is None or (tuple(value.shape) == SHAPE and shape != SHAPE):
             raise NotImplementedError(
-                f"table {name!r}: what a transform of torch.func, or who deletes it, has in the place of its parameter would have"
-                f" no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave frugal's"
+                f"table {name!r}: what stands in the place of its parameter, as in a transform of torch.func, would"
+                f" have no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave frugal's"
                 " parameters out of those that are given"
             )
         return value
@@ -613,11 +615,11 @@ class _Single(_Module):
         self._hold(table.make_anchor(old.dtype, old.requires_grad, old.device))
 
     def _table_of_another(self) -> _steps.Table:
-        """For the rows of another parameter. Who has the parameter of before keeps it, with its rows; where the table is to
-        stay, it is of the new parameter, if nobody has trained it."""
+        """For the rows of another parameter. The parameter of before keeps its rows. Where the table is to stay, it is of
+        the new parameter, if no step has trained it."""
         mine = self._table
         stays = mine.hashed or not mine.goes
-        # (All ranks come to the same answer: each has made the steps.)
+        # (All ranks find the same: each has made the steps.)
         if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and not mine.stepped:
             return mine
         if stays:
@@ -695,7 +697,7 @@ class _Single(_Module):
                 self.weight[self.padding_idx] = 0.0
 
     def _tables(self) -> Dict[str, _steps.Table]:
-        value: Optional[torch.Tensor] = self._parameters.get("weight")  # which somebody may have set past `weight`
+        value: Optional[torch.Tensor] = self._parameters.get("weight")  # which a caller may have set past `weight`
         if isinstance(value, Anchor):
             return {"": value.table}
         return {} if self._instead() is not None else {"": self._table}
@@ -1028,7 +1030,7 @@ class EmbeddingBagCollection(_Module):
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         device = self._lookup.device
         tensors: List[Optional[torch.Tensor]] = []
-        mine = 0  # which of them are nobody else's
+        mine = 0  # which of them are only here
         batch = -1
         for what, given in (("lengths", lengths), ("per_sample_weights", per_sample_weights)):
             unknown = [] if given is None else [name for name in given if name not in self.feature_names]

@@ -100,19 +100,19 @@ class Table:
         self.capacity, self.dim = shape if _physical(shape) == there else there
         self.empty = (self.capacity, self.dim) != there
         self.hashed: bool = info.key_space == _native.HASHED
-        self.optimizer = optimizer  # what the engine has been told
+        self.optimizer = optimizer  # what the engine has
         self.left_out = False  # other ranks may have set another one since, when this one had no gradient
         self.lacked = False  # this rank had no gradient in a step, and others may have had one
         self.told_of_count = False
         self.said = optimizer  # what the module was made with
         # What of that holds with torch's optimizers, too, which have no word for it.
         self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
-        self.made_with: Dict[str, Any] = {}  # what the module that made it has said beside the optimizer
+        self.made_with: Dict[str, Any] = {}  # what the module that made it has said but the optimizer
         self.written = False  # rows, by the caller
         self.written_at = 0  # the steps' count of writes, when rows were written last
-        self.counts = True  # whether writes of rows are told to backwards, see `Kept`
+        self.counts = True  # whether backwards find out about writes of rows, see `Kept`
         self.shown: List["weakref.ref[Any]"] = []  # what weight.data has given of all rows
-        self.grad_read_at = -1  # the steps' count of writes, when somebody read weight.grad last
+        self.grad_read_at = -1  # the steps' count of writes, when weight.grad was read last
         self.state_floats = 0 if self.empty else info.state_floats
         self.stepped = False  # by an optimizer, or left to one that steps it alone
         self.state_of: Optional["weakref.ref[Any]"] = None  # see `holder`
@@ -128,7 +128,7 @@ class Table:
         self._seen = optimizer_steps  # of them all, by the last backward
 
     def held_anchor(self) -> Optional[Anchor]:
-        """The anchor, if somebody has it."""
+        """The anchor, if there is one."""
         return None if self._anchor is None else self._anchor()
 
     @property
@@ -254,7 +254,7 @@ class Table:
         return None if alone else _ranks.Load(self.name, steps.rank)
 
     def count_backward(self) -> None:
-        """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
+        """Of a table that no optimizer has stepped: warns if its gradients are not used, though they may be dropped before
         each of the others' steps."""
         if self._warned:
             return
@@ -268,7 +268,7 @@ class Table:
             self.warn_if_nobody_steps()
 
     def warn_if_nobody_steps(self) -> None:
-        """One warning for a table whose gradients nobody uses."""
+        """One warning for a table whose gradients are not used."""
         by_hand = self.written_at > self.grad_read_at >= 0  # rows were written after weight.grad was read
         if not self.stepped and not self._warned and not by_hand:
             self._warned = True
@@ -361,7 +361,7 @@ class Kept:
             kept.append(self)
 
     def version(self, rows: torch.Tensor) -> int:
-        """How often somebody else has written them."""
+        """How often others have written them."""
         with _steps_lock:
             return rows._version - self._written
 
@@ -394,7 +394,7 @@ def take_back_gradients() -> None:
 
 
 def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
-    """Nobody has the table any more. Where it cannot be dropped, the engine's end takes it."""
+    """Nothing has the table any more. Where it cannot be dropped, the engine's end takes it."""
     alive = trainer()
     if alive is not None:
         of(alive).drop_later(table)
@@ -411,7 +411,7 @@ def _fixed(optimizer: frugal.Optimizer) -> Tuple[Any, ...]:
 
 
 class _ParentsLock:
-    """What a forked child has in a lock's place: whoever held the lock at the fork is not there."""
+    """What a forked child has in a lock's place: the thread that held the lock at the fork is not there."""
 
     def __enter__(self) -> NoReturn:
         raise frugal.Forked(
@@ -512,11 +512,11 @@ class Steps:
         self.muted: Optional[bool] = None  # in `muting`: whether another rank writes for this one
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
-        self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
+        self._untold: Optional[frugal.StepAborted] = None  # each is raised once, and not by a destructor
         self._names: Dict[str, int] = {}
 
     def can_move(self) -> bool:
-        """Whether the trainer can go to another device: nobody would go on without it meanwhile."""
+        """Whether the trainer can go to another device: no other rank would go on meanwhile."""
         return self.world_size == 1 and not self.trainer.engine.service
 
     def check_device(self, device: torch.device, who: str) -> None:
@@ -568,7 +568,7 @@ class Steps:
     @property
     def trainer(self) -> frugal.Trainer:
         trainer = self._trainer()
-        assert trainer is not None, "whoever uses the steps holds the trainer"
+        assert trainer is not None, "the user of the steps holds the trainer"
         return trainer
 
     def name(self, kind: str) -> str:
@@ -596,7 +596,8 @@ class Steps:
             if known is None:
                 self.outside()
                 engine = self.trainer.engine
-                # To create a table that another process has created is no error there: whose rows are new has to be asked.
+                # To create a table that another process has created is no error there: whether it is there has to be
+                # asked.
                 there = bool(engine.service) and _exists(engine, name)
                 shape = rows, dim
                 try:
@@ -609,7 +610,7 @@ class Steps:
                 except frugal.Busy as error:
                     raise frugal.Busy(
                         f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
-                        " ends it: make modules before the first forward, or behind step()",
+                        " ends it: make modules before the first forward, or after step()",
                         error.status,
                     ) from None
                 except frugal.Exists:
@@ -746,7 +747,7 @@ class Steps:
                     changed([update.table for update in (updates if self.world_size > 1 else some)])
             except BaseException:
                 # Also an interrupt. Nothing that was pushed stays for another step, and other ranks, which may have ended
-                # this one, are told that it is undone.
+                # this one, get the error that it is undone.
                 if self.open and pushing:
                     self._abort()
                 raise
@@ -772,7 +773,7 @@ class Steps:
             return batch
 
     def cancel_later(self, batches: List[_native.Batch]) -> None:
-        """Takes declarations back, at once if nobody is using the trainer, or else before the next step begins."""
+        """Takes declarations back, at once if the trainer is free, or else before the next step begins."""
         self._cancelled += batches
         if self._cancelled and self.lock.acquire(blocking=False):
             try:
@@ -783,7 +784,7 @@ class Steps:
                 self.lock.release()
 
     def drop_later(self, table: frugal.Table) -> None:
-        """Drops a table, at once if nobody is using the trainer, or else before the next step begins. The collector calls
+        """Drops a table, at once if the trainer is free, or else before the next step begins. The collector calls
         this, in any thread and in the middle of anything."""
         self._dropped.append(table)
         if not self.lock._is_owned() and self.lock.acquire(blocking=False):
@@ -820,7 +821,7 @@ class Steps:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """For calls on rows outside steps: what other threads do in the trainer's steps waits for the end of the block."""
+        """For calls on rows outside steps: other threads that would use the trainer's steps wait for the block's end."""
         with self.lock:
             self.outside()
             yield
@@ -887,7 +888,7 @@ class Steps:
     @contextlib.contextmanager
     def written(self, name: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
         """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it for
-        them, when all have come; before the first step it waits for nobody, as it may give the others what it has."""
+        them, when all have come; before the first step it waits for no rank, as it may give the others what it has."""
         with self.lock:
             if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
                 yield
@@ -944,7 +945,7 @@ class Steps:
             )
 
     def tell_of_part(self, name: str) -> None:
-        """One warning, where somebody may take a gradient of this rank for that of all ranks."""
+        """One warning, where a caller may take a gradient of this rank for that of all ranks."""
         if not self._told_of_part and _ranks.are_told(self.rank, self.world_size):
             self._told_of_part = True
             warnings.warn(
@@ -987,9 +988,9 @@ class Update(NamedTuple):
 
 
 def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
-    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed, also if another
-    thread's backward sums what a table's gradient holds. The factor
-    that a table's gradients share is its optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
+    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed, also if
+    another thread's backward sums what a table's gradient holds. The factor that a table's gradients share is its
+    optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
     for _, gradient, _ in updates:
         if gradient is not None:
@@ -999,14 +1000,17 @@ def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
     if len(parts) > 1:
         parts.sort(key=operator.itemgetter(0))
     ops: List[bytes] = []
-    return ops, [(part, part.held.lookup.add_pushes(ops, part.held, part.features, factor)) for _, part, factor in parts]
+    alive = [(part, part.held.lookup.add_pushes(ops, part.held, part.features, factor)) for _, part, factor in parts]
+    return ops, alive
 
 
 def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
     """The optimizer with what PyTorch has done to the gradient."""
     if gradient is None or (gradient.common() == 1.0 and not gradient.clip_limit):
         return optimizer
-    clip = gradient.clip_limit if not optimizer.clip_value else min(gradient.clip_limit or math.inf, optimizer.clip_value)
+    clip = gradient.clip_limit
+    if optimizer.clip_value:
+        clip = min(clip or math.inf, optimizer.clip_value)
     return dataclasses.replace(optimizer, grad_scale=optimizer.grad_scale * gradient.common(), clip_value=clip)
 
 

@@ -53,7 +53,7 @@ native: Any = _load()  # or None
 
 
 def tell(held: type, part: type, gradient: type, lookup: type, count: type) -> None:
-    """Tells which classes are those of a usual backward and step."""
+    """Sets which classes are those of a usual backward and step."""
     if native is not None:
         native.tell(type(threading.RLock()), held, part, gradient, lookup, count, DeviceContext)
 

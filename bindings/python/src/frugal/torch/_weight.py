@@ -45,8 +45,8 @@ def write(table: Table, source: torch.Tensor) -> None:
 
 
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's, as of
-    a forward."""
+    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's, as
+    of a forward."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class Weight(Copied, torch.Tensor):
         weight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=anchor.dtype, device=table.device, requires_grad=requires_grad
         )
-        # Of whoever takes the memory that it has not, as other.data = weight does without a call of anything here.
+        # The error where memory is taken that it has not, as other.data = weight does without a call of anything here.
         refuse_memory(weight, no_memory(table.name))
         return weight
 
@@ -148,12 +148,12 @@ class Weight(Copied, torch.Tensor):
         return None if keys is None else keys.reshape(-1).contiguous()
 
     def change(self, function: Callable[[torch.Tensor, slice], Any], begins: bool = False) -> None:
-        """Rows are what the function makes of them, some at a time. `begins`: where ranks make what they begin with, rank 0 makes
-        it for all, and the others draw what it draws."""
+        """Rows are what the function makes of them, some at a time. `begins`: where ranks make what they begin with,
+        rank 0 makes it for all, and the others draw what it draws."""
         with self._table.uncounted(not self._counts):
             _change(self._table, self._keys(), function, not (begins and self._table.steps.follows()))
 
-    # What a tensor has that must not be looked for in memory that is not there.
+    # What a tensor has that must not be read in memory that is not there.
 
     @property
     def data(self) -> "Weight":
@@ -172,7 +172,7 @@ class Weight(Copied, torch.Tensor):
             self.copy_(value)
             return
         with self._table.by_all(), self._table.uncounted(True):
-            # As in PyTorch, who has the data of before has the rows of before.
+            # As in PyTorch, the data of before has the rows of before.
             shown = [weight for reference in list(self._table.shown) if (weight := reference()) is not None]
             if shown:
                 left = self.read()
@@ -207,7 +207,7 @@ class Weight(Copied, torch.Tensor):
             return _part(source.rows, source).requires_grad_(True)
 
     def copy_as(self, kind: type, requires_grad: bool = False) -> torch.Tensor:
-        """The rows as a tensor of their own, of this class, for torch.nn.Parameter() or Buffer(), which make it another."""
+        """The rows as a tensor of their own, of this class, for torch.nn.Parameter() or Buffer()."""
         leaf = self.read().requires_grad_(requires_grad)
         leaf.__class__ = kind  # as_subclass() would leave more
         return leaf
@@ -393,13 +393,16 @@ class Weight(Copied, torch.Tensor):
         return self
 
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
-        """Functions of torch.nn.init. What they draw are the numbers that a tensor of this dtype would get, on this device."""
+        """Functions of torch.nn.init. They draw the numbers that a tensor of this dtype would get, on this device."""
         with self._table.by_all(), torch.no_grad():
             self.change(_drawn(func, kwargs, tuple(self.shape), self.dtype, self.device), True)
         return self
 
-    def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
-        """Functions that write. What normal_(), mul_() and others do to an element by itself is done to some rows at a time."""
+    def _change_by(
+        self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> "Weight":
+        """Functions that write. What normal_(), mul_() and others do to an element by itself is done to some rows at a
+        time."""
         self._check_written()
         if not in_place(name):
             raise NotImplementedError(f"table {self._table.name!r}: {name} of weight is not possible: {_HOW}")
@@ -458,7 +461,7 @@ def _parts(count: int) -> Iterator[slice]:
 
 
 def draw_nothing(table: Table) -> None:
-    """Draws what the rows of a new table would be from torch's generator, as on the rank that gives them to the table."""
+    """Draws what the rows of a new table would be from torch's generator, as the rank does that gives them."""
     draw = _drawn(torch.nn.init.normal_, {}, (table.capacity, table.dim), table.anchor.dtype, table.device)
     for part in _parts(table.capacity):
         draw(torch.empty((part.stop - part.start, table.dim), dtype=torch.float32, device="cpu"), part)
@@ -478,7 +481,9 @@ def _drawn(
     return lambda rows, part: rows.copy_(all_rows[part])
 
 
-def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any], writes: bool = True) -> None:
+def _change_rows(
+    table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any], writes: bool = True
+) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
     table.written = True
     both = torch.empty(keys.numel(), table.dim + table.state_floats, dtype=torch.float32, device="cpu")
@@ -575,7 +580,7 @@ class Source:
         return self.table.steps.next, self.table.written_at
 
     def __deepcopy__(self, memo: object) -> None:
-        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a tensor that is no
+        """A copy of a tensor's attributes, as torch.distributed.checkpoint.async_save() makes, is of a tensor that is no
         table's."""
 
     def detached(self) -> "Source":
@@ -674,8 +679,8 @@ class View(torch.Tensor):
 
 
 class _Part(View):
-    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(), or a copy in a state_dict: who writes to
-    it writes to the table."""
+    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(), or a copy in a state_dict: a
+    write to it is one to the table."""
 
     _source: Source
 
@@ -703,7 +708,7 @@ class _Part(View):
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part._source for part in targets if isinstance(part, _Part)]
         sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
-        if name == "__dlpack__" and sources:  # (a storage tells who saves a state_dict what shares memory)
+        if name == "__dlpack__" and sources:  # (by a storage torch.save() finds what shares memory)
             raise RuntimeError(no_memory(sources[0].table.name))
         with contextlib.ExitStack() as stack:
             if getattr(func, "__module__", "") == "torch.nn.init":
@@ -780,8 +785,8 @@ def _part(tensor: torch.Tensor, source: Source) -> torch.Tensor:
 
 
 def saved(table: Table) -> Dict[str, torch.Tensor]:
-    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are, and who writes to it writes to the
-    table, as with a state_dict of torch's modules."""
+    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are. A write to it is one to the table,
+    as with a state_dict of torch's modules."""
     found = _state.rows(table.steps, table)
     rows = found["weight"]
     if not table.empty and rows.numel():
