@@ -130,8 +130,8 @@ class Anchor(Copied, torch.nn.Parameter):
         """An error, if another Parameter has taken this one's place (Table.adopt)."""
         if self.table.held_anchor() is not self:
             raise RuntimeError(
-                f"table {self.table.name!r}: its module was assigned another Parameter, which has the rows now, and this one"
-                " has none: take module.weight, and make optimizers after the assignment"
+                f"table {self.table.name!r}: its module was assigned another Parameter, which has the rows now, and"
+                " this one has none: take module.weight, and make optimizers after the assignment"
             )
 
     @classmethod
@@ -360,8 +360,8 @@ class Anchor(Copied, torch.nn.Parameter):
     def _check_alone(self, what: str) -> None:
         if is_shared(self.table):
             raise NotImplementedError(
-                f"table {self.table.name!r}: {what} of a gradient that ranks share, which is not known before the step ends:"
-                " use clip_norm and clip_value of a frugal optimizer, and step after backward()"
+                f"table {self.table.name!r}: {what} of a gradient that ranks share, which is not known before the step"
+                " ends: use clip_norm and clip_value of a frugal optimizer, and step after backward()"
             )
 
     def _deliver(self) -> None:
@@ -409,8 +409,8 @@ class Anchor(Copied, torch.nn.Parameter):
             if not (isinstance(found, Gradient) and found.table is self.table):
                 if found.shape != shape:
                     raise RuntimeError(
-                        f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)}, not"
-                        f" {tuple(shape)}"
+                        f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)},"
+                        f" not {tuple(shape)}"
                     )
                 from . import _dense
 
@@ -471,7 +471,8 @@ class Anchor(Copied, torch.nn.Parameter):
         queue(lambda: queue(lambda: queue(answered)))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
-        """Adds a backward's gradient to what hooks of the anchor get at its end, or torch.autograd.grad(): `returned`."""
+        """Adds a backward's gradient to what hooks of the anchor get at its end, or torch.autograd.grad():
+        `returned`."""
         task = graph_task()
         given = self.given.get(task)
         if given is None:
@@ -480,8 +481,8 @@ class Anchor(Copied, torch.nn.Parameter):
         given[0].hold(held, features)
 
     def gradient(self) -> Optional[Gradient]:
-        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts: it is one of
-        zeros."""
+        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts: it is one
+        of zeros."""
         if self.is_written():
             self.check()
         grad = get_grad(self)
@@ -517,15 +518,18 @@ if _usual.native is not None:
 # What says what a parameter is, and not what its values are.
 _OF_THE_ELEMENT = {
     *[getattr(_tensor, name).__get__ for name in (
-        "requires_grad", "grad", "dtype", "device", "layout", "is_leaf", "_version", "grad_fn", "output_nr", "retains_grad",
-        "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn",
-        "names", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "_cdata", "volatile",
+        "requires_grad", "grad", "dtype", "device", "layout", "is_leaf", "_version", "grad_fn", "output_nr",
+        "retains_grad", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr",
+        "is_quantized", "is_nested", "is_mkldnn", "names", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "_cdata", "volatile",
     )],
-    *[getattr(_tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")],
+    *[getattr(_tensor, name).__set__ for name in (
+        "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+    )],
     *[getattr(_tensor, name) for name in (
-        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "is_floating_point",
-        "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device", "data_ptr", "is_shared", "is_pinned",
-        "__hash__", "_is_view",
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
+        "is_floating_point", "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device",
+        "data_ptr", "is_shared", "is_pinned", "__hash__", "_is_view",
     )],
     torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip

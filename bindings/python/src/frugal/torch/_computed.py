@@ -20,8 +20,8 @@ def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 _INPLACE = {
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
 }  # fmt: skip
 _NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
 
@@ -74,7 +74,8 @@ def call_with(
 # Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
 # The rest of it gets rows, as averages of models and functional_call do.
 OF_TORCH = (
-    *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},  # optimizers
+    # optimizers
+    *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},
     "torch.distributed.utils", "torch.distributed.checkpoint.state_dict", "torch.distributed.nn.",
     "torch.distributed.optim.apply_optimizer_in_backward",
     "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch.fx.",
@@ -137,8 +138,8 @@ _set_data_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 
 
 def refuse_values(tensor: torch.Tensor, message: str) -> None:
-    """The error where the tensor's memory is read or written. It has one: an operation in C++ may ask which tensors share
-    it."""
+    """The error where the tensor's memory is read or written. It has one: an operation in C++ may ask which tensors
+    share it."""
     if _set_data_message is not None:
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_message(tensor.untyped_storage()._cdata, message)
@@ -146,8 +147,9 @@ def refuse_values(tensor: torch.Tensor, message: str) -> None:
 
 def no_memory(table: str) -> str:
     return (
-        f"table {table!r}: weight has no memory of its own, as a tensor's data, a storage, DLPack, torch.tensor(), a transform"
-        " of torch.func and an extension want it: give a copy, module.weight.clone(), or module.weight.detach().clone()"
+        f"table {table!r}: weight has no memory of its own, as a tensor's data, a storage, DLPack, torch.tensor(), a"
+        " transform of torch.func and an extension want it: give a copy, module.weight.clone(), or"
+        " module.weight.detach().clone()"
     )
 
 
@@ -252,9 +254,9 @@ class OfGradient(torch.Tensor):
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 _BY_SIZE = {
     *[getattr(_tensor, name) for name in (
-        "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape", "flatten",
-        "coalesce", "is_coalesced", "indices", "values", "_indices", "_values", "_nnz", "sparse_dim", "dense_dim", "to_dense",
-        "sparse_mask", "__dlpack__",
+        "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape",
+        "flatten", "coalesce", "is_coalesced", "indices", "values", "_indices", "_values", "_nnz", "sparse_dim",
+        "dense_dim", "to_dense", "sparse_mask", "__dlpack__",
     )],
     *[getattr(_tensor, name) for name in ("view_as", "reshape_as", "unflatten")],
     *[getattr(_tensor, name).__get__ for name in ("nbytes", "T", "mT")],
@@ -285,8 +287,10 @@ class Computed(OfGradient):
         self, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str, rest: bool = False
     ) -> None:
         self.some, self.keys, self.rows, self.table, self.rest = values, keys, rows, table, rest
-        # The error where memory is taken that it has not, as other.data = computed does without a call of anything here.
-        refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take [...] of it")
+        # The error where memory is taken that it has not, as other.data = computed does without a call of anything
+        # here.
+        why = f"table {table!r}: what is computed of its gradient has no memory of its own: take [...] of it"
+        refuse_memory(self, why)
 
     def sizes(self) -> Tuple[int, ...]:
         rows, columns = self.some.shape
@@ -313,8 +317,8 @@ class Computed(OfGradient):
         """How many elements there are."""
         if self.rows is None:
             raise NotImplementedError(
-                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take their sum,"
-                " their norm or their largest"
+                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take"
+                " their sum, their norm or their largest"
             )
         return self.numel()
 

@@ -16,15 +16,15 @@ T = TypeVar("T", bound=torch.nn.Module)
 
 
 def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int = 0) -> T:
-    """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place: the object
-    stays, and its class is another.
+    """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place: the
+    object stays, and its class is another.
 
     Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has besides: hooks,
-    buffers, other parameters, attributes. A module that stands in several places stays one, and is of its class as before
-    for isinstance(). Each weight stays the object that it is, so that an optimizer that has it trains the table, and a
-    decoder that is tied to it stays tied. Convert before DistributedDataParallel. A subclass that has more than an __init__,
-    and a forward that was assigned, raise NotImplementedError, a weight that the graph of a forward has kept RuntimeError,
-    and nothing is replaced. Returns the model.
+    buffers, other parameters, attributes. A module that stands in several places stays one, and is of its class as
+    before for isinstance(). Each weight stays the object that it is, so that an optimizer that has it trains the table,
+    and a decoder that is tied to it stays tied. Convert before DistributedDataParallel. A subclass that has more than
+    an __init__, and a forward that was assigned, raise NotImplementedError, a weight that the graph of a forward has
+    kept RuntimeError, and nothing is replaced. Returns the model.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -103,17 +103,18 @@ def _check(name: str, module: torch.nn.Module) -> None:
 def _check_parameter(name: str, weight: Any) -> None:
     if type(weight) is not torch.nn.Parameter:
         raise NotImplementedError(
-            f"{name}: its weight is a {type(weight).__name__}, which a table's cannot be: give the module a torch.nn.Parameter"
+            f"{name}: its weight is a {type(weight).__name__}, which a table's cannot be: give the module a"
+            " torch.nn.Parameter"
         )
     if weight._post_accumulate_grad_hooks:
         raise NotImplementedError(
-            f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it with"
-            " module.weight afterwards"
+            f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it"
+            " with module.weight afterwards"
         )
     if is_in_use(weight):
         raise RuntimeError(
-            f"{name}: its weight is in use, as by the graph of a forward or a compiled function: convert before, or delete what"
-            " has it"
+            f"{name}: its weight is in use, as by the graph of a forward or a compiled function: convert before, or"
+            " delete what has it"
         )
 
 

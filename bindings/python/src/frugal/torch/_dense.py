@@ -103,7 +103,8 @@ class _View(View):
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _View)]
         if name == "__dlpack__":
             raise RuntimeError(
-                "a gradient gives no memory away, where a write would be lost: give DLPack a copy, weight.grad[...].clone()"
+                "a gradient gives no memory away, where a write would be lost: give DLPack a copy,"
+                " weight.grad[...].clone()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
@@ -151,8 +152,8 @@ class _Source:
         if whole is not view and whole.is_sparse:
             if writes is not None:
                 raise NotImplementedError(
-                    f"table {self.gradient.table.name!r}: {writes} of values of its gradient, which has changed since: take"
-                    " them anew"
+                    f"table {self.gradient.table.name!r}: {writes} of values of its gradient, which has changed since:"
+                    " take them anew"
                 )
             return
         with torch.no_grad():
@@ -182,7 +183,8 @@ def _check_written(table: Table, how: str) -> None:
     ranks = table.steps.world_size
     if ranks > 1 and how != "_amp_foreach_non_finite_check_and_unscale_":
         raise NotImplementedError(
-            f"table {table.name!r}: {how} of its gradient, of which {ranks} ranks have a part each: scale it by a number"
+            f"table {table.name!r}: {how} of its gradient, of which {ranks} ranks have a part each: scale it by a"
+            " number"
         )
     if table.hashed:
         raise NotImplementedError(f"table {table.name!r}: {how} of the gradient of rows of a hashed table")

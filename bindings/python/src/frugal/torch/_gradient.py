@@ -340,8 +340,8 @@ class Gradient(OfGradient):
         """An error, if a computation of it would be differentiated."""
         if any(part.held.graph for part in self.parts):
             raise NoAnswer(
-                f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of it is not"
-                " possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
+                f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of"
+                " it is not possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
             )
 
     def norm_of(self, order: float) -> torch.Tensor:
@@ -432,8 +432,8 @@ class Gradient(OfGradient):
 def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
     if "c10d" in str(func):
         return NotImplementedError(
-            f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
-            " step, so leave the table's parameter (module.weight) out of what is reduced"
+            f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in"
+            " the step, so leave the table's parameter (module.weight) out of what is reduced"
         )
     return NoAnswer(f"table {grad.table.name!r}: {func} of its gradient{_BY_HAND if '_foreach_' in str(func) else ''}")
 
@@ -704,8 +704,8 @@ def _clipped(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
 def _check_clip(grad: Gradient) -> None:
     if grad.table.steps.world_size > 1:
         raise NotImplementedError(
-            f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known before"
-            " the step ends; tables are clipped by clip_value of a frugal optimizer"
+            f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known"
+            " before the step ends; tables are clipped by clip_value of a frugal optimizer"
         )
 
 
@@ -753,8 +753,9 @@ def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:
     if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
         raise RuntimeError(
             f"table {grad.table.name!r}: its engine has one rank and torch.distributed"
-            f" {torch.distributed.get_world_size()}, so that its gradients would not be averaged: start frugal-controller"
-            " ADDRESS, give the address in FRUGAL_SERVICE, and make modules after torch.distributed.init_process_group()"
+            f" {torch.distributed.get_world_size()}, so that its gradients would not be averaged: start"
+            " frugal-controller ADDRESS, give the address in FRUGAL_SERVICE, and make modules after"
+            " torch.distributed.init_process_group()"
         )
     return 1.0 if grad.finite() else math.inf
 

@@ -69,8 +69,8 @@ class _Count(int):
 
 
 class _Own(Dict[str, Any]):
-    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each row
-    is in the table, and is read there by the names of torch's optimizers, of which each is listed. While another
+    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each
+    row is in the table, and is read there by the names of torch's optimizers, of which each is listed. While another
     optimizer steps the table, or until what a caller has set is the table's, it is here."""
 
     def __new__(cls, has: Any, anchor: Optional[Anchor] = None, optimizer: Any = None) -> Any:
@@ -312,7 +312,8 @@ class _Moment(torch.Tensor):
         table = own.anchor.table
         if table.hashed:
             raise NotImplementedError(
-                f"table {table.name!r}: {name} is a copy of what the hashed table has: load a state_dict into the optimizer"
+                f"table {table.name!r}: {name} is a copy of what the hashed table has: load a state_dict into the"
+                " optimizer"
             )
         if name in own:  # what others have made of it since
             self._all.copy_(own[name])
@@ -542,8 +543,8 @@ _OURS = -1  # the name of our hooks among an optimizer's own, which PyTorch coun
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-    """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and those
-    after it see the gradients."""
+    """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and
+    those after it see the gradients."""
     if is_dynamo_compiling():
         _uncompiled_before(optimizer, args, kwargs)
         return
@@ -775,8 +776,8 @@ def _has_moments(state: Dict[str, Any]) -> bool:
 
 
 def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: frugal.Optimizer) -> None:
-    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there is
-    none, it is that of new rows, as PyTorch's optimizers begin."""
+    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there
+    is none, it is that of new rows, as PyTorch's optimizers begin."""
     holder = table.holder()
     if holder is not None and (holder is not state or (state.is_in_table() and not table.is_of(made))):
         # (Its own, where a group's momentum is 0 from now on: PyTorch's buffers stay as they are meanwhile.)
@@ -790,7 +791,8 @@ def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: f
             if state.lost and not loaded and not stateless:
                 raise RuntimeError(
                     f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did,"
-                    " and the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
+                    " and the table has one state of each row: load this optimizer's state_dict, or keep to one"
+                    " optimizer"
                 )
             _begin_anew(optimizer, table, made)
         table.stepped, table.state_of = True, None if stateless else weakref.ref(state)
@@ -841,8 +843,8 @@ def _translate(
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
         raise ValueError(
             f"table {table.name!r}: the state that {type(optimizer).__name__} has loaded is {found}, and the"
-            f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a dense"
-            " table's shape: load a state_dict of the same optimizer and table"
+            f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a"
+            " dense table's shape: load a state_dict of the same optimizer and table"
         )
     dict.pop(state, _STATE, None)
     state.update(theirs)
@@ -1005,8 +1007,8 @@ def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
         for parameter in parameters if waits else []:
             if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1:
                 raise NotImplementedError(
-                    f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give them the"
-                    " same number of batches, as torch.utils.data.DistributedSampler does, or say"
+                    f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give"
+                    " them the same number of batches, as torch.utils.data.DistributedSampler does, or say"
                     " throw_on_early_termination=True"
                 )
         function(join, joinables, enable, throw_on_early_termination, **options)
@@ -1250,8 +1252,8 @@ _delegating: "weakref.WeakKeyDictionary[type, bool]" = weakref.WeakKeyDictionary
 
 
 def _delegates(kind: Type[torch.optim.Optimizer]) -> bool:
-    """Whether the class's step is its own, and calls another: that of the class that it inherits from, or of an optimizer
-    that it has. The other one then steps the tables, as often as it is called."""
+    """Whether the class's step is its own, and calls another: that of the class that it inherits from, or of an
+    optimizer that it has. The other one then steps the tables, as often as it is called."""
     found = _delegating.get(kind)
     if found is None:
         step = inspect.unwrap(kind.step)

@@ -260,7 +260,8 @@ def check_begins(begins: Optional[torch.Tensor], keys: Optional[torch.Tensor], t
     if bad.numel():
         at = int(bad[0])
         raise _native.InvalidArgument(
-            f"table {table!r}: offsets[{at}] is {int(begins[at])}, and can not be below 0 or greater than the {count} keys",
+            f"table {table!r}: offsets[{at}] is {int(begins[at])}, and can not be below 0 or greater than the {count}"
+            " keys",
             _native.INVALID_ARGUMENT,
         ) from None
 
@@ -282,8 +283,8 @@ def size(rows: int, dim: int, *, empty: bool) -> None:
         raise InputError(f"num_embeddings {rows} and embedding_dim {dim}: neither can be negative")
     if not empty and (rows == 0 or dim == 0):
         raise InputError(
-            f"num_embeddings {rows} and embedding_dim {dim}: a hashed table and one of a collection have a row of a column"
-            " at least"
+            f"num_embeddings {rows} and embedding_dim {dim}: a hashed table and one of a collection have a row of a"
+            " column at least"
         )
 
 
@@ -307,7 +308,9 @@ def weight(value: Optional[torch.Tensor], rows: int, dim: int) -> None:
 def exact(weight: torch.Tensor) -> None:
     """Checks that integers are what they are as float32, the type of rows."""
     if weight.dtype.itemsize > 2 and not torch.equal(weight.to(torch.float32).to(weight.dtype), weight):
-        raise ArgumentError(f"weight is of {weight.dtype} and has numbers that float32, the type of rows, does not have")
+        raise ArgumentError(
+            f"weight is of {weight.dtype} and has numbers that float32, the type of rows, does not have"
+        )
 
 
 def gradient(grad: torch.Tensor) -> torch.Tensor:

@@ -44,9 +44,9 @@ _clock = time.perf_counter
 class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
-    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. An iteration
-    that ends before that is timed as a whole, but for the first. Two turns are enough where they differ much. The next epochs
-    go on with what was found. Long afterwards the trial is made again, since loops change.
+    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. An
+    iteration that ends before that is timed as a whole, but for the first. Two turns are enough where they differ much.
+    The next epochs go on with what was found. Long afterwards the trial is made again, since loops change.
     """
 
     TURNS = 4  # with, without, with, without
@@ -136,8 +136,8 @@ class Lookahead(Generic[T]):
     whose steps (default: that of the modules which the first batch names); `depth`: default the engine's lookahead,
     which is also the most; `batches_per_step`: batches between two calls of Optimizer.step(). One iteration of a
     trainer's declares at a time, the newest: an older one takes back what it has declared and goes on without
-    declaring, until the newer one is over. `measure`: it times some batches with and some without declarations, and goes
-    on with what is faster.
+    declaring, until the newer one is over. `measure`: it times some batches with and some without declarations, and
+    goes on with what is faster.
     """
 
     def __init__(
@@ -320,8 +320,8 @@ class _Iteration(Iterator[T]):
         if 4 * undeclared > looked_up:
             self._lookahead.warned = True
             warnings.warn(
-                f"Lookahead: {(undeclared + 1) // 2} of {looked_up} keys that forwards looked up were not declared: does"
-                " keys(batch) say of each module what its forward gets?",
+                f"Lookahead: {(undeclared + 1) // 2} of {looked_up} keys that forwards looked up were not declared:"
+                " does keys(batch) say of each module what its forward gets?",
                 stacklevel=3,
             )
 

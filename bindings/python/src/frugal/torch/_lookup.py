@@ -147,8 +147,8 @@ class Lookup:
         version: int,
         leaf: Any,
     ) -> "_Backward":
-        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys and weights, at the forward;
-        None in the keys' place: they are freed. `leaf`: the anchor's node."""
+        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys and weights, at the
+        forward; None in the keys' place: they are freed. `leaf`: the anchor's node."""
         backward = _Backward(self, [] if keys is None else [keys, ends, weights], 2, leaf, 1)
         backward.versions = version
         if keys is None:
@@ -175,8 +175,8 @@ class Lookup:
         return grad
 
     def factors(self, tensors: Tensors) -> Tensors:
-        """What `weighted` takes for these tensors: in the place of pooling and counts a factor for each key. None of it is
-        the caller's memory."""
+        """What `weighted` takes for these tensors: in the place of pooling and counts a factor for each key. None of it
+        is the caller's memory."""
         out: List[Optional[torch.Tensor]] = []
         for i, feature in enumerate(self.features):
             keys, offsets, weights = tensors[3 * i : 3 * i + 3]
@@ -257,7 +257,8 @@ class EmptyLookup(Lookup):
         bad = keys[(keys < 0) | (keys >= table.capacity)]
         if bad.numel():
             raise _native.KeyOutOfRange(
-                f"key {int(bad[0])} of the table {table.name!r}, which has {table.capacity} rows", _native.KEY_OUT_OF_RANGE
+                f"key {int(bad[0])} of the table {table.name!r}, which has {table.capacity} rows",
+                _native.KEY_OUT_OF_RANGE,
             )
         out.detach().zero_()
         return self.steps.next, self.steps.writes
@@ -298,7 +299,8 @@ class _Backward:
     def _deliver(self, grad: torch.Tensor, shared: bool) -> Optional[Tuple[None]]:
         if _is_batched(grad) or _is_wrapped(grad):
             raise NotImplementedError(
-                "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each gradient"
+                "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each"
+                " gradient"
             )
         tensors = self.tensors
         if tensors is None:
@@ -333,8 +335,8 @@ class _Backward:
             else:
                 if graph:
                     raise NotImplementedError(
-                        f"table {anchor.table.name!r}: create_graph=True of its gradient: a backward of a backward is not"
-                        " possible"
+                        f"table {anchor.table.name!r}: create_graph=True of its gradient: a backward of a backward is"
+                        " not possible"
                     )
                 anchor.give(held, lookup.places[i], True)
                 asked = True  # so that autograd must go on
@@ -444,7 +446,9 @@ class WeightedRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         wanted = ctx.needs_input_grad[5::3]
         if _is_batched(grad):
-            grads = _for_each(grad, lambda one: _weight_grads(ctx, ctx.lookup, _inputs.gradient(one), ctx.saved_tensors, wanted))
+            grads = _for_each(
+                grad, lambda one: _weight_grads(ctx, ctx.lookup, _inputs.gradient(one), ctx.saved_tensors, wanted)
+            )
             return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
         with torch.no_grad():
             grads = _weight_grads(ctx, ctx.lookup, _inputs.gradient(grad.detach()), ctx.saved_tensors, wanted)
@@ -471,8 +475,8 @@ def _for_each(
 
 
 class _Once(torch.autograd.Function):
-    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that one of these alone
-    is an error, too."""
+    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that one of these
+    alone is an error, too."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, *computed_of: Optional[torch.Tensor]) -> torch.Tensor:
@@ -501,8 +505,8 @@ def _weight_grads(
         )
     if lookup.steps.writes != writes and any(table.written_at > writes for table in lookup.tables):
         raise RuntimeError(
-            "rows have been written since the forward (by an assignment, or by max_norm in another forward): the gradient"
-            " of per_sample_weights needs them as they were; call backward() before"
+            "rows have been written since the forward (by an assignment, or by max_norm in another forward): the"
+            " gradient of per_sample_weights needs them as they were; call backward() before"
         )
     return lookup.weight_grads(grad, tensors, wanted)
 

@@ -62,9 +62,13 @@ def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor], freeze:
     if dtype.is_floating_point:
         return dtype
     if bags or dtype.is_complex or weight is None or weight.dtype.is_floating_point:
-        raise _inputs.InputTypeError(f"dtype {dtype}: outputs are floating-point numbers, or rows of a weight of integers")
+        raise _inputs.InputTypeError(
+            f"dtype {dtype}: outputs are floating-point numbers, or rows of a weight of integers"
+        )
     if not freeze:
-        raise _inputs.InputTypeError(f"dtype {dtype}: only rows of a floating-point dtype can require gradients; freeze them")
+        raise _inputs.InputTypeError(
+            f"dtype {dtype}: only rows of a floating-point dtype can require gradients; freeze them"
+        )
     _inputs.exact(weight)
     return dtype
 
@@ -99,8 +103,8 @@ class _Module(torch.nn.Module):
         torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
         if _default.in_fake_mode():
             raise NotImplementedError(
-                f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
-                " before"
+                f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows:"
+                " make it before"
             )
         # A trainer that is given says where rows are, unless there is a device, too.
         place = _default.place_of(device) if trainer is None or device is not None else None
@@ -176,8 +180,8 @@ class _Module(torch.nn.Module):
                 self._parameters[name] = anchor
         if shared:
             raise NotImplementedError(
-                f"{type(self).__name__}: share_memory() shares no rows, which an engine has. Processes that train the same tables"
-                " attach to a controller: start frugal-controller, and the processes with FRUGAL_SERVICE"
+                f"{type(self).__name__}: share_memory() shares no rows, which an engine has. Processes that train the"
+                " same tables attach to a controller: start frugal-controller, and the processes with FRUGAL_SERVICE"
             )
         if is_complex:
             raise NotImplementedError(f"{type(self).__name__}: rows are real numbers, and so are outputs")
@@ -222,7 +226,8 @@ class _Module(torch.nn.Module):
         other = [f"{name}={value!r}" for name, value in said.items() if value not in (usual[name], kept[name])]
         if other:
             warnings.warn(
-                f"table {table.name!r} exists: it stays as the module that made it has said, without {', '.join(other)}",
+                f"table {table.name!r} exists: it stays as the module that made it has said, without"
+                f" {', '.join(other)}",
                 stacklevel=5,
             )
 
@@ -299,9 +304,10 @@ class _Module(torch.nn.Module):
 
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its rows"
-            " are not in the program. Serve with frugal_read of the engine, or put"
-            f" torch.nn.{self._instead_of()}.from_pretrained(module.weight.clone()) in its place, with the same arguments"
+            f"{type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its"
+            " rows are not in the program. Serve with frugal_read of the engine, or put"
+            f" torch.nn.{self._instead_of()}.from_pretrained(module.weight.clone()) in its place, with the same"
+            " arguments"
         )
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
@@ -539,8 +545,8 @@ class _Single(_Module):
             value = torch.nn.Parameter(value.detach().clone(), value.requires_grad)
         if type(value) is not torch.nn.Parameter:
             raise NotImplementedError(
-                f"table {self._table.name!r}: a {type(value).__name__} cannot be its weight: give it a torch.nn.Parameter of"
-                " the values"
+                f"table {self._table.name!r}: a {type(value).__name__} cannot be its weight: give it a"
+                " torch.nn.Parameter of the values"
             )
         dtype, grad, requires_grad = anchor.dtype, value.grad, value.requires_grad
         if value.dtype.is_floating_point or not requires_grad:
@@ -548,8 +554,8 @@ class _Single(_Module):
         before = self._table
         if grad is not None and self._steps.world_size > 1:
             raise NotImplementedError(
-                f"table {before.name!r}: the Parameter that is to be its weight has a gradient, of which each rank has a part:"
-                " call zero_grad() before"
+                f"table {before.name!r}: the Parameter that is to be its weight has a gradient, of which each rank has"
+                " a part: call zero_grad() before"
             )
         table = self._table_of_another() if value.shape == before.shape else before
         copied = value.is_inference() or value.device != table.device
@@ -594,8 +600,8 @@ class _Single(_Module):
         if value is None or (tuple(value.shape) == SHAPE and shape != SHAPE):
             raise NotImplementedError(
                 f"table {name!r}: what stands in the place of its parameter, as in a transform of torch.func, would"
-                f" have no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave frugal's"
-                " parameters out of those that are given"
+                f" have no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave"
+                " frugal's parameters out of those that are given"
             )
         return value
 
@@ -606,8 +612,8 @@ class _Single(_Module):
             mine.capacity, mine.dim, mine.hashed,
         ):  # fmt: skip
             raise NotImplementedError(
-                f"the weight of table {mine.name!r} cannot be that of table {table.name!r}, which has another shape, kind of"
-                " keys or trainer: copy rows with weight.data.copy_()"
+                f"the weight of table {mine.name!r} cannot be that of table {table.name!r}, which has another shape,"
+                " kind of keys or trainer: copy rows with weight.data.copy_()"
             )
         mine.modules.discard(self)
         self._table = table
@@ -615,8 +621,8 @@ class _Single(_Module):
         self._hold(table.make_anchor(old.dtype, old.requires_grad, old.device))
 
     def _table_of_another(self) -> _steps.Table:
-        """For the rows of another parameter. The parameter of before keeps its rows. Where the table is to stay, it is of
-        the new parameter, if no step has trained it."""
+        """For the rows of another parameter. The parameter of before keeps its rows. Where the table is to stay, it is
+        of the new parameter, if no step has trained it."""
         mine = self._table
         stays = mine.hashed or not mine.goes
         # (All ranks find the same: each has made the steps.)
@@ -1024,8 +1030,9 @@ class EmbeddingBagCollection(_Module):
         for name, anchor in zip(self._parameters, self._anchors):
             if self._parameters[name] is not anchor:
                 raise NotImplementedError(
-                    f"table {anchor.table.name!r}: another tensor in the place of {name}, as of torch.func.functional_call: it"
-                    " would have no part in the output. Leave it out of those that are given"
+                    f"table {anchor.table.name!r}: another tensor in the place of {name}, as of"
+                    " torch.func.functional_call: it would have no part in the output. Leave it out of those that are"
+                    " given"
                 )
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         device = self._lookup.device

@@ -80,8 +80,8 @@ _turns: Dict[str, int] = {}  # how often the ranks of now have done what has thi
 
 
 def _key(name: str) -> Tuple[Any, str]:
-    """torch.distributed's store, and what this rank and the others write there when they do this the next time. The store
-    may be that of ranks which torchrun has started before."""
+    """torch.distributed's store, and what this rank and the others write there when they do this the next time. The
+    store may be that of ranks which torchrun has started before."""
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     number = _turns[name] = _turns.get(name, 0) + 1
     return store, f"frugal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}/{number}"

@@ -54,8 +54,8 @@ def count_adoption() -> None:
 
 
 def is_in_use(value: torch.Tensor) -> bool:
-    """Whether a table cannot adopt a Parameter, since others know its memory. (Where autograd has a node for its gradient as
-    yet, it can: a backward of such a graph is PyTorch's error.)"""
+    """Whether a table cannot adopt a Parameter, since others know its memory. (Where autograd has a node for its
+    gradient as yet, it can: a backward of such a graph is PyTorch's error.)"""
     if weakref.getweakrefs(value):
         return True
     counted: Any = value
@@ -174,21 +174,22 @@ class Table:
             self._finalizer = weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)
 
     def adopt(self, value: torch.nn.Parameter, dtype: torch.dtype, requires_grad: bool) -> None:
-        """Makes a Parameter of PyTorch the table's anchor: the object stays, wherever it is, as in another layer or in an
-        optimizer, and loses its memory. The table has its rows already. The anchor of before is none any more."""
+        """Makes a Parameter of PyTorch the table's anchor: the object stays, wherever it is, as in another layer or in
+        an optimizer, and loses its memory. The table has its rows already. The anchor of before is none any more."""
         hooks = value._backward_hooks
         if value._post_accumulate_grad_hooks or (hooks and self.steps.world_size > 1):
             raise NotImplementedError(
-                f"table {self.name!r}: the Parameter that is to be its weight has a hook that the table's gradient cannot go"
-                " through: remove it, or register it with module.weight afterwards"
+                f"table {self.name!r}: the Parameter that is to be its weight has a hook that the table's gradient"
+                " cannot go through: remove it, or register it with module.weight afterwards"
             )
         anchor = self._new_anchor(dtype, requires_grad)
         try:
             torch.utils.swap_tensors(value, anchor)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise RuntimeError(
-                f"table {self.name!r}: the Parameter that is to be its weight is in use, as by the graph of a forward or a compiled"
-                f" function: assign it before, or delete what has it, or give torch.nn.Parameter(value.detach()) ({error})"
+                f"table {self.name!r}: the Parameter that is to be its weight is in use, as by the graph of a forward"
+                " or a compiled function: assign it before, or delete what has it, or give"
+                f" torch.nn.Parameter(value.detach()) ({error})"
             ) from None
         adopted, before = cast(Anchor, value), self.held_anchor()
         if before is not None:
@@ -254,8 +255,8 @@ class Table:
         return None if alone else _ranks.Load(self.name, steps.rank)
 
     def count_backward(self) -> None:
-        """Of a table that no optimizer has stepped: warns if its gradients are not used, though they may be dropped before
-        each of the others' steps."""
+        """Of a table that no optimizer has stepped: warns if its gradients are not used, though they may be dropped
+        before each of the others' steps."""
         if self._warned:
             return
         if not self._backwards:
@@ -273,8 +274,8 @@ class Table:
         if not self.stepped and not self._warned and not by_hand:
             self._warned = True
             warnings.warn(
-                f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its rows"
-                " are not trained. Give model.parameters() to a torch optimizer, or the module to"
+                f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its"
+                " rows are not trained. Give model.parameters() to a torch optimizer, or the module to"
                 " frugal.torch.Optimizer, and call step(); or freeze the module",
                 stacklevel=2,
             )
@@ -321,9 +322,9 @@ class Table:
                 if type(optimizer) is type(self.optimizer):
                     raise
                 raise frugal.InvalidArgument(
-                    f"table {self.name!r} has the optimizer {type(self.optimizer).__name__}, and {type(optimizer).__name__}"
-                    " cannot step it: make the module without optimizer=, or with this one, on all ranks, or give it to"
-                    " frugal.torch.Optimizer",
+                    f"table {self.name!r} has the optimizer {type(self.optimizer).__name__}, and"
+                    f" {type(optimizer).__name__} cannot step it: make the module without optimizer=, or with this one,"
+                    " on all ranks, or give it to frugal.torch.Optimizer",
                     error.status,
                 ) from None
 
@@ -415,7 +416,8 @@ class _ParentsLock:
 
     def __enter__(self) -> NoReturn:
         raise frugal.Forked(
-            "the trainer is the parent's: in a child made by fork() make the modules anew, or leave them to the parent", FORKED
+            "the trainer is the parent's: in a child made by fork() make the modules anew, or leave them to the parent",
+            FORKED,
         )
 
     def __exit__(self, *error: object) -> None:
@@ -525,13 +527,14 @@ class Steps:
             return
         if device.type != "cuda" or not self.can_move():
             raise ValueError(
-                f"{who} cannot be on {device}: keys and rows are on the CPU or where the trainer is, which is on {self.device}. One"
-                " of several ranks, or of a controller, stays there: make it, or the first module, on that GPU"
+                f"{who} cannot be on {device}: keys and rows are on the CPU or where the trainer is, which is on"
+                f" {self.device}. One of several ranks, or of a controller, stays there: make it, or the first module,"
+                " on that GPU"
             )
 
     def move(self, tables: Sequence[Table], device: torch.device) -> None:
-        """Keys and outputs of tables are on another device from now on. The trainer goes with them to a GPU, with all tables
-        that are on another one, and leaves a GPU with the last."""
+        """Keys and outputs of tables are on another device from now on. The trainer goes with them to a GPU, with all
+        tables that are on another one, and leaves a GPU with the last."""
         with self.lock:
             held = [table for table in self.tables.values() if table.held_anchor() is not None]
             if device.type == "cuda" and device != self.device:
@@ -746,8 +749,8 @@ class Steps:
                 if kept and not skip:
                     changed([update.table for update in (updates if self.world_size > 1 else some)])
             except BaseException:
-                # Also an interrupt. Nothing that was pushed stays for another step, and other ranks, which may have ended
-                # this one, get the error that it is undone.
+                # Also an interrupt. Nothing that was pushed stays for another step, and other ranks, which may have
+                # ended this one, get the error that it is undone.
                 if self.open and pushing:
                     self._abort()
                 raise
@@ -821,7 +824,8 @@ class Steps:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """For calls on rows outside steps: other threads that would use the trainer's steps wait for the block's end."""
+        """For calls on rows outside steps: other threads that would use the trainer's steps wait for the block's
+        end."""
         with self.lock:
             self.outside()
             yield
@@ -887,8 +891,9 @@ class Steps:
 
     @contextlib.contextmanager
     def written(self, name: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
-        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it for
-        them, when all have come; before the first step it waits for no rank, as it may give the others what it has."""
+        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it
+        for them, when all have come; before the first step it waits for no rank, as it may give the others what it
+        has."""
         with self.lock:
             if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
                 yield
@@ -937,9 +942,9 @@ class Steps:
         if not self._told_of_wait:
             self._told_of_wait = True
             warnings.warn(
-                f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
-                f" end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed table,"
-                " where no rank is between its forward and its step(), as between two calls of"
+                f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks"
+                f" to end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed"
+                " table, where no rank is between its forward and its step(), as between two calls of"
                 " torch.distributed.barrier()",
                 stacklevel=2,
             )

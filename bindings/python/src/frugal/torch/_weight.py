@@ -35,8 +35,8 @@ def write(table: Table, source: torch.Tensor) -> None:
     """Makes `source` the table's rows, whose optimizer state stays."""
     if tuple(source.shape) != table.shape:
         raise ValueError(
-            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {table.shape}, which it keeps: make another"
-            " module of the new shape, as by from_pretrained(weight, freeze=False)"
+            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {table.shape}, which it keeps: make"
+            " another module of the new shape, as by from_pretrained(weight, freeze=False)"
         )
     if isinstance(source, Weight):
         source = source.read()
@@ -45,8 +45,8 @@ def write(table: Table, source: torch.Tensor) -> None:
 
 
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's, as
-    of a forward."""
+    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's,
+    as of a forward."""
 
     @staticmethod
     def forward(
@@ -135,8 +135,8 @@ class Weight(Copied, torch.Tensor):
     def _check_traced(self) -> None:
         if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting() or _default.in_fake_mode():
             raise RuntimeError(
-                f"table {self._table.name!r}: weight cannot be traced or exported, since its rows are not in the program: make"
-                " the module that is served of weight.clone()"
+                f"table {self._table.name!r}: weight cannot be traced or exported, since its rows are not in the"
+                " program: make the module that is served of weight.clone()"
             )
 
     def _keys(self, at: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
@@ -354,7 +354,8 @@ class Weight(Copied, torch.Tensor):
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
             if getattr(func, "__module__", "").startswith("torch.distributed"):  # all_reduce(weight)
                 raise NotImplementedError(
-                    f"table {target._table.name!r}: {name} cannot write weight. Ranks that share a table have the same rows; {_HOW}"
+                    f"table {target._table.name!r}: {name} cannot write weight. Ranks that share a table have the same"
+                    f" rows; {_HOW}"
                 )
         if isinstance(kwargs.get("out"), Weight):
             return kwargs["out"]._become(func, args, {key: value for key, value in kwargs.items() if key != "out"})
@@ -388,7 +389,9 @@ class Weight(Copied, torch.Tensor):
             rows = self.read().to(device="cpu", dtype=torch.float32)
             func(*_here(args), out=rows, **dict(zip(kwargs, _here(tuple(kwargs.values())))))
             if tuple(rows.shape) != tuple(self.shape):
-                raise NotImplementedError(f"table {self._table.name!r}: {func.__name__} of weight, which has its shape: {_HOW}")
+                raise NotImplementedError(
+                    f"table {self._table.name!r}: {func.__name__} of weight, which has its shape: {_HOW}"
+                )
             self.change(lambda some, part: some.copy_(rows[part]))
         return self
 
@@ -512,7 +515,9 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
         for weight in weights:
             changed = rows[id(weight)]
             if tuple(changed.shape) != tuple(weight.shape):
-                raise NotImplementedError(f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}")
+                raise NotImplementedError(
+                    f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}"
+                )
             weight.change(lambda some, part, changed=changed: some.copy_(changed[part]))  # type: ignore[misc]
     return out
 
@@ -580,8 +585,8 @@ class Source:
         return self.table.steps.next, self.table.written_at
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of a tensor's attributes, as torch.distributed.checkpoint.async_save() makes, is of a tensor that is no
-        table's."""
+        """A copy of a tensor's attributes, as torch.distributed.checkpoint.async_save() makes, is of a tensor that is
+        no table's."""
 
     def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
@@ -785,8 +790,8 @@ def _part(tensor: torch.Tensor, source: Source) -> torch.Tensor:
 
 
 def saved(table: Table) -> Dict[str, torch.Tensor]:
-    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are. A write to it is one to the table,
-    as with a state_dict of torch's modules."""
+    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are. A write to it is one to the
+    table, as with a state_dict of torch's modules."""
     found = _state.rows(table.steps, table)
     rows = found["weight"]
     if not table.empty and rows.numel():
