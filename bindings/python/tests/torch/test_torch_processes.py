@@ -145,7 +145,7 @@ torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
 """
 
 
-def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) -> List[List[List[Any]]]:
+def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) -> List[List[Any]]:
     """What two processes have found with torch.nn and with frugal.torch: of each, what each rank has saved."""
     program = folder / "program.py"
     program.write_text(BEGIN + source + END)

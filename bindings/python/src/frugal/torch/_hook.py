@@ -1060,7 +1060,7 @@ def _with_gradients_back(function: Callable[..., Any]) -> Callable[..., Any]:
     return pre_forward
 
 
-_take_back = torch.compiler.disable(_steps.take_back_gradients)
+_take_back: Callable[[], None] = torch.compiler.disable(_steps.take_back_gradients)  # type: ignore[no-untyped-call]
 
 
 def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
