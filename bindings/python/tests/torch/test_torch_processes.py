@@ -601,6 +601,50 @@ def test_gradients_are_reduced_again_where_a_rank_has_none(controller: Any, tmp_
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# A rank makes a module after its step, while the other is inside the same one, and then in the next.
+MODULES_LATER = """
+store = dist.distributed_c10d._get_default_store()
+table = modules.Embedding(6, 4)
+optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+if sys.argv[2] == "frugal":
+    import frugal
+    create = frugal.Engine.create_table
+    def create_table(*args, **options):
+        try:
+            return create(*args, **options)
+        except frugal.Busy:
+            store.set("busy", "")
+            raise
+    frugal.Engine.create_table = create_table
+    loss = table(torch.tensor([rank])).sum()
+    dist.barrier()
+    if rank == 1:
+        store.wait(["busy"])
+    loss.backward()
+    optimizer.step()
+    later = modules.Embedding(3, 2)
+    refused = "?"
+    dist.barrier()
+    if rank == 1:
+        table(torch.tensor([1]))
+    dist.barrier()
+    if rank == 0:
+        try:
+            modules.Embedding(4, 2)
+        except frugal.Busy as error:
+            refused = str(error)
+    assert rank == 1 or "after step()" in refused, refused
+    dist.barrier()
+    optimizer.step()
+    assert later.weight.shape == (3, 2)
+torch.save(0, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_rank_makes_a_module_while_another_ends_its_step(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(MODULES_LATER, controller, tmp_path)
+
+
 # A group of some ranks is refused, but not where the parameter is left out.
 GROUPS = """
 model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))

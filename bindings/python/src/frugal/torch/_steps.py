@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -603,19 +604,14 @@ class Steps:
                 # asked.
                 there = bool(engine.service) and _exists(engine, name)
                 shape = rows, dim
+                create = functools.partial(
+                    engine.create_table, name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer,
+                    nan_policy=nan_policy, lazy=lazy,
+                )  # fmt: skip
                 try:
-                    made = engine.create_table(
-                        name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy,
-                        lazy=lazy,
-                    )  # fmt: skip
+                    made = self._create(create, name)
                     created = not there
                     known = Table(self, made, created, optimizer, shape)
-                except frugal.Busy as error:
-                    raise frugal.Busy(
-                        f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
-                        " ends it: make modules before the first forward, or after step()",
-                        error.status,
-                    ) from None
                 except frugal.Exists:
                     known = Table(self, engine.find_table(name), False, optimizer, shape)
                     if engine.service and not self.shared.knows(name):
@@ -639,6 +635,26 @@ class Steps:
             self.shared.made(name, optimizer, created, self.trainer.engine.committed_step() if created else None)
             self.tables[name] = known
             return known
+
+    def _create(self, create: Callable[[], frugal.Table], name: str) -> frugal.Table:
+        """Creates a table. Ranks that are still inside the step that this one has ended are waited for."""
+        begin = time.monotonic()
+        while True:
+            in_next = self._all_have_come()
+            try:
+                return create()
+            except frugal.Busy as error:
+                waited_ms = (time.monotonic() - begin) * 1000
+                waits = not self.open and not in_next and _ranks.are_told(self.rank, self.world_size)
+                if not waits or waited_ms > self.trainer.engine._timeout_ms:
+                    raise frugal.Busy(
+                        f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
+                        " ends it: make modules before the first forward, or after step()",
+                        error.status,
+                    ) from None
+                if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
+                    self._tell_of_wait(error.message)
+            time.sleep(_PAUSE)
 
     def trained(self, table: Table) -> bool:
         """Whether a table that a module finds may have trained rows."""
