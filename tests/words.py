@@ -27,9 +27,8 @@ from words_cases import CASES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# The most findings of each check; None switches a check off. The aim is 0 for all of them. What is left is in
-# bindings/python/src/frugal/torch.
-LIMITS = {'names': 0, 'prose': 115, 'sentences': 0, 'backticks': 0, 'lines': 149, 'glossary': 0, 'sections': 0,
+# The most findings of each check; None switches a check off.
+LIMITS = {'names': 0, 'prose': 0, 'sentences': 0, 'backticks': 0, 'lines': 0, 'glossary': 0, 'sections': 0,
           'allowed': 0}
 SHOWN = 20
 SENTENCE_WORDS = 30

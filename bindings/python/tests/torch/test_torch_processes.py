@@ -145,7 +145,7 @@ torch.save(found, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
 """
 
 
-def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) -> List[List[List[Any]]]:
+def of_two_ranks(source: str, controller: Any, folder: Path, *arguments: str) -> List[List[Any]]:
     """What two processes have found with torch.nn and with frugal.torch: of each, what each rank has saved."""
     program = folder / "program.py"
     program.write_text(BEGIN + source + END)
@@ -569,6 +569,124 @@ for step, (rate, factor) in enumerate(zip(rates, factors)):
 dist.barrier()
 torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
 """
+
+
+# The gradients of several backwards, of which each is reduced, and some do not use the table on one rank, or on both.
+REDUCED_AGAIN = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), torch.nn.Linear(4, 1)])
+model.forward = lambda keys, used: model[1](model[0](keys) if used else torch.ones(2, 4))
+if sys.argv[4] == "replicate":
+    from torch.distributed._composable.replicate import replicate
+    ddp = replicate(model, find_unused_parameters=True)
+else:
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, find_unused_parameters=True, gradient_as_bucket_view=sys.argv[4] == "views"
+    )
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+steps = [[(1, 0), (1, 0)], [(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 0)], [(0, 0), (0, 1), (0, 0), (1, 1)], [(0, 1)]]
+for step, uses in enumerate(steps):
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    for at, used in enumerate(uses):
+        ddp(torch.tensor([at, 4 + rank]), used[rank]).square().sum().backward()
+    optimizer.step()
+dist.barrier()
+torch.save([parameter.detach().clone() for parameter in model.parameters()], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("how", ["copies", "views", "replicate"])
+def test_gradients_are_reduced_again_where_a_rank_has_none(controller: Any, tmp_path: Path, how: str) -> None:
+    for theirs, ours in zip(*of_two_ranks(REDUCED_AGAIN, controller, tmp_path, how)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# A rank makes a module after its step, while the other is inside the same one, and then in the next.
+MODULES_LATER = """
+store = dist.distributed_c10d._get_default_store()
+table = modules.Embedding(6, 4)
+optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+if sys.argv[2] == "frugal":
+    import frugal
+    create = frugal.Engine.create_table
+    def create_table(*args, **options):
+        try:
+            return create(*args, **options)
+        except frugal.Busy:
+            store.set("busy", "")
+            raise
+    frugal.Engine.create_table = create_table
+    loss = table(torch.tensor([rank])).sum()
+    dist.barrier()
+    if rank == 1:
+        store.wait(["busy"])
+    loss.backward()
+    optimizer.step()
+    later = modules.Embedding(3, 2)
+    refused = "?"
+    dist.barrier()
+    if rank == 1:
+        table(torch.tensor([1]))
+    dist.barrier()
+    if rank == 0:
+        try:
+            modules.Embedding(4, 2)
+        except frugal.Busy as error:
+            refused = str(error)
+    assert rank == 1 or "after step()" in refused, refused
+    dist.barrier()
+    optimizer.step()
+    assert later.weight.shape == (3, 2)
+torch.save(0, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_rank_makes_a_module_while_another_ends_its_step(controller: Any, tmp_path: Path) -> None:
+    of_two_ranks(MODULES_LATER, controller, tmp_path)
+
+
+# A group of some ranks is refused, but not where the parameter is left out.
+GROUPS = """
+model = torch.nn.Sequential(modules.Embedding(6, 4), torch.nn.Linear(4, 1))
+parallel = torch.nn.parallel.DistributedDataParallel
+alone = [dist.new_group([number]) for number in range(2)][rank]
+refused = False
+try:
+    parallel(model, process_group=alone)
+except NotImplementedError as error:
+    refused = "group of 1 ranks" in str(error) and "'0.weight'" in str(error)
+parallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+parallel(model, process_group=alone)(torch.arange(2)).sum().backward()
+torch.save(refused, f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+def test_a_group_of_some_ranks_reduces_no_table(controller: Any, tmp_path: Path) -> None:
+    assert of_two_ranks(GROUPS, controller, tmp_path) == [[False, False], [True, True]]
+
+
+# Without a reducer a rank counts its own steps. Both have a gradient in the first step, one in the second.
+COUNTS = """
+import warnings
+table = modules.Embedding(6, 4)
+Optimizer = getattr(torch.optim, sys.argv[4])
+optimizer = Optimizer(table.parameters(), lr=0.1)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for step in range(5):
+        optimizer.zero_grad()
+        if step != 1 or rank == 0:
+            table(torch.arange(2)).sum().backward()
+        optimizer.step()
+said = [str(warning.message) for warning in told if "counts steps" in str(warning.message)]
+assert all("rank 1 had no gradient" in text and sys.argv[4] in text for text in said), said
+torch.save(len(said), f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("kind, told", [("Adam", 1), ("Adagrad", 0)])
+def test_a_rank_that_counts_its_steps_alone_is_told(controller: Any, tmp_path: Path, kind: str, told: int) -> None:
+    assert of_two_ranks(COUNTS, controller, tmp_path, kind) == [[0, 0], [0, told]]
 
 
 # One rank alone uses a table in the first step, in which it gets its kind of optimizer.

@@ -1,4 +1,5 @@
-"""Embedding modules for PyTorch whose rows live in a Frugal engine. docs/torch.md has what is the same and what differs.
+"""Embedding modules for PyTorch whose rows live in a Frugal engine. docs/torch.md says what is the same, and what is
+not.
 
 bags = frugal.torch.EmbeddingBag(1000, 16, mode="sum")                        # in the place of torch.nn.EmbeddingBag
 optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.1)
@@ -25,9 +26,9 @@ __all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "
     "convert",
     "default_trainer"]
 
-# torch.compile looks at the forward of a module alone, and breaks the graph there. What runs then is left as it is.
+# torch.compile reads the forward of a module alone, and breaks the graph there. What runs then is left as it is.
 for _file in (
-    "anchor", "computed", "convert", "default", "gradient", "hook", "inputs", "lookahead", "lookup", "native", "optimizer",
-    "renorm", "state", "steps", "usual", "weight",
+    "anchor", "computed", "convert", "default", "gradient", "hook", "inputs", "lookahead", "lookup", "native",
+    "optimizer", "renorm", "state", "steps", "usual", "weight",
 ):  # fmt: skip
     trace_rules.add(f"{__name__}._{_file}")

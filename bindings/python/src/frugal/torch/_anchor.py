@@ -53,12 +53,12 @@ def use_of(node: Any) -> int:
 
 
 def is_of_a_parameter() -> bool:
-    """Whether torch.nn.Parameter() or Buffer() calls whoever asks."""
+    """Whether torch.nn.Parameter() or Buffer() calls the function that asks."""
     return sys._getframe(2).f_globals.get("__name__") == torch.nn.parameter.__name__
 
 
 class Copied(torch.Tensor):
-    """Of which torch.nn.Parameter() and Buffer() have a copy. They want their argument's class, and say then what it is."""
+    """Of which torch.nn.Parameter() and Buffer() have a copy. They want their argument's class, and then set it."""
 
     @property
     def _is_param(self) -> bool:
@@ -78,13 +78,13 @@ class Copied(torch.Tensor):
         self._is_buffer = value
 
 
-_OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
+_OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of the function that counts them
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 
 
 class Anchor(Copied, torch.nn.Parameter):
-    """The one element by which PyTorch knows a table. Its value means nothing: what is computed of the parameter is computed
-    of the table's rows. Its dtype is that of outputs."""
+    """The one element by which PyTorch knows a table. Its value means nothing: what is computed of the parameter is
+    computed of the table's rows. Its dtype is that of outputs."""
 
     table: "Table"
     sparse: bool  # whether its gradient is shown as a sparse tensor, see `module.sparse`
@@ -94,7 +94,8 @@ class Anchor(Copied, torch.nn.Parameter):
     seen: int  # the value's version that is known to be ours
     given: Dict[int, Tuple[Gradient, bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
-    begun: Optional[Gradient]  # the newest; used again when nobody else has it
+    begun: Optional[Gradient]  # the newest; used again when nothing else has it
+    reduced = False  # by DistributedDataParallel, for which all ranks have a gradient where one has
     aside: Optional[Gradient]  # while an optimizer's step has it hidden; backwards of other threads add to it
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
@@ -129,8 +130,8 @@ class Anchor(Copied, torch.nn.Parameter):
         """An error, if another Parameter has taken this one's place (Table.adopt)."""
         if self.table.held_anchor() is not self:
             raise RuntimeError(
-                f"table {self.table.name!r}: its module was assigned another Parameter, which has the rows now, and this one"
-                " has none: take module.weight, and make optimizers after the assignment"
+                f"table {self.table.name!r}: its module was assigned another Parameter, which has the rows now, and"
+                " this one has none: take module.weight, and make optimizers after the assignment"
             )
 
     @classmethod
@@ -184,7 +185,7 @@ class Anchor(Copied, torch.nn.Parameter):
         return self
 
     def is_written(self) -> bool:
-        """Whether somebody has written the element since `check`."""
+        """Whether the element was written since `check`."""
         with as_itself():
             return self._version != self.seen
 
@@ -196,7 +197,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     @property
     def value(self) -> torch.Tensor:
-        """An element with memory, for who changes its dtype, or sends it from rank to rank."""
+        """An element with memory, to change its dtype, or to send it from rank to rank."""
         return no_number(self._dtype, self.table.device)
 
     def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
@@ -218,7 +219,7 @@ class Anchor(Copied, torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The rows: who writes to it writes to the table."""
+        """The rows: a write to it is one to the table."""
         return cast(torch.Tensor, self.rows().data)
 
     @data.setter
@@ -262,7 +263,8 @@ class Anchor(Copied, torch.nn.Parameter):
         if isinstance(value, Gradient):
             set_grad(self, value)
             self.begun = value
-        elif getattr(value, "shape", None) == SHAPE and is_of_torch():  # zeros, for a step by which an optimizer makes its state
+        elif getattr(value, "shape", None) == SHAPE and is_of_torch():
+            # Zeros, for a step by which an optimizer makes its state.
             if float(value) != 0.0:
                 raise self.penalty()
             set_grad(self, self.begin())
@@ -315,7 +317,7 @@ class Anchor(Copied, torch.nn.Parameter):
         return self.begun if is_shared(self.table) else None
 
     def check(self) -> None:
-        """An error, if somebody has written the element: rows are as before."""
+        """An error, if the element was written: rows are as before."""
         self.seen = self._version
         with torch.no_grad(), as_itself():
             torch.Tensor.copy_(self, self.value)
@@ -327,7 +329,7 @@ class Anchor(Copied, torch.nn.Parameter):
         )
 
     def penalty(self) -> NotImplementedError:
-        """For who has made a gradient of the element."""
+        """The error of a gradient of the element."""
         return NotImplementedError(
             f"table {self.table.name!r}: a gradient of the one element that stands for it in PyTorch's C++, as a"
             " Function of an extension makes that has got the parameter: give it rows, module.weight.clone()"
@@ -358,8 +360,8 @@ class Anchor(Copied, torch.nn.Parameter):
     def _check_alone(self, what: str) -> None:
         if is_shared(self.table):
             raise NotImplementedError(
-                f"table {self.table.name!r}: {what} of a gradient that ranks share, which is not known before the step ends:"
-                " use clip_norm and clip_value of a frugal optimizer, and step after backward()"
+                f"table {self.table.name!r}: {what} of a gradient that ranks share, which is not known before the step"
+                " ends: use clip_norm and clip_value of a frugal optimizer, and step after backward()"
             )
 
     def _deliver(self) -> None:
@@ -407,8 +409,8 @@ class Anchor(Copied, torch.nn.Parameter):
             if not (isinstance(found, Gradient) and found.table is self.table):
                 if found.shape != shape:
                     raise RuntimeError(
-                        f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)}, not"
-                        f" {tuple(shape)}"
+                        f"table {self.table.name!r}: a hook has changed the size of the gradient: {tuple(found.shape)},"
+                        f" not {tuple(shape)}"
                     )
                 from . import _dense
 
@@ -463,13 +465,14 @@ class Anchor(Copied, torch.nn.Parameter):
             if grad is not None and type(grad) is not Gradient:
                 self._restored(grad)
 
-        # What is queued by a call that is queued comes behind the reducer's. For a static graph the reducer queues a
+        # What is queued by a call that is queued comes after the reducer's. For a static graph the reducer queues a
         # call in its own.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: queue(answered)))
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
-        """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
+        """Adds a backward's gradient to what hooks of the anchor get at its end, or torch.autograd.grad():
+        `returned`."""
         task = graph_task()
         given = self.given.get(task)
         if given is None:
@@ -478,8 +481,8 @@ class Anchor(Copied, torch.nn.Parameter):
         given[0].hold(held, features)
 
     def gradient(self) -> Optional[Gradient]:
-        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts, which is a
-        gradient of zeros."""
+        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts: it is one
+        of zeros."""
         if self.is_written():
             self.check()
         grad = get_grad(self)
@@ -515,15 +518,18 @@ if _usual.native is not None:
 # What says what a parameter is, and not what its values are.
 _OF_THE_ELEMENT = {
     *[getattr(_tensor, name).__get__ for name in (
-        "requires_grad", "grad", "dtype", "device", "layout", "is_leaf", "_version", "grad_fn", "output_nr", "retains_grad",
-        "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn",
-        "names", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "_cdata", "volatile",
+        "requires_grad", "grad", "dtype", "device", "layout", "is_leaf", "_version", "grad_fn", "output_nr",
+        "retains_grad", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr",
+        "is_quantized", "is_nested", "is_mkldnn", "names", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "_cdata", "volatile",
     )],
-    *[getattr(_tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")],
+    *[getattr(_tensor, name).__set__ for name in (
+        "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+    )],
     *[getattr(_tensor, name) for name in (
-        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "is_floating_point",
-        "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device", "data_ptr", "is_shared", "is_pinned",
-        "__hash__", "_is_view",
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
+        "is_floating_point", "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device",
+        "data_ptr", "is_shared", "is_pinned", "__hash__", "_is_view",
     )],
     torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
@@ -553,7 +559,7 @@ def _refuse_step(stepped: Any) -> None:
 
 
 def _parameter_of(out: Any) -> Any:
-    """What a function has returned that got rows in the place of a parameter, which it may have written and returned."""
+    """What a function has returned that got rows in a parameter's place, which it may have written and returned."""
     parameter = getattr(out, "parameter", None)
     return out if parameter is None else parameter()
 

@@ -1,4 +1,4 @@
-"""What is computed of each element of a table's gradient, as loggers do: its absolute values, its squares, their mean."""
+"""What is computed of each element of a table's gradient, as by loggers: absolute values, squares, their mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 _aten = torch.ops.aten
 
-SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, for who chooses parameters by their dimensions
+SHAPE = (1, 1)  # of an anchor: a matrix, as a table is, where parameters are chosen by their dimensions
 
 
 def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -20,8 +20,8 @@ def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 _INPLACE = {
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
 }  # fmt: skip
 _NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
 
@@ -74,7 +74,8 @@ def call_with(
 # Where PyTorch makes state of parameters, sends them from rank to rank, or compiles: of the rows the engine does that.
 # The rest of it gets rows, as averages of models and functional_call do.
 OF_TORCH = (
-    *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},  # optimizers
+    # optimizers
+    *{getattr(kind, "__init__").__module__ for kind in vars(torch.optim).values() if isinstance(kind, type)},
     "torch.distributed.utils", "torch.distributed.checkpoint.state_dict", "torch.distributed.nn.",
     "torch.distributed.optim.apply_optimizer_in_backward",
     "torch.nn.parallel.", "torch._dynamo", "torch._subclasses", "torch.fx.",
@@ -114,13 +115,13 @@ TORCH = ("torch.",)  # all of it
 
 
 def is_of_torch(depth: int = 2, names: Tuple[str, ...] = OF_TORCH) -> bool:
-    """Whether the caller's caller, or who is so many calls above, is there, and wants the element."""
+    """Whether the caller's caller, or a function so many calls above, is there, and wants the element."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")
     return name.startswith(names)
 
 
 def has_more(kwargs: Optional[Dict[str, Any]]) -> bool:
-    """Whether a function is to write to another tensor, or to round, of which short answers know nothing."""
+    """Whether a function is to write to another tensor, or to round, which the short functions here do not."""
     return kwargs is not None and ("out" in kwargs or "rounding_mode" in kwargs)
 
 
@@ -128,7 +129,7 @@ _set_message: Any = getattr(torch._C, "_set_storage_access_error_msg", None)  # 
 
 
 def refuse_memory(tensor: torch.Tensor, message: str) -> None:
-    """The error of whoever takes memory that the tensor has not."""
+    """The error where memory is taken that the tensor has not."""
     if _set_message is not None:
         _set_message(tensor, message)
 
@@ -137,8 +138,8 @@ _set_data_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 
 
 def refuse_values(tensor: torch.Tensor, message: str) -> None:
-    """The error of whoever reads or writes what is in the tensor's memory. It has one: an operation in C++ may look which
-    tensors share it."""
+    """The error where the tensor's memory is read or written. It has one: an operation in C++ may ask which tensors
+    share it."""
     if _set_data_message is not None:
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_message(tensor.untyped_storage()._cdata, message)
@@ -146,13 +147,14 @@ def refuse_values(tensor: torch.Tensor, message: str) -> None:
 
 def no_memory(table: str) -> str:
     return (
-        f"table {table!r}: weight has no memory of its own, as a tensor's data, a storage, DLPack, torch.tensor(), a transform"
-        " of torch.func and an extension want it: give a copy, module.weight.clone(), or module.weight.detach().clone()"
+        f"table {table!r}: weight has no memory of its own, as a tensor's data, a storage, DLPack, torch.tensor(), a"
+        " transform of torch.func and an extension want it: give a copy, module.weight.clone(), or"
+        " module.weight.detach().clone()"
     )
 
 
 def without_writes(array: Any) -> Any:
-    """NumPy's view of what is read: who wrote to it would write to nothing."""
+    """NumPy's view of what is read: a write to it would be lost."""
     flags = getattr(array, "flags", None)
     if flags is not None:
         flags.writeable = False
@@ -171,8 +173,8 @@ HASHED = "a hashed table has none, but sums, norms and scaling of its gradient a
 
 
 class OfGradient(torch.Tensor):
-    """A table's gradient, or something of each of its elements, as a tensor of one element in its place. What is computed
-    of it is computed of the rows that have a gradient, or else of a tensor of all rows."""
+    """A table's gradient, or something of each of its elements, as a tensor of one element in its place. What is
+    computed of it is computed of the rows that have a gradient, or else of a tensor of all rows."""
 
     # In Python it has its rows' shape.
 
@@ -217,7 +219,7 @@ class OfGradient(torch.Tensor):
         return self.values_of_all().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def whole(self, why: NoAnswer, writes: bool) -> torch.Tensor:
-        """All rows, for a function that has no answer, and writes to them or not. Or else the error."""
+        """All rows, for a function that has no other result, and writes to them or not. Or else the error."""
         raise why
 
     @classmethod
@@ -248,13 +250,13 @@ class OfGradient(torch.Tensor):
         return call_with(of_all, func, args, kwargs)
 
 
-# They look at the size or at the layout of the one element before they ask for anything.
+# They read the size or the layout of the one element before they ask for anything.
 _tensor: Any = torch.Tensor  # whose properties have types of their values
 _BY_SIZE = {
     *[getattr(_tensor, name) for name in (
-        "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape", "flatten",
-        "coalesce", "is_coalesced", "indices", "values", "_indices", "_values", "_nnz", "sparse_dim", "dense_dim", "to_dense",
-        "sparse_mask", "__dlpack__",
+        "__getitem__", "__setitem__", "__iter__", "narrow", "stride", "is_contiguous", "expand", "expand_as", "reshape",
+        "flatten", "coalesce", "is_coalesced", "indices", "values", "_indices", "_values", "_nnz", "sparse_dim",
+        "dense_dim", "to_dense", "sparse_mask", "__dlpack__",
     )],
     *[getattr(_tensor, name) for name in ("view_as", "reshape_as", "unflatten")],
     *[getattr(_tensor, name).__get__ for name in ("nbytes", "T", "mT")],
@@ -285,8 +287,10 @@ class Computed(OfGradient):
         self, values: torch.Tensor, keys: Optional[torch.Tensor], rows: Optional[int], table: str, rest: bool = False
     ) -> None:
         self.some, self.keys, self.rows, self.table, self.rest = values, keys, rows, table, rest
-        # Of whoever takes the memory that it has not, as other.data = computed does without a call of anything here.
-        refuse_memory(self, f"table {table!r}: what is computed of its gradient has no memory of its own: take [...] of it")
+        # The error where memory is taken that it has not, as other.data = computed does without a call of anything
+        # here.
+        why = f"table {table!r}: what is computed of its gradient has no memory of its own: take [...] of it"
+        refuse_memory(self, why)
 
     def sizes(self) -> Tuple[int, ...]:
         rows, columns = self.some.shape
@@ -313,8 +317,8 @@ class Computed(OfGradient):
         """How many elements there are."""
         if self.rows is None:
             raise NotImplementedError(
-                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take their sum,"
-                " their norm or their largest"
+                f"table {self.table!r}: {what} of a gradient's elements, of which a hashed table has no number: take"
+                " their sum, their norm or their largest"
             )
         return self.numel()
 
@@ -382,7 +386,8 @@ def _scaled(func: Any, computed: Computed, by: Any) -> Computed:
 
 def _any(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
     check_whole(func, computed.table, dim, keepdim)
-    return torch.full_like(computed.some.any(), True) if computed.rest and computed.keys is not None else computed.some.any()
+    found = computed.some.any()
+    return torch.full_like(found, True) if computed.rest and computed.keys is not None else found
 
 
 def _all(func: Any, computed: Computed, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
@@ -418,7 +423,8 @@ def _extreme(func: Any, computed: Computed, dim: Any = None, keepdim: bool = Fal
 
 
 def _variance(
-    func: Any, computed: Computed, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    func: Any, computed: Computed, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
+    correction: Any = None,
 ) -> torch.Tensor:
     if isinstance(dim, bool):  # the form without a dimension
         dim, unbiased = None, dim

@@ -16,15 +16,15 @@ T = TypeVar("T", bound=torch.nn.Module)
 
 
 def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int = 0) -> T:
-    """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place: the object
-    stays, and its class is another.
+    """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place: the
+    object stays, and its class is another.
 
-    Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has beside its weight: hooks,
-    buffers, other parameters, attributes. A module that stands in several places stays one, and is of its class as before
-    for isinstance(). Each weight stays the object that it is, so that an optimizer that has it trains the table, and a
-    decoder that is tied to it stays tied. Convert before DistributedDataParallel. A subclass that has more than an __init__,
-    and a forward that was assigned, raise NotImplementedError, a weight that the graph of a forward has kept RuntimeError,
-    and nothing is replaced. Returns the model.
+    Rows, arguments, dtype, requires_grad and a gradient are kept, and so is what a module has besides: hooks,
+    buffers, other parameters, attributes. A module that stands in several places stays one, and is of its class as
+    before for isinstance(). Each weight stays the object that it is, so that an optimizer that has it trains the table,
+    and a decoder that is tied to it stays tied. Convert before DistributedDataParallel. A subclass that has more than
+    an __init__, and a forward that was assigned, raise NotImplementedError, a weight that the graph of a forward has
+    kept RuntimeError, and nothing is replaced. Returns the model.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -36,7 +36,7 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
     weights: "dict[int, str]" = {}
     for name, module in found.items():
         weights.setdefault(id(module.weight), name)
-    # Each module becomes another and stays the same object, wherever else the model has it. What it was is its stand-in.
+    # Each module becomes another and stays the same object, wherever else the model has it. What it was stands in.
     before: "dict[int, Any]" = {}
     try:
         for name, module in found.items():
@@ -103,17 +103,18 @@ def _check(name: str, module: torch.nn.Module) -> None:
 def _check_parameter(name: str, weight: Any) -> None:
     if type(weight) is not torch.nn.Parameter:
         raise NotImplementedError(
-            f"{name}: its weight is a {type(weight).__name__}, which a table's cannot be: give the module a torch.nn.Parameter"
+            f"{name}: its weight is a {type(weight).__name__}, which a table's cannot be: give the module a"
+            " torch.nn.Parameter"
         )
     if weight._post_accumulate_grad_hooks:
         raise NotImplementedError(
-            f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it with"
-            " module.weight afterwards"
+            f"{name}: its weight has a hook of accumulated gradients, which would be lost: remove it, and register it"
+            " with module.weight afterwards"
         )
     if is_in_use(weight):
         raise RuntimeError(
-            f"{name}: its weight is in use, as by the graph of a forward or a compiled function: convert before, or delete what"
-            " has it"
+            f"{name}: its weight is in use, as by the graph of a forward or a compiled function: convert before, or"
+            " delete what has it"
         )
 
 
@@ -136,7 +137,7 @@ def _base(module: torch.nn.Module) -> Any:
 
 
 def _added(module: torch.nn.Module) -> Dict[str, Any]:
-    """What somebody has given to a module that has no attribute of that name."""
+    """What a caller has given to a module that has no attribute of that name."""
     usual = vars(_base(module)(1, 1, device="meta"))
     return {name: value for name, value in vars(module).items() if name not in usual}
 
@@ -151,7 +152,7 @@ _PARTS = ("_buffers", "_non_persistent_buffers_set", "_modules")
 
 
 def _carry(old: Any, new: Any) -> None:
-    """Gives a module what another has beside its weight."""
+    """Gives a module what another has but its weight."""
     for attribute, value in _added(old).items():
         object.__setattr__(new, attribute, value)
     for attribute in (*_HOOKS, *_PARTS):

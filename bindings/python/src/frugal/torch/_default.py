@@ -22,12 +22,13 @@ _pid = 0
 def trainer(device: object = None) -> frugal.Trainer:
     """The trainer of the process's own engine, which opens with the first module and closes at exit.
 
-    It is on the GPU that the first module is made for (`device`, or else torch.get_default_device()), or on the CPU, and goes to
-    the GPU that a module is moved to. One of a controller stays where it is: a process that uses CUDA when it makes its
-    first module has it on torch.cuda.current_device().
+    It is on the GPU that the first module is made for (`device`, or else torch.get_default_device()), or on the CPU,
+    and goes to the GPU that a module is moved to. One of a controller stays where it is: a process that uses CUDA when
+    it makes its first module has it on torch.cuda.current_device().
 
-    With FRUGAL_SERVICE in the environment the engine is the controller's there; RANK and WORLD_SIZE say which rank of how
-    many this process is. Rows that modules do not draw follow torch.manual_seed, as it was when the engine was opened.
+    With FRUGAL_SERVICE in the environment the engine is the controller's there; RANK and WORLD_SIZE say which rank of
+    how many this process is. Rows that modules do not draw follow torch.manual_seed, as it was when the engine was
+    opened.
     """
     global _trainer, _pid
     with _lock:
@@ -47,8 +48,8 @@ def place_of(device: object) -> torch.device:
 def refuse_meta(what: str) -> None:
     """Rows are in an engine, and not on a device of PyTorch's."""
     raise NotImplementedError(
-        f"{what}: a table has no rows on the meta device, which would have to be made later. Make the module without the"
-        " device; with lazy=True a row takes memory when it is used first"
+        f"{what}: a table has no rows on the meta device, which would have to be made later. Make the module without"
+        " the device; with lazy=True a row takes memory when it is used first"
     )
 
 

@@ -1,4 +1,4 @@
-"""A table's gradient as a tensor of all rows, for what the gradient itself has no answer for."""
+"""A table's gradient as a tensor of all rows, for what is not computed of the gradient itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _tensor: Any = torch.Tensor  # whose properties have types of their values
 
 
 def all_of(gradient: Gradient) -> torch.Tensor:
-    """All rows: who writes to them writes to the gradient."""
+    """All rows: a write to them is one to the gradient."""
     source = _Source(gradient)
     return _view(source.whole, source)
 
 
 def take(anchor: Anchor, value: torch.Tensor) -> None:
-    """The table's gradient is a tensor of a caller's from now on; who has kept that of before keeps it as it was."""
+    """The table's gradient is a tensor of a caller's from now on; one of before that was kept stays as it was."""
     shape = anchor.table.shape
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
@@ -37,7 +37,7 @@ def take(anchor: Anchor, value: torch.Tensor) -> None:
         return  # p.grad += x has written already
     _check_written(anchor.table, "an assignment")
     gradient = of_rows(anchor, value, anchor.gradient())
-    made = anchor.begin(Gradient(anchor))  # not one that somebody has kept
+    made = anchor.begin(Gradient(anchor))  # not one that a caller has kept
     anchor.grad = made
     made.become(gradient)
 
@@ -67,7 +67,7 @@ def of_rows(anchor: Anchor, rows: torch.Tensor, before: Optional[Gradient]) -> G
 
 
 class _View(View):
-    """All of a gradient, and views of it: who writes to it writes to the gradient."""
+    """All of a gradient, and views of it: a write to it is one to the gradient."""
 
     _source: "_Source"  # of all of the gradient, whose memory this has
 
@@ -103,7 +103,8 @@ class _View(View):
         copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _View)]
         if name == "__dlpack__":
             raise RuntimeError(
-                "a gradient gives no memory away, where a write would be lost: give DLPack a copy, weight.grad[...].clone()"
+                "a gradient gives no memory away, where a write would be lost: give DLPack a copy,"
+                " weight.grad[...].clone()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
@@ -151,8 +152,8 @@ class _Source:
         if whole is not view and whole.is_sparse:
             if writes is not None:
                 raise NotImplementedError(
-                    f"table {self.gradient.table.name!r}: {writes} of values of its gradient, which has changed since: take"
-                    " them anew"
+                    f"table {self.gradient.table.name!r}: {writes} of values of its gradient, which has changed since:"
+                    " take them anew"
                 )
             return
         with torch.no_grad():
@@ -182,7 +183,8 @@ def _check_written(table: Table, how: str) -> None:
     ranks = table.steps.world_size
     if ranks > 1 and how != "_amp_foreach_non_finite_check_and_unscale_":
         raise NotImplementedError(
-            f"table {table.name!r}: {how} of its gradient, of which {ranks} ranks have a part each: scale it by a number"
+            f"table {table.name!r}: {how} of its gradient, of which {ranks} ranks have a part each: scale it by a"
+            " number"
         )
     if table.hashed:
         raise NotImplementedError(f"table {table.name!r}: {how} of the gradient of rows of a hashed table")

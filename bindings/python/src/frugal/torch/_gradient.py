@@ -1,7 +1,7 @@
 """The gradient of a table, as PyTorch sees it: a tensor of one element, which holds what backwards delivered.
 
-It scales that when it is multiplied, and it computes a norm when somebody asks for one. What it has no answer for is
-computed of a gradient of all rows.
+It scales that when it is multiplied, and it computes a norm when it is asked for one. All else is computed of a
+gradient of all rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Held:
         self.number = number  # backwards are pushed in their order
         self.version = grad._version
         self.graph = False  # whether PyTorch's gradients of this backward have one (create_graph=True)
-        self.live: Optional[Tuple[torch.Tensor, torch.Tensor]] = None  # keys and gradients that have it, where we know them
+        # Keys and gradients that have it, where they are known.
+        self.live: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
 
     def move(self, device: torch.device) -> None:
         """To another device, where the table's outputs are now."""
@@ -61,7 +62,7 @@ class Held:
         self.version = self.grad._version - changed
 
     def check(self) -> None:
-        """An error, if somebody has written to the gradient since."""
+        """An error, if the gradient was written since."""
         if self.grad._version != self.version:
             raise RuntimeError(
                 "a gradient that a backward delivered was changed in place before the optimizer's step: give backward()"
@@ -83,7 +84,8 @@ def set_grad(anchor: "Anchor", value: Optional[torch.Tensor]) -> None:
 def set_data(grad: torch.Tensor, value: torch.Tensor) -> None:
     """The values of a gradient that is the table's are written: torch's own would give it other memory."""
     if value.shape != grad.shape:
-        raise RuntimeError(f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(grad.shape)}")
+        sizes = f"{tuple(value.shape)}, not {tuple(grad.shape)}"
+        raise RuntimeError(f"data of a gradient is set to one of another size: {sizes}")
     with torch.no_grad():
         grad.copy_(value)
 
@@ -109,7 +111,7 @@ def is_of_a_bucket(value: Any, table: "Table") -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _element(dtype: torch.dtype, device: torch.device, is_seen: bool) -> torch.Tensor:
-    """That of all gradients. `is_seen`: a reducer looks whether it has the memory."""
+    """That of all gradients. `is_seen`: a reducer checks whether it has the memory."""
     element = no_number(dtype, device)
     if not is_seen:
         refuse_values(element, "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()")
@@ -130,7 +132,7 @@ class Part:
 class Gradient(OfGradient):
     """A table's gradient since the last zero_grad(), as a tensor of one element in the anchor's place.
 
-    To multiply it multiplies the rows' gradients. Its norm is that of the table's gradient. What it has no answer for is
+    To multiply it multiplies the rows' gradients. Its norm is that of the table's gradient. All else is
     computed of a tensor of all rows.
     """
 
@@ -188,8 +190,8 @@ class Gradient(OfGradient):
         return all_of(self)
 
     def with_graph(self) -> Optional[torch.Tensor]:
-        """All rows, as PyTorch differentiates them, where backwards with create_graph=True were of computations of `weight`
-        alone; or None."""
+        """All rows, as PyTorch differentiates them, where backwards with create_graph=True were of computations of
+        `weight` alone; or None."""
         graphs = [part.held.live is not None for part in self.parts if part.held.graph]
         if not graphs or not all(graphs) or self.clip_limit:
             return None
@@ -277,9 +279,9 @@ class Gradient(OfGradient):
             part.factor *= factor
 
     def common(self) -> float:
-        """The factor of the newest backward, and as a rule of all. One that is no number is left to the rows, of which the
-        engine names the first. Ranks may have different factors, and a table has one optimizer, so
-        each of several ranks multiplies."""
+        """The factor of the newest backward, and as a rule of all. One that is no number is left to the rows, of which
+        the engine names the first. Ranks may have different factors, and a table has one optimizer, so each of several
+        ranks multiplies."""
         factor = self.parts[-1].factor if self.parts and self.table.steps.world_size == 1 else 1.0
         return factor if factor == 1.0 or math.isfinite(factor) else 1.0
 
@@ -338,8 +340,8 @@ class Gradient(OfGradient):
         """An error, if a computation of it would be differentiated."""
         if any(part.held.graph for part in self.parts):
             raise NoAnswer(
-                f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of it is not"
-                " possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
+                f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of"
+                " it is not possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
             )
 
     def norm_of(self, order: float) -> torch.Tensor:
@@ -352,7 +354,7 @@ class Gradient(OfGradient):
         return norm
 
     def check_alone(self, what: str) -> None:
-        """An error, if ranks share the gradient, of which somebody wants `what`."""
+        """An error, if ranks share the gradient, of which `what` is wanted."""
         if self.table.steps.world_size > 1:
             raise NotImplementedError(
                 f"table {self.table.name!r}: {what} of a gradient that {self.table.steps.world_size} ranks share is"
@@ -365,19 +367,19 @@ class Gradient(OfGradient):
         table, dtype = self.table, self.dtype
         if table.hashed:
             raise NotImplementedError(f"table {table.name!r} is hashed: the gradient of its rows has no shape")
-        # Sums are float32, for those of bfloat16 stand still soon.
+        # Sums are float32, for those of bfloat16 soon grow no more.
         keys, rows = self.per_key() if dtype.itemsize >= 4 else self.summed()
         out = torch.zeros(table.capacity, table.dim, dtype=dtype, device=rows.device)
         return out.index_add_(0, keys, rows.to(dtype))
 
     def elements(self, what: str) -> Computed:
-        """Its elements, for who makes `what` of them."""
+        """Its elements, to make `what` of them."""
         self.check_alone(what)
         (keys, rows), table = self._sums(), self.table
         return Computed(rows.to(self.dtype), keys, None if table.hashed else table.capacity, table.name)
 
     def sums(self, what: str) -> torch.Tensor:
-        """The sum of the gradients of each distinct key, for who makes `what` of it."""
+        """The sum of the gradients of each distinct key, to make `what` of it."""
         self.check_alone(what)
         return self._sums()[1]
 
@@ -430,8 +432,8 @@ class Gradient(OfGradient):
 def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
     if "c10d" in str(func):
         return NotImplementedError(
-            f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in the"
-            " step, so leave the table's parameter (module.weight) out of what is reduced"
+            f"table {grad.table.name!r}: {func} of its gradient: the engine adds up the gradients of a table's ranks in"
+            " the step, so leave the table's parameter (module.weight) out of what is reduced"
         )
     return NoAnswer(f"table {grad.table.name!r}: {func} of its gradient{_BY_HAND if '_foreach_' in str(func) else ''}")
 
@@ -443,7 +445,7 @@ _BY_HAND = (
 
 
 class Shown(Gradient):
-    """What detach() and data of a gradient give: its values, and those of before once the gradient's data is assigned."""
+    """What detach() and data of a gradient give: its values, and those of before once its data is assigned."""
 
     shows: Optional[Gradient]  # None: it has values of its own
 
@@ -524,7 +526,7 @@ def _magnitude(tensor: torch.Tensor) -> float:
     return max([abs(bound.item()) for bound in torch.aminmax(tensor)]) if tensor.numel() else 0.0
 
 
-# Answers to PyTorch's calls, by operator.
+# What PyTorch's calls return, by operator.
 
 
 def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
@@ -551,7 +553,7 @@ def add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
     if not isinstance(grad, Gradient) or not isinstance(other, Gradient):
         mine = grad if isinstance(grad, Gradient) else other
         if isinstance(other, torch.Tensor) and graph_task() >= 0:  # autograd adds it
-            raise NoAnswer(*mine.table.anchor.penalty().args)  # or a hook, which gets an answer
+            raise NoAnswer(*mine.table.anchor.penalty().args)  # or a hook, which gets a result
         raise NoAnswer(f"table {mine.table.name!r}: {func} of its gradient and something else{_BY_HAND}")
     if grad.table is not other.table or alpha != 1:
         raise NoAnswer(f"table {grad.table.name!r}: {func} of its gradient and another")
@@ -655,8 +657,8 @@ def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = No
 
 
 class _Clipped(Held):
-    """What a gradient that was clipped to other bounds than the engine's is. It is computed when somebody asks for it:
-    as a rule another bound comes first, for `foreach` clips from below and then from above."""
+    """What a gradient that was clipped to other bounds than the engine's is. It is computed when it is wanted: as
+    a rule another bound comes first, for `foreach` clips from below and then from above."""
 
     __slots__ = ("before", "least", "most")
 
@@ -702,8 +704,8 @@ def _clipped(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
 def _check_clip(grad: Gradient) -> None:
     if grad.table.steps.world_size > 1:
         raise NotImplementedError(
-            f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known before"
-            " the step ends; tables are clipped by clip_value of a frugal optimizer"
+            f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known"
+            " before the step ends; tables are clipped by clip_value of a frugal optimizer"
         )
 
 
@@ -744,22 +746,23 @@ def _is_of_a_reducer(grad: Gradient, other: torch.Tensor) -> bool:
 
 
 def _for_a_reducer(grad: Gradient, to: torch.Tensor) -> float:
-    """What DistributedDataParallel sums over ranks, in a place of one element. The engine sums the rows' gradients by itself,
-    so that each rank gives 1, or an infinity, which all ranks see then."""
+    """What DistributedDataParallel sums over ranks, in a place of one element. The engine sums the rows' gradients by
+    itself, so that each rank gives 1, or an infinity, which all ranks see then."""
     if not _is_of_a_reducer(grad, to):
         raise NoAnswer(f"table {grad.table.name!r}: a copy of its gradient's values")
     if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
         raise RuntimeError(
             f"table {grad.table.name!r}: its engine has one rank and torch.distributed"
-            f" {torch.distributed.get_world_size()}, so that its gradients would not be averaged: start frugal-controller"
-            " ADDRESS, give the address in FRUGAL_SERVICE, and make modules after torch.distributed.init_process_group()"
+            f" {torch.distributed.get_world_size()}, so that its gradients would not be averaged: start"
+            " frugal-controller ADDRESS, give the address in FRUGAL_SERVICE, and make modules after"
+            " torch.distributed.init_process_group()"
         )
     return 1.0 if grad.finite() else math.inf
 
 
 def of_a_reducer(table: "Table", answer: float) -> float:
-    """The factor that a reducer's answer is: an infinity of some rank, or what a communication hook has multiplied by. Ranks
-    whose graph does not use the table have given 0 for the 1 of others: the engine's mean is over all ranks already."""
+    """The factor that a reducer's element is: an infinity of some rank, or what a communication hook has multiplied by.
+    Ranks whose graph does not use the table have given 0 for the 1 of others: the engine's mean is over all ranks."""
     ranks = answer * table.steps.world_size
     if 0.5 < ranks < table.steps.world_size + 0.5 and abs(ranks - round(ranks)) < 0.01:
         return 1.0
@@ -817,7 +820,9 @@ def _scaled(func: Any, grad: Any, by: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _value(func: Any, grad: Gradient) -> Any:
-    raise RuntimeError(f"table {grad.table.name!r}: its gradient, of {grad.numel()} elements, is no number: take its norm")
+    raise RuntimeError(
+        f"table {grad.table.name!r}: its gradient, of {grad.numel()} elements, is no number: take its norm"
+    )
 
 
 def _of_elements(func: Any, grad: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -894,8 +899,8 @@ def _norm_of(grad: Gradient, *args: Any) -> torch.Tensor:
     return _norm(_aten.linalg_vector_norm, grad, *args)
 
 
-# What clipping asks of each gradient, without the way through PyTorch's dispatcher; and what is made of operators that want
-# values.
+# What clipping asks of each gradient, without the way through PyTorch's dispatcher; and what is made of operators that
+# want values.
 _DIRECT: Dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm_of,
     torch.Tensor.detach: Shown,

@@ -1,6 +1,6 @@
 """The steps of torch's optimizers, for the tables that they have.
 
-A hook that PyTorch calls before each optimizer's step looks for anchors among its parameters, and gives the optimizer
+A hook that PyTorch calls before each optimizer's step finds anchors among its parameters, and gives the optimizer
 two hooks of its own. The last before the step takes the optimizer's hyper-parameters, steps the tables, and hides the
 anchors' gradients from the optimizer, which leaves a parameter without a gradient alone. The first after the step gives
 them back, so that zero_grad() means what it means elsewhere.
@@ -59,8 +59,8 @@ def _theirs(optimizer: torch.optim.Optimizer) -> _Theirs:
 
 
 class _Count(int):
-    """Steps of a table under an optimizer. Whoever reads it gets a `_Steps`, where PyTorch has a tensor. torch.compile
-    asks where it is."""
+    """Steps of a table under an optimizer. It is read as a `_Steps`, where PyTorch has a tensor. torch.compile asks
+    where it is."""
 
     is_cpu = False
 
@@ -69,9 +69,9 @@ class _Count(int):
 
 
 class _Own(Dict[str, Any]):
-    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each row
-    is in the table, and is read there by the names of torch's optimizers, of which each is listed. While another
-    optimizer steps the table, or until what somebody has set is the table's, it is here."""
+    """What an optimizer has of a table in its `state`: the count of steps, where torch's has one. What it has of each
+    row is in the table, and is read there by the names of torch's optimizers, of which each is listed. While another
+    optimizer steps the table, or until what a caller has set is the table's, it is here."""
 
     def __new__(cls, has: Any, anchor: Optional[Anchor] = None, optimizer: Any = None) -> Any:
         # Who makes another of this class of what it has, as Lightning does, gets that alone.
@@ -85,7 +85,7 @@ class _Own(Dict[str, Any]):
         self.steps: Optional[_Moment] = None  # a _Steps
         self.shown: Dict[str, TensorWeakRef] = {}  # by name, what a caller may have read and kept
         self.new: Optional[float] = None  # what all rows have until the first step
-        self.lost = False  # another optimizer has stepped the table, and nobody has kept what it had of the rows
+        self.lost = False  # another optimizer has stepped the table, and what this had of the rows is nowhere
         for name, value in has.items():  # what is kept of another's state that has come here
             seen = _seen(value)
             if seen is not None and seen.own is None:
@@ -192,7 +192,7 @@ class _Own(Dict[str, Any]):
             found = {_STATE: state, _KEYS: keys.view(torch.float32)}
         elif self.is_in_table():
             found = dict(zip(self.names, _state.moments(table, [table.dim] * len(self.names))[0]))
-        found.update(dict.items(self))  # of several, somebody has set some
+        found.update(dict.items(self))  # of several, a caller has set some
         found.pop(_STEP, None)
         return found
 
@@ -201,7 +201,8 @@ class _Own(Dict[str, Any]):
         found = self.of_rows()
         if _STEP in _here(self):
             count = dict.__getitem__(self, _STEP)
-            found[_STEP] = int(count) if type(count) is _Count and not self.counts_in_tensors else torch.tensor(float(count))
+            is_int = type(count) is _Count and not self.counts_in_tensors
+            found[_STEP] = int(count) if is_int else torch.tensor(float(count))
         for name, value in found.items():
             shown = self.shown_as(name)
             if shown is not None and shown.shape == value.shape:
@@ -258,7 +259,7 @@ def _seen(tensor: Any) -> Optional[_Seen]:
 
 
 class _Moment(torch.Tensor):
-    """A copy of what the rows of a table have for an optimizer, and views of it: who writes to it writes what the table
+    """A copy of what the rows of a table have for an optimizer, and views of it: what is written to it the table
     has from the next step on, and state_dict() at once."""
 
     _seen: _Seen  # of all views
@@ -311,7 +312,8 @@ class _Moment(torch.Tensor):
         table = own.anchor.table
         if table.hashed:
             raise NotImplementedError(
-                f"table {table.name!r}: {name} is a copy of what the hashed table has: load a state_dict into the optimizer"
+                f"table {table.name!r}: {name} is a copy of what the hashed table has: load a state_dict into the"
+                " optimizer"
             )
         if name in own:  # what others have made of it since
             self._all.copy_(own[name])
@@ -471,7 +473,7 @@ class _Known:
     """What the hooks remember of an optimizer."""
 
     def __init__(self) -> None:
-        self.parameters: List[List[Any]] = []  # of each group, when `entries` were looked for
+        self.parameters: List[List[Any]] = []  # of each group, when `entries` were made
         self.entries: List[_Entry] = []
         self.groups: List[_Group] = []
         self.rounds: List[List[_Entry]] = []  # the same, none twice in one; as a rule there is one
@@ -480,7 +482,7 @@ class _Known:
         self.kind: Optional[type] = None
         self.delegates = False  # as _delegates says of the kind
         self.waited = 0  # steps whose class is to call another
-        self.adoptions = -1  # there were, when `entries` were looked for
+        self.adoptions = -1  # there were, when `entries` were made
 
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
@@ -523,7 +525,7 @@ def _same(group: Dict[str, Any], parameters: List[Any]) -> bool:
     return len(now) == len(parameters) and all(map(operator.is_, now, parameters))
 
 
-# Steps of an optimizer that left a table to others, after which one that nobody steps is told of.
+# Steps of an optimizer that left a table to others, after which there is a warning where none steps it.
 _PATIENCE = 64
 
 _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
@@ -541,8 +543,8 @@ _OURS = -1  # the name of our hooks among an optimizer's own, which PyTorch coun
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-    """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and those
-    after it see the gradients."""
+    """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and
+    those after it see the gradients."""
     if is_dynamo_compiling():
         _uncompiled_before(optimizer, args, kwargs)
         return
@@ -639,7 +641,7 @@ register_optimizer_step_pre_hook(_before)
 
 
 def _bring_home(optimizer: torch.optim.Optimizer) -> None:
-    """Gives a parameter the state of a table, where somebody has moved that in `optimizer.state`."""
+    """Gives a parameter the state of a table, where a caller has moved that in `optimizer.state`."""
     states = optimizer.state
     moved = [(to, own) for to, own in states.items() if type(own) is _Own and own.anchor is not to]
     found = [own.for_another() for _, own in moved]  # before any is another's
@@ -692,6 +694,9 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             updates = [
                 _update(optimizer, entry, gradient, groups[entry.group], factor) for entry, gradient in items
             ]
+            if steps.world_size > 1 and not skip:
+                for entry, gradient in items:
+                    _tell_of_count(kind, entry, gradient, groups[entry.group])
             if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient in items]):
                 made.append((steps, updates))
             elif not skip:
@@ -709,6 +714,23 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
                     if gradient is not None and groups[entry.group].made.counts:
                         state = optimizer.state[entry.anchor]
                         state[_STEP] = _Count(dict.get(state, _STEP, 0) + 1)
+
+
+def _tell_of_count(kind: type, entry: _Entry, gradient: Optional[Gradient], group: _Group) -> None:
+    """One warning on a rank that has counted fewer steps of a table than others may have. By a reducer all ranks have
+    a gradient where one has."""
+    anchor, table = entry.anchor, entry.table
+    if gradient is None:
+        table.lacked = True
+    elif table.lacked and not table.told_of_count and group.made.by_step and not anchor.reduced:
+        table.told_of_count = True
+        warnings.warn(
+            f"table {table.name!r}: rank {table.steps.rank} had no gradient of it in an earlier step, and"
+            f" {kind.__name__} counts steps that have one. Where other ranks had one, they count more, and take another"
+            " learning rate: train with DistributedDataParallel(find_unused_parameters=True), or use the table in each"
+            " forward of each rank",
+            stacklevel=2,
+        )
 
 
 def _values(group: Dict[str, Any]) -> Dict[str, Any]:
@@ -749,13 +771,13 @@ def _update(
 
 
 def _has_moments(state: Dict[str, Any]) -> bool:
-    """Whether there is a state of rows that the table has not: it is loaded, set by somebody, or aside."""
+    """Whether there is a state of rows that the table has not: it is loaded, set by a caller, or aside."""
     return any(name in _OF_ROWS for name in _here(state))
 
 
 def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: frugal.Optimizer) -> None:
-    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there is
-    none, it is that of new rows, as PyTorch's optimizers begin."""
+    """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there
+    is none, it is that of new rows, as PyTorch's optimizers begin."""
     holder = table.holder()
     if holder is not None and (holder is not state or (state.is_in_table() and not table.is_of(made))):
         # (Its own, where a group's momentum is 0 from now on: PyTorch's buffers stay as they are meanwhile.)
@@ -769,7 +791,8 @@ def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: f
             if state.lost and not loaded and not stateless:
                 raise RuntimeError(
                     f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did,"
-                    " and the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
+                    " and the table has one state of each row: load this optimizer's state_dict, or keep to one"
+                    " optimizer"
                 )
             _begin_anew(optimizer, table, made)
         table.stepped, table.state_of = True, None if stateless else weakref.ref(state)
@@ -815,20 +838,20 @@ def _translate(
     _, names = _theirs(optimizer)
     for name in names:
         if name not in theirs and name in state:
-            theirs[name] = state[name]  # of several, somebody has set some
+            theirs[name] = state[name]  # of several, a caller has set some
     if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
         found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
         raise ValueError(
             f"table {table.name!r}: the state that {type(optimizer).__name__} has loaded is {found}, and the"
-            f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a dense"
-            " table's shape: load a state_dict of the same optimizer and table"
+            f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a"
+            " dense table's shape: load a state_dict of the same optimizer and table"
         )
     dict.pop(state, _STATE, None)
     state.update(theirs)
 
 
 def _of_all(value: Any, shape: Tuple[int, int], made: frugal.Optimizer) -> Any:
-    """What somebody has written to the element that Adagrad makes when it is made, every row gets."""
+    """What was written to the element that Adagrad makes when it is made, every row gets."""
     new = getattr(made, "initial_accumulator", None)
     is_element = isinstance(value, torch.Tensor) and tuple(value.shape) == SHAPE != shape
     return torch.full(shape, float(value)) if is_element and new is not None and bool(value != new) else value
@@ -848,7 +871,7 @@ def _says_nothing(value: Any, state: Dict[str, Any], shape: Tuple[int, int], mad
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
-    """What a GradScaler tells an optimizer that scales by itself, as the fused ones do."""
+    """What an optimizer that scales by itself, as the fused ones do, has from a GradScaler."""
     found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found is not None and float(found) != 0.0:
         return 1.0, True
@@ -953,7 +976,7 @@ def _with_tables(name: str) -> None:
 
 
 def _with_state_of_rows(function: Callable[..., None]) -> Callable[..., None]:
-    """torch.optim.Adagrad.__init__, which makes state of the anchors: of each row, for who reads it."""
+    """torch.optim.Adagrad.__init__, which makes state of the anchors: of each row, where it is read."""
 
     @functools.wraps(function)
     def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -973,16 +996,19 @@ _with_tables("load_state_dict")
 
 
 def _without_tables(function: Callable[..., None]) -> Callable[..., None]:
-    """Join.__init__, whose block lets ranks make different numbers of steps. With tables the others would wait for ever."""
+    """Join.__init__, whose block lets ranks make different numbers of steps. With tables the others would wait."""
 
     @functools.wraps(function)
-    def init(join: Any, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, **options: Any) -> None:
+    def init(
+        join: Any, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, **options: Any
+    ) -> None:
         waits = enable and not throw_on_early_termination
-        for parameter in [each for joinable in joinables for each in getattr(joinable, "parameters", list)()] if waits else []:
+        parameters = [each for joinable in joinables for each in getattr(joinable, "parameters", list)()]
+        for parameter in parameters if waits else []:
             if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1:
                 raise NotImplementedError(
-                    f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give them the"
-                    " same number of batches, as torch.utils.data.DistributedSampler does, or say"
+                    f"Join: ranks that share the table {parameter.table.name!r} make the same number of steps: give"
+                    " them the same number of batches, as torch.utils.data.DistributedSampler does, or say"
                     " throw_on_early_termination=True"
                 )
         function(join, joinables, enable, throw_on_early_termination, **options)
@@ -1022,11 +1048,50 @@ def _for_means(function: Callable[..., None]) -> Callable[..., None]:
     return register
 
 
+def _with_gradients_back(function: Callable[..., Any]) -> Callable[..., Any]:
+    """DistributedDataParallel._pre_forward, which replicate() calls, too. On a rank whose last backward used a table
+    nowhere, the reducer's element is still in the gradient's place, and the next backward would add to it."""
+
+    @functools.wraps(function)
+    def pre_forward(parallel: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_back()
+        return function(parallel, *args, **kwargs)
+
+    return pre_forward
+
+
+_take_back: Callable[[], None] = torch.compiler.disable(_steps.take_back_gradients)  # type: ignore[no-untyped-call]
+
+
+def _with_gradients(function: Callable[..., None]) -> Callable[..., None]:
+    """DistributedDataParallel.__init__. The step averages a table's gradient over all ranks, not over a group."""
+
+    @functools.wraps(function)
+    def init(parallel: Any, *args: Any, **kwargs: Any) -> None:
+        function(parallel, *args, **kwargs)
+        ignored = getattr(parallel, "parameters_to_ignore", ())
+        for name, parameter in parallel.module.named_parameters():
+            if isinstance(parameter, Anchor) and parameter.table.steps.world_size > 1 and name not in ignored:
+                ranks, some = parameter.table.steps.world_size, parallel.process_group.size()
+                if some != ranks:
+                    raise NotImplementedError(
+                        f"table {parameter.table.name!r}: DistributedDataParallel with a group of {some} ranks, and the"
+                        f" step averages over the {ranks} ranks that share the table: leave process_group out, or leave"
+                        " the parameter out, as by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
+                        f"model, names) before it is made of the model, with {name!r} among the names"
+                    )
+                parameter.reduced = True
+
+    return init
+
+
 if torch.distributed.is_available():
     from torch.distributed.algorithms.join import Join
     from torch.nn.parallel import DistributedDataParallel
 
     setattr(Join, "__init__", _without_tables(Join.__init__))
+    setattr(DistributedDataParallel, "__init__", _with_gradients(DistributedDataParallel.__init__))
+    setattr(DistributedDataParallel, "_pre_forward", _with_gradients_back(DistributedDataParallel._pre_forward))
     setattr(DistributedDataParallel, "register_comm_hook", _for_means(DistributedDataParallel.register_comm_hook))
 
 
@@ -1113,7 +1178,7 @@ def _adam(h: _Hyper) -> frugal.Optimizer:
     if not sparse:
         _warn_lazy(h, True, "moments")
         if h.group.get("decoupled_weight_decay"):
-            # PyTorch decays before the update, the engine behind it.
+            # PyTorch decays before the update, the engine after it.
             share = h.number("lr") * h.number("weight_decay")
             if share:
                 if share >= 1.0:
@@ -1187,8 +1252,8 @@ _delegating: "weakref.WeakKeyDictionary[type, bool]" = weakref.WeakKeyDictionary
 
 
 def _delegates(kind: Type[torch.optim.Optimizer]) -> bool:
-    """Whether the class's step is its own, and calls another: that of the class that it inherits from, or of an optimizer
-    that it has. The other one then steps the tables, as often as it is called."""
+    """Whether the class's step is its own, and calls another: that of the class that it inherits from, or of an
+    optimizer that it has. The other one then steps the tables, as often as it is called."""
     found = _delegating.get(kind)
     if found is None:
         step = inspect.unwrap(kind.step)
@@ -1207,7 +1272,7 @@ def _calls_a_step(code: Any) -> bool:
     return "step" in getattr(code, "co_names", ()) or any(map(_calls_a_step, inner))
 
 
-# Those of torch's classes whose steps are told of calls by subclasses: PyTorch's hooks are for a class's own step.
+# Those of torch's classes whose steps are wrapped for calls by subclasses: PyTorch's hooks are for a class's own step.
 _reached: Set[type] = set()
 
 

@@ -36,7 +36,7 @@ class ArgumentError(ValueError, AssertionError):
 
 # torch has no arithmetic of those: they stand for the 64 bits of a key.
 _UNSIGNED = torch.uint64
-# What torch.nn.EmbeddingBag takes beside offsets, and offsets beside keys, of 32 or 64 bits: their common type is one
+# What torch.nn.EmbeddingBag takes with offsets, and offsets with keys, of 32 or 64 bits: their common type is one
 # of those.
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.bool)
 
@@ -237,16 +237,17 @@ def _nested(input: torch.Tensor, weights_: object, mode: str, device: torch.devi
 def _to_the_end(ends: torch.Tensor, count: int) -> torch.Tensor:
     """The last bag takes what keys there are beyond the last offset, as torch.nn's does."""
     if ends.device.type != "cpu":
-        return torch.nn.functional.pad(ends[:-1], (0, 1), value=count)  # a look at the value would wait for the device
+        return torch.nn.functional.pad(ends[:-1], (0, 1), value=count)  # to read the value would wait for the device
     last = ctypes.c_int64.from_address(ends.data_ptr() + 8 * (ends.numel() - 1)).value
     return ends if last >= count else torch.nn.functional.pad(ends[:-1], (0, 1), value=count)
 
 
 def check_ends(ends: torch.Tensor, count: int) -> None:
-    """Checks offsets that are not for the library: PyTorch looks at some of them only, and would read beyond the keys."""
+    """Checks offsets that are not for the library: PyTorch checks some of them only, and would read past the keys."""
     if int(ends[0]) != 0 or int(ends[-1]) != count or bool((ends.diff() < 0).any()):
         raise _native.InvalidArgument(
-            f"offsets must begin with 0, not decrease, and not be greater than the {count} keys", _native.INVALID_ARGUMENT
+            f"offsets must begin with 0, not decrease, and not be greater than the {count} keys",
+            _native.INVALID_ARGUMENT,
         )
 
 
@@ -259,7 +260,8 @@ def check_begins(begins: Optional[torch.Tensor], keys: Optional[torch.Tensor], t
     if bad.numel():
         at = int(bad[0])
         raise _native.InvalidArgument(
-            f"table {table!r}: offsets[{at}] is {int(begins[at])}, and can not be below 0 or greater than the {count} keys",
+            f"table {table!r}: offsets[{at}] is {int(begins[at])}, and can not be below 0 or greater than the {count}"
+            " keys",
             _native.INVALID_ARGUMENT,
         ) from None
 
@@ -281,8 +283,8 @@ def size(rows: int, dim: int, *, empty: bool) -> None:
         raise InputError(f"num_embeddings {rows} and embedding_dim {dim}: neither can be negative")
     if not empty and (rows == 0 or dim == 0):
         raise InputError(
-            f"num_embeddings {rows} and embedding_dim {dim}: a hashed table and one of a collection have a row of a column"
-            " at least"
+            f"num_embeddings {rows} and embedding_dim {dim}: a hashed table and one of a collection have a row of a"
+            " column at least"
         )
 
 
@@ -306,7 +308,9 @@ def weight(value: Optional[torch.Tensor], rows: int, dim: int) -> None:
 def exact(weight: torch.Tensor) -> None:
     """Checks that integers are what they are as float32, the type of rows."""
     if weight.dtype.itemsize > 2 and not torch.equal(weight.to(torch.float32).to(weight.dtype), weight):
-        raise ArgumentError(f"weight is of {weight.dtype} and has numbers that float32, the type of rows, does not have")
+        raise ArgumentError(
+            f"weight is of {weight.dtype} and has numbers that float32, the type of rows, does not have"
+        )
 
 
 def gradient(grad: torch.Tensor) -> torch.Tensor:

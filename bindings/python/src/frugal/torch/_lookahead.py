@@ -32,7 +32,7 @@ from ._steps import Steps, of
 
 T = TypeVar("T")
 
-_LOOK = 16  # batches between two looks at the engine's counters
+_LOOK = 16  # batches from one reading of the engine's counters to the next
 
 # What forwards will get: a mapping, or pairs if a module gets several inputs.
 Inputs = Union[Mapping[Any, Any], Iterable[Tuple[Any, Any]]]
@@ -44,9 +44,9 @@ _clock = time.perf_counter
 class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
-    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. An iteration
-    that ends before that is timed as a whole, but for the first. Two turns are enough where they tell much. The next epochs
-    go on with what was found. Long afterwards the trial is made again, since loops change.
+    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. An
+    iteration that ends before that is timed as a whole, but for the first. Two turns are enough where they differ much.
+    The next epochs go on with what was found. Long afterwards the trial is made again, since loops change.
     """
 
     TURNS = 4  # with, without, with, without
@@ -54,7 +54,7 @@ class _Trial:
     FEW = 8  # that are enough where they take
     SECONDS = 0.25
     AGAIN = 8192  # batches between trials
-    CLEAR = 1.1  # a ratio of times that tells enough
+    CLEAR = 1.1  # a ratio of times that is enough
     GAIN = 1.02  # what a declaration has to be worth: less is noise, and its cost is not
 
     def __init__(self, depth: int) -> None:
@@ -136,8 +136,8 @@ class Lookahead(Generic[T]):
     whose steps (default: that of the modules which the first batch names); `depth`: default the engine's lookahead,
     which is also the most; `batches_per_step`: batches between two calls of Optimizer.step(). One iteration of a
     trainer's declares at a time, the newest: an older one takes back what it has declared and goes on without
-    declaring, until the newer one is over. `measure`: it times some batches with and some without declarations, and goes
-    on with what is faster.
+    declaring, until the newer one is over. `measure`: it times some batches with and some without declarations, and
+    goes on with what is faster.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class _Iteration(Iterator[T]):
         self._trial = None
 
     def retire(self) -> None:
-        """Takes the declarations back. Whoever comes next may declare."""
+        """Takes the declarations back. The next Lookahead may declare."""
         steps = self._steps
         if steps is None:
             return
@@ -320,8 +320,8 @@ class _Iteration(Iterator[T]):
         if 4 * undeclared > looked_up:
             self._lookahead.warned = True
             warnings.warn(
-                f"Lookahead: {(undeclared + 1) // 2} of {looked_up} keys that forwards looked up were not declared: does"
-                " keys(batch) say of each module what its forward gets?",
+                f"Lookahead: {(undeclared + 1) // 2} of {looked_up} keys that forwards looked up were not declared:"
+                " does keys(batch) say of each module what its forward gets?",
                 stacklevel=3,
             )
 

@@ -42,7 +42,7 @@ class Feature(NamedTuple):
 
     @property
     def hidden(self) -> Optional[int]:
-        """The key whose row lookups show as zeros. torch.nn.Embedding shows what somebody has written there."""
+        """The key whose row lookups show as zeros. torch.nn.Embedding shows what was written there."""
         written = self.pooling == _native.POOL_NONE and self.table.written and not self.table.hashed
         return None if written else self.padding
 
@@ -147,8 +147,8 @@ class Lookup:
         version: int,
         leaf: Any,
     ) -> "_Backward":
-        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys and weights, at the forward;
-        None in the keys' place: they are freed. `leaf`: the anchor's node."""
+        """The backward of a forward that was made in C++ (see _usual). `version`: of the keys and weights, at the
+        forward; None in the keys' place: they are freed. `leaf`: the anchor's node."""
         backward = _Backward(self, [] if keys is None else [keys, ends, weights], 2, leaf, 1)
         backward.versions = version
         if keys is None:
@@ -175,8 +175,8 @@ class Lookup:
         return grad
 
     def factors(self, tensors: Tensors) -> Tensors:
-        """What `weighted` takes for these tensors: in the place of pooling and counts a factor for each key. None of it is
-        the caller's memory."""
+        """What `weighted` takes for these tensors: in the place of pooling and counts a factor for each key. None of it
+        is the caller's memory."""
         out: List[Optional[torch.Tensor]] = []
         for i, feature in enumerate(self.features):
             keys, offsets, weights = tensors[3 * i : 3 * i + 3]
@@ -257,7 +257,8 @@ class EmptyLookup(Lookup):
         bad = keys[(keys < 0) | (keys >= table.capacity)]
         if bad.numel():
             raise _native.KeyOutOfRange(
-                f"key {int(bad[0])} of the table {table.name!r}, which has {table.capacity} rows", _native.KEY_OUT_OF_RANGE
+                f"key {int(bad[0])} of the table {table.name!r}, which has {table.capacity} rows",
+                _native.KEY_OUT_OF_RANGE,
             )
         out.detach().zero_()
         return self.steps.next, self.steps.writes
@@ -292,13 +293,14 @@ class _Backward:
         grad = grads[0]
         if grad is None:
             return None
-        # Somebody else has it, who may use its memory again.
+        # A caller has it, too, and may use its memory again.
         return self._deliver(grad, self.views or references > _ALONE or _shows_all(grad))
 
     def _deliver(self, grad: torch.Tensor, shared: bool) -> Optional[Tuple[None]]:
         if _is_batched(grad) or _is_wrapped(grad):
             raise NotImplementedError(
-                "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each gradient"
+                "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each"
+                " gradient"
             )
         tensors = self.tensors
         if tensors is None:
@@ -333,8 +335,8 @@ class _Backward:
             else:
                 if graph:
                     raise NotImplementedError(
-                        f"table {anchor.table.name!r}: create_graph=True of its gradient: a backward of a backward is not"
-                        " possible"
+                        f"table {anchor.table.name!r}: create_graph=True of its gradient: a backward of a backward is"
+                        " not possible"
                     )
                 anchor.give(held, lookup.places[i], True)
                 asked = True  # so that autograd must go on
@@ -346,7 +348,8 @@ class _Backward:
         """Calls it from C++. Returns what autograd goes on with."""
         if self._deliver(grad, shared) is not None:
             return None
-        return torch.zeros(SHAPE, dtype=torch.float32, device=grad.device)  # a hook puts the table's gradient in its place
+        # A hook puts the table's gradient in its place.
+        return torch.zeros(SHAPE, dtype=torch.float32, device=grad.device)
 
     def _hold(self, grad: torch.Tensor, tensors: Tensors, anchor: Any) -> Held:
         """What the optimizer's step will push."""
@@ -362,7 +365,7 @@ class _Backward:
             return Held(lookup.weighted, lookup.factors(tensors), grad, number)
         kept = list(tensors)
         for i in self.theirs:
-            kept[i] = tensors[i].clone()  # a key is small beside its gradient
+            kept[i] = tensors[i].clone()  # a key is small by its gradient
         return Held(lookup, kept, grad, number)
 
     def _writes(self, tensors: Tensors) -> int:
@@ -383,7 +386,7 @@ class _References:
 
 
 def _references() -> int:
-    """Of a gradient that nobody else has, in a hook: PyTorch's versions differ."""
+    """Of a gradient that nothing else has, in a hook: PyTorch's versions differ."""
     with torch.enable_grad():
         leaf = torch.zeros(1, device="cpu", requires_grad=True)
         out = torch.zeros(2, device="cpu") + leaf
@@ -410,8 +413,8 @@ _NOTHING = (None,)  # is what autograd goes on with
 
 
 def source_of(anchors: Sequence[Anchor]) -> torch.Tensor:
-    """What outputs are computed of in PyTorch's graph, which so knows the anchors: a sum of none of their elements, for nobody
-    may read these. It serves as long as they are as now, and keeps them, so they must not keep it."""
+    """What outputs are computed of in PyTorch's graph, which so knows the anchors: a sum of none of their elements,
+    which cannot be read. It serves as long as they are as now, and keeps them, so they must not keep it."""
     with torch.inference_mode(False), torch.enable_grad(), as_itself():
         return torch.cat([anchor.narrow(0, 0, 0) for anchor in anchors]).sum(0, keepdim=True, dtype=_float32)
 
@@ -443,7 +446,9 @@ class WeightedRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         wanted = ctx.needs_input_grad[5::3]
         if _is_batched(grad):
-            grads = _for_each(grad, lambda one: _weight_grads(ctx, ctx.lookup, _inputs.gradient(one), ctx.saved_tensors, wanted))
+            grads = _for_each(
+                grad, lambda one: _weight_grads(ctx, ctx.lookup, _inputs.gradient(one), ctx.saved_tensors, wanted)
+            )
             return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
         with torch.no_grad():
             grads = _weight_grads(ctx, ctx.lookup, _inputs.gradient(grad.detach()), ctx.saved_tensors, wanted)
@@ -470,8 +475,8 @@ def _for_each(
 
 
 class _Once(torch.autograd.Function):
-    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that whoever asks for one
-    of these alone is told, too."""
+    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that one of these
+    alone is an error, too."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, *computed_of: Optional[torch.Tensor]) -> torch.Tensor:
@@ -500,8 +505,8 @@ def _weight_grads(
         )
     if lookup.steps.writes != writes and any(table.written_at > writes for table in lookup.tables):
         raise RuntimeError(
-            "rows have been written since the forward (by an assignment, or by max_norm in another forward): the gradient"
-            " of per_sample_weights needs them as they were; call backward() before"
+            "rows have been written since the forward (by an assignment, or by max_norm in another forward): the"
+            " gradient of per_sample_weights needs them as they were; call backward() before"
         )
     return lookup.weight_grads(grad, tensors, wanted)
 

@@ -62,9 +62,13 @@ def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor], freeze:
     if dtype.is_floating_point:
         return dtype
     if bags or dtype.is_complex or weight is None or weight.dtype.is_floating_point:
-        raise _inputs.InputTypeError(f"dtype {dtype}: outputs are floating-point numbers, or rows of a weight of integers")
+        raise _inputs.InputTypeError(
+            f"dtype {dtype}: outputs are floating-point numbers, or rows of a weight of integers"
+        )
     if not freeze:
-        raise _inputs.InputTypeError(f"dtype {dtype}: only rows of a floating-point dtype can require gradients; freeze them")
+        raise _inputs.InputTypeError(
+            f"dtype {dtype}: only rows of a floating-point dtype can require gradients; freeze them"
+        )
     _inputs.exact(weight)
     return dtype
 
@@ -99,8 +103,8 @@ class _Module(torch.nn.Module):
         torch.nn.Module.__init__(self)  # and not that of torch.nn's class, which makes rows
         if _default.in_fake_mode():
             raise NotImplementedError(
-                f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows: make it"
-                " before"
+                f"{type(self).__name__} cannot be made under FakeTensorMode or make_fx, for an engine has its rows:"
+                " make it before"
             )
         # A trainer that is given says where rows are, unless there is a device, too.
         place = _default.place_of(device) if trainer is None or device is not None else None
@@ -150,7 +154,7 @@ class _Module(torch.nn.Module):
         self._first = next(iter(self._parameters))
 
     def _check_anchors(self) -> None:
-        """An error, if somebody has written a parameter, and believes that rows are others now."""
+        """An error, if a parameter was written, which changes no rows."""
         for anchor in self._anchors:
             if anchor.is_written():
                 anchor.check()
@@ -176,8 +180,8 @@ class _Module(torch.nn.Module):
                 self._parameters[name] = anchor
         if shared:
             raise NotImplementedError(
-                f"{type(self).__name__}: share_memory() shares no rows, which an engine has. Processes that train the same tables"
-                " attach to a controller: start frugal-controller, and the processes with FRUGAL_SERVICE"
+                f"{type(self).__name__}: share_memory() shares no rows, which an engine has. Processes that train the"
+                " same tables attach to a controller: start frugal-controller, and the processes with FRUGAL_SERVICE"
             )
         if is_complex:
             raise NotImplementedError(f"{type(self).__name__}: rows are real numbers, and so are outputs")
@@ -218,10 +222,12 @@ class _Module(torch.nn.Module):
     def _warn_of_others(self, table: _steps.Table, said: Dict[str, Any]) -> None:
         """Of what another module has said of the table that this one finds."""
         usual = {"init": None, "nan_policy": "reject", "lazy": False}
-        other = [f"{name}={value!r}" for name, value in said.items() if value not in (usual[name], table.made_with[name])]
+        kept = table.made_with
+        other = [f"{name}={value!r}" for name, value in said.items() if value not in (usual[name], kept[name])]
         if other:
             warnings.warn(
-                f"table {table.name!r} exists: it stays as the module that made it has said, without {', '.join(other)}",
+                f"table {table.name!r} exists: it stays as the module that made it has said, without"
+                f" {', '.join(other)}",
                 stacklevel=5,
             )
 
@@ -269,7 +275,7 @@ class _Module(torch.nn.Module):
         return made[1]
 
     def _compiled(self, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        """A forward that is being compiled: torch.compile breaks the graph here, for it cannot see what the library does."""
+        """A forward that is being compiled: torch.compile breaks the graph here, for it sees nothing of the library."""
         if torch.compiler.is_exporting():
             self._refuse_tracing()
         out: torch.Tensor = _uncompiled(forward, self, *args)
@@ -298,9 +304,10 @@ class _Module(torch.nn.Module):
 
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its rows"
-            " are not in the program. Serve with frugal_read of the engine, or put"
-            f" torch.nn.{self._instead_of()}.from_pretrained(module.weight.clone()) in its place, with the same arguments"
+            f"{type(self).__name__} cannot be traced, scripted or exported, as by make_fx or under FakeTensorMode: its"
+            " rows are not in the program. Serve with frugal_read of the engine, or put"
+            f" torch.nn.{self._instead_of()}.from_pretrained(module.weight.clone()) in its place, with the same"
+            " arguments"
         )
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
@@ -342,7 +349,8 @@ class _Module(torch.nn.Module):
             rows.update((key, state.pop(key)) for key in known & state.keys())
 
         missing: List[str] = []
-        # What a subclass has. The last of the hooks takes out what PyTorch would give to parameters: others may rename it.
+        # What a subclass has. The last of the hooks takes out what PyTorch would give to parameters: others may rename
+        # it.
         hook = self._register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
         try:
             super()._load_from_state_dict(
@@ -404,7 +412,7 @@ class Options(NamedTuple):
 
 
 class _Parameters(Dict[str, Optional[torch.nn.Parameter]]):
-    """A module's. A function of torch.nn.utils that computes a weight from a parameter looks for it here."""
+    """A module's. A function of torch.nn.utils that computes a weight from a parameter finds it here."""
 
     table = ""
 
@@ -471,7 +479,7 @@ class _Single(_Module):
             self._parameters.table = self._table.name
             self._hold_anchors(dtype, freeze, place)
             self.sparse = sparse
-            # As torch.nn's modules do, the same numbers from the same seed, where nobody has said how rows begin, or when.
+            # As torch.nn's modules do, the same numbers from the same seed, where it is not said how rows begin.
             draws = table.trainer is None and table.init is None and not (table.hashed or table.lazy)
             with self._steps.muting(False):
                 self._give_rows(weight, draws and (alone or in_turn))
@@ -537,8 +545,8 @@ class _Single(_Module):
             value = torch.nn.Parameter(value.detach().clone(), value.requires_grad)
         if type(value) is not torch.nn.Parameter:
             raise NotImplementedError(
-                f"table {self._table.name!r}: a {type(value).__name__} cannot be its weight: give it a torch.nn.Parameter of"
-                " the values"
+                f"table {self._table.name!r}: a {type(value).__name__} cannot be its weight: give it a"
+                " torch.nn.Parameter of the values"
             )
         dtype, grad, requires_grad = anchor.dtype, value.grad, value.requires_grad
         if value.dtype.is_floating_point or not requires_grad:
@@ -546,8 +554,8 @@ class _Single(_Module):
         before = self._table
         if grad is not None and self._steps.world_size > 1:
             raise NotImplementedError(
-                f"table {before.name!r}: the Parameter that is to be its weight has a gradient, of which each rank has a part:"
-                " call zero_grad() before"
+                f"table {before.name!r}: the Parameter that is to be its weight has a gradient, of which each rank has"
+                " a part: call zero_grad() before"
             )
         table = self._table_of_another() if value.shape == before.shape else before
         copied = value.is_inference() or value.device != table.device
@@ -591,9 +599,9 @@ class _Single(_Module):
             )
         if value is None or (tuple(value.shape) == SHAPE and shape != SHAPE):
             raise NotImplementedError(
-                f"table {name!r}: what a transform of torch.func, or who deletes it, has in the place of its parameter would have"
-                f" no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave frugal's"
-                " parameters out of those that are given"
+                f"table {name!r}: what stands in the place of its parameter, as in a transform of torch.func, would"
+                f" have no part in the output. Give torch.func.functional_call a tensor of shape {shape}, or leave"
+                " frugal's parameters out of those that are given"
             )
         return value
 
@@ -604,8 +612,8 @@ class _Single(_Module):
             mine.capacity, mine.dim, mine.hashed,
         ):  # fmt: skip
             raise NotImplementedError(
-                f"the weight of table {mine.name!r} cannot be that of table {table.name!r}, which has another shape, kind of"
-                " keys or trainer: copy rows with weight.data.copy_()"
+                f"the weight of table {mine.name!r} cannot be that of table {table.name!r}, which has another shape,"
+                " kind of keys or trainer: copy rows with weight.data.copy_()"
             )
         mine.modules.discard(self)
         self._table = table
@@ -613,11 +621,11 @@ class _Single(_Module):
         self._hold(table.make_anchor(old.dtype, old.requires_grad, old.device))
 
     def _table_of_another(self) -> _steps.Table:
-        """For the rows of another parameter. Who has the parameter of before keeps it, with its rows; where the table is to
-        stay, it is of the new parameter, if nobody has trained it."""
+        """For the rows of another parameter. The parameter of before keeps its rows. Where the table is to stay, it is
+        of the new parameter, if no step has trained it."""
         mine = self._table
         stays = mine.hashed or not mine.goes
-        # (All ranks come to the same answer: each has made the steps.)
+        # (All ranks find the same: each has made the steps.)
         if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and not mine.stepped:
             return mine
         if stays:
@@ -695,7 +703,7 @@ class _Single(_Module):
                 self.weight[self.padding_idx] = 0.0
 
     def _tables(self) -> Dict[str, _steps.Table]:
-        value: Optional[torch.Tensor] = self._parameters.get("weight")  # which somebody may have set past `weight`
+        value: Optional[torch.Tensor] = self._parameters.get("weight")  # which a caller may have set past `weight`
         if isinstance(value, Anchor):
             return {"": value.table}
         return {} if self._instead() is not None else {"": self._table}
@@ -1022,13 +1030,14 @@ class EmbeddingBagCollection(_Module):
         for name, anchor in zip(self._parameters, self._anchors):
             if self._parameters[name] is not anchor:
                 raise NotImplementedError(
-                    f"table {anchor.table.name!r}: another tensor in the place of {name}, as of torch.func.functional_call: it"
-                    " would have no part in the output. Leave it out of those that are given"
+                    f"table {anchor.table.name!r}: another tensor in the place of {name}, as of"
+                    " torch.func.functional_call: it would have no part in the output. Leave it out of those that are"
+                    " given"
                 )
         run = self._watched() if _in_transform() or _in_fake_mode() else self._run
         device = self._lookup.device
         tensors: List[Optional[torch.Tensor]] = []
-        mine = 0  # which of them are nobody else's
+        mine = 0  # which of them are only here
         batch = -1
         for what, given in (("lengths", lengths), ("per_sample_weights", per_sample_weights)):
             unknown = [] if given is None else [name for name in given if name not in self.feature_names]

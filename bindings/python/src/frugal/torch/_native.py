@@ -97,11 +97,11 @@ class Trainer:
         self._slice = int(min(SLICE_MS, self._engine._timeout_ms))
 
     def begin(self, step: int) -> None:
-        """The gate of a step. Whoever interrupts it does not know whether the step has begun."""
+        """The gate of a step. After an interrupt it is not known whether the step has begun."""
         try:
             self._call(lib.frugal_step_begin, self._handle, step, self._slice)
         except frugal.Timeout:
-            self._trainer().step_begin(step)  # with words to who waits long
+            self._trainer().step_begin(step)  # with words where it waits long
 
     def end(self, step: int, skip: bool) -> None:
         self._call(lib.frugal_step_end, self._handle, step, _abi.FRUGAL_STEP_SKIP if skip else 0)
@@ -148,7 +148,7 @@ class Trainer:
 
     def _trainer(self) -> frugal.Trainer:
         trainer = self._weak()
-        assert trainer is not None, "whoever makes calls holds the trainer"
+        assert trainer is not None, "the caller holds the trainer"
         return trainer
 
     def _call(self, call: Callable[..., int], *args: Any) -> None:

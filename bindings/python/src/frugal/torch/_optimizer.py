@@ -1,4 +1,4 @@
-"""The optimizer of a trainer's tables, for who wants the engine's own: row-wise Adagrad, FTRL, norms of rows, and one step
+"""The optimizer of a trainer's tables, with the engine's own kinds: row-wise Adagrad, FTRL, norms of rows, and one step
 for all tables whatever gradients there are."""
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ _turns: Dict[str, int] = {}  # how often the ranks of now have done what has thi
 
 
 def _key(name: str) -> Tuple[Any, str]:
-    """torch.distributed's store, and what this rank and the others write there when they do this the next time. The store may
-    be that of ranks which torchrun has started before."""
+    """torch.distributed's store, and what this rank and the others write there when they do this the next time. The
+    store may be that of ranks which torchrun has started before."""
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     number = _turns[name] = _turns.get(name, 0) + 1
     return store, f"frugal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}/{number}"
@@ -143,7 +143,7 @@ def meet(name: str, size: int, tell: Callable[[], None], load: Optional[Load] = 
 def in_turn(what: str, rank: int, size: int, load: Optional[Load] = None) -> Iterator[bool]:
     """The others come when rank 0 has left the block, in which it makes this: a table with its rows, or the state of
     one. They take what rank 0 has, as with DistributedDataParallel. False: the ranks are none of torch.distributed's,
-    and nobody waits."""
+    and no rank waits."""
     if not are_told(rank, size):
         yield False
         return

@@ -15,14 +15,14 @@ def check(steps: Steps) -> None:
     """Whether there can be a max_norm."""
     if steps.world_size > 1:
         raise NotImplementedError(
-            f"max_norm: rows that {steps.world_size} ranks share cannot be changed by the forward of one; weight_bound of a"
-            " frugal optimizer bounds each weight"
+            f"max_norm: rows that {steps.world_size} ranks share cannot be changed by the forward of one; weight_bound"
+            " of a frugal optimizer bounds each weight"
         )
 
 
 def renorm(lookup: Lookup, keys: Optional[torch.Tensor], max_norm: float, norm_type: float, training: bool) -> None:
-    """What torch.embedding_renorm_ does to the rows of these keys, in its arithmetic. Rows that a hashed table is about to
-    create are written as they would be; a forward that only reads creates none."""
+    """What torch.embedding_renorm_ does to the rows of these keys, in its arithmetic. Rows that a hashed table is about
+    to create are written as they would be; a forward that only reads creates none."""
     steps, feature = lookup.steps, lookup.features[0]
     table = feature.table
     assert keys is not None

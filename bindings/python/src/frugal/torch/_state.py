@@ -54,8 +54,8 @@ def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[tor
 
 
 def overwrite(table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
-    """Gives rows these weights. They keep their optimizer state; rows that come into being have a new row's. What another
-    rank has written already, as each rank loads the same file, does not wait for a rank that is in a step."""
+    """Gives rows these weights. They keep their optimizer state; rows that come into being have a new row's. What
+    another rank has written already, as each rank loads the same file, does not wait for a rank that is in a step."""
     shared = table.steps.world_size > 1 and not table.hashed
     room = _empty(min(at.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
     for begin, some in _chunks(at):
@@ -133,8 +133,8 @@ def load_moments(table: Table, parts: Sequence[torch.Tensor], at: Optional[torch
             missing = at.numel() - int(torch.isin(at, keys(table)).sum())
             if missing:
                 raise ValueError(
-                    f"table {table.name!r} lacks {missing} of the {at.numel()} rows that the saved state is of: load the"
-                    " model's state first"
+                    f"table {table.name!r} lacks {missing} of the {at.numel()} rows that the saved state is of: load"
+                    " the model's state first"
                 )
         room = _empty(min(at.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
         for begin, some in _chunks(at):

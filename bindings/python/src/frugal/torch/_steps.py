@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -54,8 +55,8 @@ def count_adoption() -> None:
 
 
 def is_in_use(value: torch.Tensor) -> bool:
-    """Whether a table cannot adopt a Parameter, since others know its memory. (Where autograd has a node for its gradient as
-    yet, it can: a backward of such a graph is PyTorch's error.)"""
+    """Whether a table cannot adopt a Parameter, since others know its memory. (Where autograd has a node for its
+    gradient as yet, it can: a backward of such a graph is PyTorch's error.)"""
     if weakref.getweakrefs(value):
         return True
     counted: Any = value
@@ -100,17 +101,19 @@ class Table:
         self.capacity, self.dim = shape if _physical(shape) == there else there
         self.empty = (self.capacity, self.dim) != there
         self.hashed: bool = info.key_space == _native.HASHED
-        self.optimizer = optimizer  # what the engine has been told
+        self.optimizer = optimizer  # what the engine has
         self.left_out = False  # other ranks may have set another one since, when this one had no gradient
+        self.lacked = False  # this rank had no gradient in a step, and others may have had one
+        self.told_of_count = False
         self.said = optimizer  # what the module was made with
         # What of that holds with torch's optimizers, too, which have no word for it.
         self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
-        self.made_with: Dict[str, Any] = {}  # what the module that made it has said beside the optimizer
+        self.made_with: Dict[str, Any] = {}  # what the module that made it has said but the optimizer
         self.written = False  # rows, by the caller
         self.written_at = 0  # the steps' count of writes, when rows were written last
-        self.counts = True  # whether writes of rows are told to backwards, see `Kept`
+        self.counts = True  # whether backwards find out about writes of rows, see `Kept`
         self.shown: List["weakref.ref[Any]"] = []  # what weight.data has given of all rows
-        self.grad_read_at = -1  # the steps' count of writes, when somebody read weight.grad last
+        self.grad_read_at = -1  # the steps' count of writes, when weight.grad was read last
         self.state_floats = 0 if self.empty else info.state_floats
         self.stepped = False  # by an optimizer, or left to one that steps it alone
         self.state_of: Optional["weakref.ref[Any]"] = None  # see `holder`
@@ -126,7 +129,7 @@ class Table:
         self._seen = optimizer_steps  # of them all, by the last backward
 
     def held_anchor(self) -> Optional[Anchor]:
-        """The anchor, if somebody has it."""
+        """The anchor, if there is one."""
         return None if self._anchor is None else self._anchor()
 
     @property
@@ -172,21 +175,22 @@ class Table:
             self._finalizer = weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)
 
     def adopt(self, value: torch.nn.Parameter, dtype: torch.dtype, requires_grad: bool) -> None:
-        """Makes a Parameter of PyTorch the table's anchor: the object stays, wherever it is, as in another layer or in an
-        optimizer, and loses its memory. The table has its rows already. The anchor of before is none any more."""
+        """Makes a Parameter of PyTorch the table's anchor: the object stays, wherever it is, as in another layer or in
+        an optimizer, and loses its memory. The table has its rows already. The anchor of before is none any more."""
         hooks = value._backward_hooks
         if value._post_accumulate_grad_hooks or (hooks and self.steps.world_size > 1):
             raise NotImplementedError(
-                f"table {self.name!r}: the Parameter that is to be its weight has a hook that the table's gradient cannot go"
-                " through: remove it, or register it with module.weight afterwards"
+                f"table {self.name!r}: the Parameter that is to be its weight has a hook that the table's gradient"
+                " cannot go through: remove it, or register it with module.weight afterwards"
             )
         anchor = self._new_anchor(dtype, requires_grad)
         try:
             torch.utils.swap_tensors(value, anchor)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise RuntimeError(
-                f"table {self.name!r}: the Parameter that is to be its weight is in use, as by the graph of a forward or a compiled"
-                f" function: assign it before, or delete what has it, or give torch.nn.Parameter(value.detach()) ({error})"
+                f"table {self.name!r}: the Parameter that is to be its weight is in use, as by the graph of a forward"
+                " or a compiled function: assign it before, or delete what has it, or give"
+                f" torch.nn.Parameter(value.detach()) ({error})"
             ) from None
         adopted, before = cast(Anchor, value), self.held_anchor()
         if before is not None:
@@ -252,8 +256,8 @@ class Table:
         return None if alone else _ranks.Load(self.name, steps.rank)
 
     def count_backward(self) -> None:
-        """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
-        each of the others' steps."""
+        """Of a table that no optimizer has stepped: warns if its gradients are not used, though they may be dropped
+        before each of the others' steps."""
         if self._warned:
             return
         if not self._backwards:
@@ -266,13 +270,13 @@ class Table:
             self.warn_if_nobody_steps()
 
     def warn_if_nobody_steps(self) -> None:
-        """One warning for a table whose gradients nobody uses."""
+        """One warning for a table whose gradients are not used."""
         by_hand = self.written_at > self.grad_read_at >= 0  # rows were written after weight.grad was read
         if not self.stepped and not self._warned and not by_hand:
             self._warned = True
             warnings.warn(
-                f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its rows"
-                " are not trained. Give model.parameters() to a torch optimizer, or the module to"
+                f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its"
+                " rows are not trained. Give model.parameters() to a torch optimizer, or the module to"
                 " frugal.torch.Optimizer, and call step(); or freeze the module",
                 stacklevel=2,
             )
@@ -319,9 +323,9 @@ class Table:
                 if type(optimizer) is type(self.optimizer):
                     raise
                 raise frugal.InvalidArgument(
-                    f"table {self.name!r} has the optimizer {type(self.optimizer).__name__}, and {type(optimizer).__name__}"
-                    " cannot step it: make the module without optimizer=, or with this one, on all ranks, or give it to"
-                    " frugal.torch.Optimizer",
+                    f"table {self.name!r} has the optimizer {type(self.optimizer).__name__}, and"
+                    f" {type(optimizer).__name__} cannot step it: make the module without optimizer=, or with this one,"
+                    " on all ranks, or give it to frugal.torch.Optimizer",
                     error.status,
                 ) from None
 
@@ -359,7 +363,7 @@ class Kept:
             kept.append(self)
 
     def version(self, rows: torch.Tensor) -> int:
-        """How often somebody else has written them."""
+        """How often others have written them."""
         with _steps_lock:
             return rows._version - self._written
 
@@ -381,8 +385,18 @@ def changed(tables: Collection[Table]) -> None:
                 one.write()
 
 
+def take_back_gradients() -> None:
+    """Gradients of tables that ranks share take their places again, where a reducer has put its elements there."""
+    with _steps_lock:
+        shared = [steps for steps in _steps.values() if steps.world_size > 1]
+    for table in [table for steps in shared for table in list(steps.tables.values())]:
+        anchor = table.held_anchor()
+        if anchor is not None:
+            _ = anchor.grad  # which does it
+
+
 def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
-    """Nobody has the table any more. Where it cannot be dropped, the engine's end takes it."""
+    """Nothing has the table any more. Where it cannot be dropped, the engine's end takes it."""
     alive = trainer()
     if alive is not None:
         of(alive).drop_later(table)
@@ -399,11 +413,12 @@ def _fixed(optimizer: frugal.Optimizer) -> Tuple[Any, ...]:
 
 
 class _ParentsLock:
-    """What a forked child has in a lock's place: whoever held the lock at the fork is not there."""
+    """What a forked child has in a lock's place: the thread that held the lock at the fork is not there."""
 
     def __enter__(self) -> NoReturn:
         raise frugal.Forked(
-            "the trainer is the parent's: in a child made by fork() make the modules anew, or leave them to the parent", FORKED
+            "the trainer is the parent's: in a child made by fork() make the modules anew, or leave them to the parent",
+            FORKED,
         )
 
     def __exit__(self, *error: object) -> None:
@@ -500,11 +515,11 @@ class Steps:
         self.muted: Optional[bool] = None  # in `muting`: whether another rank writes for this one
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
-        self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
+        self._untold: Optional[frugal.StepAborted] = None  # each is raised once, and not by a destructor
         self._names: Dict[str, int] = {}
 
     def can_move(self) -> bool:
-        """Whether the trainer can go to another device: nobody would go on without it meanwhile."""
+        """Whether the trainer can go to another device: no other rank would go on meanwhile."""
         return self.world_size == 1 and not self.trainer.engine.service
 
     def check_device(self, device: torch.device, who: str) -> None:
@@ -513,13 +528,14 @@ class Steps:
             return
         if device.type != "cuda" or not self.can_move():
             raise ValueError(
-                f"{who} cannot be on {device}: keys and rows are on the CPU or where the trainer is, which is on {self.device}. One"
-                " of several ranks, or of a controller, stays there: make it, or the first module, on that GPU"
+                f"{who} cannot be on {device}: keys and rows are on the CPU or where the trainer is, which is on"
+                f" {self.device}. One of several ranks, or of a controller, stays there: make it, or the first module,"
+                " on that GPU"
             )
 
     def move(self, tables: Sequence[Table], device: torch.device) -> None:
-        """Keys and outputs of tables are on another device from now on. The trainer goes with them to a GPU, with all tables
-        that are on another one, and leaves a GPU with the last."""
+        """Keys and outputs of tables are on another device from now on. The trainer goes with them to a GPU, with all
+        tables that are on another one, and leaves a GPU with the last."""
         with self.lock:
             held = [table for table in self.tables.values() if table.held_anchor() is not None]
             if device.type == "cuda" and device != self.device:
@@ -556,7 +572,7 @@ class Steps:
     @property
     def trainer(self) -> frugal.Trainer:
         trainer = self._trainer()
-        assert trainer is not None, "whoever uses the steps holds the trainer"
+        assert trainer is not None, "the user of the steps holds the trainer"
         return trainer
 
     def name(self, kind: str) -> str:
@@ -584,22 +600,18 @@ class Steps:
             if known is None:
                 self.outside()
                 engine = self.trainer.engine
-                # To create a table that another process has created is no error there: whose rows are new has to be asked.
+                # To create a table that another process has created is no error there: whether it is there has to be
+                # asked.
                 there = bool(engine.service) and _exists(engine, name)
                 shape = rows, dim
+                create = functools.partial(
+                    engine.create_table, name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer,
+                    nan_policy=nan_policy, lazy=lazy,
+                )  # fmt: skip
                 try:
-                    made = engine.create_table(
-                        name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy,
-                        lazy=lazy,
-                    )  # fmt: skip
+                    made = self._create(create, name)
                     created = not there
                     known = Table(self, made, created, optimizer, shape)
-                except frugal.Busy as error:
-                    raise frugal.Busy(
-                        f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
-                        " ends it: make modules before the first forward, or behind step()",
-                        error.status,
-                    ) from None
                 except frugal.Exists:
                     known = Table(self, engine.find_table(name), False, optimizer, shape)
                     if engine.service and not self.shared.knows(name):
@@ -623,6 +635,26 @@ class Steps:
             self.shared.made(name, optimizer, created, self.trainer.engine.committed_step() if created else None)
             self.tables[name] = known
             return known
+
+    def _create(self, create: Callable[[], frugal.Table], name: str) -> frugal.Table:
+        """Creates a table. Ranks that are still inside the step that this one has ended are waited for."""
+        begin = time.monotonic()
+        while True:
+            in_next = self._all_have_come()
+            try:
+                return create()
+            except frugal.Busy as error:
+                waited_ms = (time.monotonic() - begin) * 1000
+                waits = not self.open and not in_next and _ranks.are_told(self.rank, self.world_size)
+                if not waits or waited_ms > self.trainer.engine._timeout_ms:
+                    raise frugal.Busy(
+                        f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
+                        " ends it: make modules before the first forward, or after step()",
+                        error.status,
+                    ) from None
+                if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
+                    self._tell_of_wait(error.message)
+            time.sleep(_PAUSE)
 
     def trained(self, table: Table) -> bool:
         """Whether a table that a module finds may have trained rows."""
@@ -733,8 +765,8 @@ class Steps:
                 if kept and not skip:
                     changed([update.table for update in (updates if self.world_size > 1 else some)])
             except BaseException:
-                # Also an interrupt. Nothing that was pushed stays for another step, and other ranks, which may have ended
-                # this one, are told that it is undone.
+                # Also an interrupt. Nothing that was pushed stays for another step, and other ranks, which may have
+                # ended this one, get the error that it is undone.
                 if self.open and pushing:
                     self._abort()
                 raise
@@ -760,7 +792,7 @@ class Steps:
             return batch
 
     def cancel_later(self, batches: List[_native.Batch]) -> None:
-        """Takes declarations back, at once if nobody is using the trainer, or else before the next step begins."""
+        """Takes declarations back, at once if the trainer is free, or else before the next step begins."""
         self._cancelled += batches
         if self._cancelled and self.lock.acquire(blocking=False):
             try:
@@ -771,7 +803,7 @@ class Steps:
                 self.lock.release()
 
     def drop_later(self, table: frugal.Table) -> None:
-        """Drops a table, at once if nobody is using the trainer, or else before the next step begins. The collector calls
+        """Drops a table, at once if the trainer is free, or else before the next step begins. The collector calls
         this, in any thread and in the middle of anything."""
         self._dropped.append(table)
         if not self.lock._is_owned() and self.lock.acquire(blocking=False):
@@ -808,7 +840,8 @@ class Steps:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """For calls on rows outside steps: what other threads do in the trainer's steps waits for the end of the block."""
+        """For calls on rows outside steps: other threads that would use the trainer's steps wait for the block's
+        end."""
         with self.lock:
             self.outside()
             yield
@@ -874,8 +907,9 @@ class Steps:
 
     @contextlib.contextmanager
     def written(self, name: str, load: Optional[_ranks.Load] = None) -> Iterator[None]:
-        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it for
-        them, when all have come; before the first step it waits for nobody, as it may give the others what it has."""
+        """For a write to a table's weight. In PyTorch each rank has a copy, and all of them write. Here rank 0 does it
+        for them, when all have come; before the first step it waits for no rank, as it may give the others what it
+        has."""
         with self.lock:
             if self.muted is not None or not _ranks.are_told(self.rank, self.world_size):
                 yield
@@ -924,15 +958,15 @@ class Steps:
         if not self._told_of_wait:
             self._told_of_wait = True
             warnings.warn(
-                f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks to"
-                f" end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed table,"
-                " where no rank is between its forward and its step(), as between two calls of"
+                f"rank {self.rank} waits between steps, to read or write rows or to change an optimizer, for all ranks"
+                f" to end their step ({message}): make such calls, as load_state_dict() or state_dict() of a hashed"
+                " table, where no rank is between its forward and its step(), as between two calls of"
                 " torch.distributed.barrier()",
                 stacklevel=2,
             )
 
     def tell_of_part(self, name: str) -> None:
-        """One warning, where somebody may take a gradient of this rank for that of all ranks."""
+        """One warning, where a caller may take a gradient of this rank for that of all ranks."""
         if not self._told_of_part and _ranks.are_told(self.rank, self.world_size):
             self._told_of_part = True
             warnings.warn(
@@ -975,9 +1009,9 @@ class Update(NamedTuple):
 
 
 def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
-    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed, also if another
-    thread's backward sums what a table's gradient holds. The factor
-    that a table's gradients share is its optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
+    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed, also if
+    another thread's backward sums what a table's gradient holds. The factor that a table's gradients share is its
+    optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
     for _, gradient, _ in updates:
         if gradient is not None:
@@ -987,14 +1021,17 @@ def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
     if len(parts) > 1:
         parts.sort(key=operator.itemgetter(0))
     ops: List[bytes] = []
-    return ops, [(part, part.held.lookup.add_pushes(ops, part.held, part.features, factor)) for _, part, factor in parts]
+    alive = [(part, part.held.lookup.add_pushes(ops, part.held, part.features, factor)) for _, part, factor in parts]
+    return ops, alive
 
 
 def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
     """The optimizer with what PyTorch has done to the gradient."""
     if gradient is None or (gradient.common() == 1.0 and not gradient.clip_limit):
         return optimizer
-    clip = gradient.clip_limit if not optimizer.clip_value else min(gradient.clip_limit or math.inf, optimizer.clip_value)
+    clip = gradient.clip_limit
+    if optimizer.clip_value:
+        clip = min(clip or math.inf, optimizer.clip_value)
     return dataclasses.replace(optimizer, grad_scale=optimizer.grad_scale * gradient.common(), clip_value=clip)
 
 

@@ -53,7 +53,7 @@ native: Any = _load()  # or None
 
 
 def tell(held: type, part: type, gradient: type, lookup: type, count: type) -> None:
-    """Tells which classes are those of a usual backward and step."""
+    """Sets which classes are those of a usual backward and step."""
     if native is not None:
         native.tell(type(threading.RLock()), held, part, gradient, lookup, count, DeviceContext)
 
@@ -68,8 +68,8 @@ def never(*args: Any) -> Optional[torch.Tensor]:
 
 
 def forward(lookup: "Lookup", anchor: "Anchor", first: str, bags: bool) -> Callable[..., Optional[torch.Tensor]]:
-    """Called with a module of one table, its input, its offsets and its per_sample_weights, gives the output; or None, if
-    Python is to do it. The rows of a module of bags that are not to be pooled are for their maximum."""
+    """Called with a module of one table, its input, its offsets and its per_sample_weights, gives the output; or None,
+    if Python is to do it. The rows of a module of bags that are not to be pooled are for their maximum."""
     if native is None:
         return never
     (feature,) = lookup.features

@@ -35,8 +35,8 @@ def write(table: Table, source: torch.Tensor) -> None:
     """Makes `source` the table's rows, whose optimizer state stays."""
     if tuple(source.shape) != table.shape:
         raise ValueError(
-            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {table.shape}, which it keeps: make another"
-            " module of the new shape, as by from_pretrained(weight, freeze=False)"
+            f"weight has shape {tuple(source.shape)}, the table {table.name!r} {table.shape}, which it keeps: make"
+            " another module of the new shape, as by from_pretrained(weight, freeze=False)"
         )
     if isinstance(source, Weight):
         source = source.read()
@@ -45,8 +45,8 @@ def write(table: Table, source: torch.Tensor) -> None:
 
 
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's, as of
-    a forward."""
+    """What a computation of `weight` begins with: rows of it, of these keys; None: all. Their gradient is the table's,
+    as of a forward."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class Weight(Copied, torch.Tensor):
         weight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=anchor.dtype, device=table.device, requires_grad=requires_grad
         )
-        # Of whoever takes the memory that it has not, as other.data = weight does without a call of anything here.
+        # The error where memory is taken that it has not, as other.data = weight does without a call of anything here.
         refuse_memory(weight, no_memory(table.name))
         return weight
 
@@ -135,8 +135,8 @@ class Weight(Copied, torch.Tensor):
     def _check_traced(self) -> None:
         if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting() or _default.in_fake_mode():
             raise RuntimeError(
-                f"table {self._table.name!r}: weight cannot be traced or exported, since its rows are not in the program: make"
-                " the module that is served of weight.clone()"
+                f"table {self._table.name!r}: weight cannot be traced or exported, since its rows are not in the"
+                " program: make the module that is served of weight.clone()"
             )
 
     def _keys(self, at: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
@@ -148,12 +148,12 @@ class Weight(Copied, torch.Tensor):
         return None if keys is None else keys.reshape(-1).contiguous()
 
     def change(self, function: Callable[[torch.Tensor, slice], Any], begins: bool = False) -> None:
-        """Rows are what the function makes of them, some at a time. `begins`: where ranks make what they begin with, rank 0 makes
-        it for all, and the others draw what it draws."""
+        """Rows are what the function makes of them, some at a time. `begins`: where ranks make what they begin with,
+        rank 0 makes it for all, and the others draw what it draws."""
         with self._table.uncounted(not self._counts):
             _change(self._table, self._keys(), function, not (begins and self._table.steps.follows()))
 
-    # What a tensor has that must not be looked for in memory that is not there.
+    # What a tensor has that must not be read in memory that is not there.
 
     @property
     def data(self) -> "Weight":
@@ -172,7 +172,7 @@ class Weight(Copied, torch.Tensor):
             self.copy_(value)
             return
         with self._table.by_all(), self._table.uncounted(True):
-            # As in PyTorch, who has the data of before has the rows of before.
+            # As in PyTorch, the data of before has the rows of before.
             shown = [weight for reference in list(self._table.shown) if (weight := reference()) is not None]
             if shown:
                 left = self.read()
@@ -207,7 +207,7 @@ class Weight(Copied, torch.Tensor):
             return _part(source.rows, source).requires_grad_(True)
 
     def copy_as(self, kind: type, requires_grad: bool = False) -> torch.Tensor:
-        """The rows as a tensor of their own, of this class, for torch.nn.Parameter() or Buffer(), which make it another."""
+        """The rows as a tensor of their own, of this class, for torch.nn.Parameter() or Buffer()."""
         leaf = self.read().requires_grad_(requires_grad)
         leaf.__class__ = kind  # as_subclass() would leave more
         return leaf
@@ -354,7 +354,8 @@ class Weight(Copied, torch.Tensor):
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
             if getattr(func, "__module__", "").startswith("torch.distributed"):  # all_reduce(weight)
                 raise NotImplementedError(
-                    f"table {target._table.name!r}: {name} cannot write weight. Ranks that share a table have the same rows; {_HOW}"
+                    f"table {target._table.name!r}: {name} cannot write weight. Ranks that share a table have the same"
+                    f" rows; {_HOW}"
                 )
         if isinstance(kwargs.get("out"), Weight):
             return kwargs["out"]._become(func, args, {key: value for key, value in kwargs.items() if key != "out"})
@@ -388,18 +389,23 @@ class Weight(Copied, torch.Tensor):
             rows = self.read().to(device="cpu", dtype=torch.float32)
             func(*_here(args), out=rows, **dict(zip(kwargs, _here(tuple(kwargs.values())))))
             if tuple(rows.shape) != tuple(self.shape):
-                raise NotImplementedError(f"table {self._table.name!r}: {func.__name__} of weight, which has its shape: {_HOW}")
+                raise NotImplementedError(
+                    f"table {self._table.name!r}: {func.__name__} of weight, which has its shape: {_HOW}"
+                )
             self.change(lambda some, part: some.copy_(rows[part]))
         return self
 
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
-        """Functions of torch.nn.init. What they draw are the numbers that a tensor of this dtype would get, on this device."""
+        """Functions of torch.nn.init. They draw the numbers that a tensor of this dtype would get, on this device."""
         with self._table.by_all(), torch.no_grad():
             self.change(_drawn(func, kwargs, tuple(self.shape), self.dtype, self.device), True)
         return self
 
-    def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
-        """Functions that write. What normal_(), mul_() and others do to an element by itself is done to some rows at a time."""
+    def _change_by(
+        self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> "Weight":
+        """Functions that write. What normal_(), mul_() and others do to an element by itself is done to some rows at a
+        time."""
         self._check_written()
         if not in_place(name):
             raise NotImplementedError(f"table {self._table.name!r}: {name} of weight is not possible: {_HOW}")
@@ -458,7 +464,7 @@ def _parts(count: int) -> Iterator[slice]:
 
 
 def draw_nothing(table: Table) -> None:
-    """Draws what the rows of a new table would be from torch's generator, as on the rank that gives them to the table."""
+    """Draws what the rows of a new table would be from torch's generator, as the rank does that gives them."""
     draw = _drawn(torch.nn.init.normal_, {}, (table.capacity, table.dim), table.anchor.dtype, table.device)
     for part in _parts(table.capacity):
         draw(torch.empty((part.stop - part.start, table.dim), dtype=torch.float32, device="cpu"), part)
@@ -478,7 +484,9 @@ def _drawn(
     return lambda rows, part: rows.copy_(all_rows[part])
 
 
-def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any], writes: bool = True) -> None:
+def _change_rows(
+    table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any], writes: bool = True
+) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
     table.written = True
     both = torch.empty(keys.numel(), table.dim + table.state_floats, dtype=torch.float32, device="cpu")
@@ -507,7 +515,9 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
         for weight in weights:
             changed = rows[id(weight)]
             if tuple(changed.shape) != tuple(weight.shape):
-                raise NotImplementedError(f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}")
+                raise NotImplementedError(
+                    f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}"
+                )
             weight.change(lambda some, part, changed=changed: some.copy_(changed[part]))  # type: ignore[misc]
     return out
 
@@ -575,8 +585,8 @@ class Source:
         return self.table.steps.next, self.table.written_at
 
     def __deepcopy__(self, memo: object) -> None:
-        """Who copies a tensor's attributes, as torch.distributed.checkpoint.async_save() does, has a tensor that is no
-        table's."""
+        """A copy of a tensor's attributes, as torch.distributed.checkpoint.async_save() makes, is of a tensor that is
+        no table's."""
 
     def detached(self) -> "Source":
         """The same, for views that can be written though the weight requires a gradient."""
@@ -674,8 +684,8 @@ class View(torch.Tensor):
 
 
 class _Part(View):
-    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(), or a copy in a state_dict: who writes to
-    it writes to the table."""
+    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(), or a copy in a state_dict: a
+    write to it is one to the table."""
 
     _source: Source
 
@@ -703,7 +713,7 @@ class _Part(View):
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part._source for part in targets if isinstance(part, _Part)]
         sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
-        if name == "__dlpack__" and sources:  # (a storage tells who saves a state_dict what shares memory)
+        if name == "__dlpack__" and sources:  # (by a storage torch.save() finds what shares memory)
             raise RuntimeError(no_memory(sources[0].table.name))
         with contextlib.ExitStack() as stack:
             if getattr(func, "__module__", "") == "torch.nn.init":
@@ -780,7 +790,7 @@ def _part(tensor: torch.Tensor, source: Source) -> torch.Tensor:
 
 
 def saved(table: Table) -> Dict[str, torch.Tensor]:
-    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are, and who writes to it writes to the
+    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are. A write to it is one to the
     table, as with a state_dict of torch's modules."""
     found = _state.rows(table.steps, table)
     rows = found["weight"]
