@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kAtOnce = uint64_t{1} << 18;  // slots per hold of the rows' lock
+constexpr uint64_t kSlotsOfAHold = uint64_t{1} << 18;  // slots per hold of the rows' lock
 
 }  // namespace
 
@@ -35,8 +35,7 @@ Status RowTracker::open(Rows& rows, Sink* sink, MemoryBudget* budget, bool uncha
   FRUGAL_ASSERT(!rows.tier());
   rows_ = &rows;
   sink_ = sink;
-  for (Bits* b : {&bits_[0], &bits_[1], &saved_})
-    FRUGAL_TRY(b->reserve(rows.capacity(), budget));
+  for (Bits* b : {&bits_[0], &bits_[1], &saved_}) FRUGAL_TRY(b->reserve(rows.capacity(), budget));
   Status status = FRUGAL_OK;
   rows.watch_all(this, [&](uint32_t first, uint32_t n, bool exist) {
     status = expect(first, n);
@@ -153,7 +152,8 @@ void RowTracker::deleting(uint32_t slot) noexcept {
   const UseEpoch epoch(*this);
   const Bits& to_save = bits_[1 - epoch->changed];
   if (epoch->saving)
-    save(to_save, 1, [=](size_t) { return uint64_t{slot}; }, counts_.before_delete);
+    save(
+        to_save, 1, [=](size_t) { return uint64_t{slot}; }, counts_.before_delete);
   // Its slot's next row is not the one that is saved.
   const uint64_t others = ~(uint64_t{1} << slot % 64);
   to_save.word(slot).fetch_and(others, std::memory_order_relaxed);
@@ -230,10 +230,10 @@ void RowTracker::end(bool kept) noexcept {
   publish(0, now, false);
   await_users(epoch_.load());
   const uint64_t end = end_.load(std::memory_order_acquire);
-  for (uint64_t from = 0; from < end; from += kAtOnce)
+  for (uint64_t from = 0; from < end; from += kSlotsOfAHold)
     // No row is deleted between the two steps: its changed bit would stay.
     rows_->locked([&] {
-      for (uint64_t at = from; at < std::min(end, from + kAtOnce); at += 64) {
+      for (uint64_t at = from; at < std::min(end, from + kSlotsOfAHold); at += 64) {
         if (!to_save.committed(at)) continue;
         const uint64_t rows = to_save.word(at).load(std::memory_order_relaxed);
         if (rows && !kept) changed.word(at).fetch_or(rows, std::memory_order_relaxed);

@@ -4,7 +4,7 @@
 // It watches the writers of rows. Three bits a row say what a checkpoint has to do with it
 // (docs/checkpoints.md, "The snapshot"). While a snapshot is being saved, a thread that is about to
 // write a row of it copies the row before. The checkpoint's thread saves the rest in the order of
-// slots. Who sets a row's saved bit copies the row, and others wait for the copy of a row that the
+// slots. A thread that sets a row's saved bit copies the row, and others wait for the copy of a row that the
 // checkpoint's thread has taken.
 //
 // Both bits are set only for rows that exist: a deletion clears them. A row that a later step
@@ -75,7 +75,7 @@ class RowTracker final : public HeapObject, public RowWatcher {
 
  private:
   using Word = std::atomic<uint64_t>;
-  // A bit a row. Memory that nobody has written is zero.
+  // A bit a row. Memory begins as zeros.
   class Bits {
    public:
     Status reserve(uint64_t rows, MemoryBudget* budget) {

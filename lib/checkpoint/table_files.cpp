@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kAtOnce = uint64_t{1} << 16;  // slots per hold of the locks
+constexpr uint64_t kSlotsAtOnce = uint64_t{1} << 16;        // slots per hold of the locks
 constexpr size_t kMostFilesAtOnce = (size_t{1} << 20) - 1;  // numbers of files in a directory
 
 }  // namespace
@@ -17,14 +17,14 @@ constexpr size_t kMostFilesAtOnce = (size_t{1} << 20) - 1;  // numbers of files 
 
 Directory::Place Directory::at(uint64_t slot) const {
   uint64_t packed = 0;
-  std::memcpy(&packed, places_.base() + slot * kBytes, kBytes);
+  std::memcpy(&packed, packed_.base() + slot * kBytes, kBytes);
   return {static_cast<uint32_t>(packed >> 20), static_cast<uint32_t>(packed & 0xfffff)};
 }
 
 void Directory::set(uint64_t slot, Place place) {
   FRUGAL_ASSERT(place.file <= kMostFilesAtOnce && place.record < kMostRecords);
   const uint64_t packed = uint64_t{place.file} << 20 | place.record;
-  std::memcpy(places_.base() + slot * kBytes, &packed, kBytes);
+  std::memcpy(packed_.base() + slot * kBytes, &packed, kBytes);
 }
 
 // --- Files ---------------------------------------------------------------------------------------
@@ -293,10 +293,10 @@ void TableFiles::end(bool kept) noexcept {
   }
   // Rows whose newest record was to be in these files have none now. They are changed, so the next
   // checkpoint has them.
-  for (uint64_t from = 0; from < rows_->capacity(); from += kAtOnce)
+  for (uint64_t from = 0; from < rows_->capacity(); from += kSlotsAtOnce)
     rows_->locked([&] {
       Lock lock(mu_);
-      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s)
+      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s)
         if (directory_.committed(s))
           for (const auto& w : writing)
             if (directory_.at(s).file == w->file) directory_.set(s, {});
@@ -323,10 +323,10 @@ void TableFiles::clean() {
     }
   }
   if (!any) return;
-  for (uint64_t from = 0; from < rows_->capacity(); from += kAtOnce)
+  for (uint64_t from = 0; from < rows_->capacity(); from += kSlotsAtOnce)
     rows_->locked([&] {
       Lock lock(mu_);
-      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s) {
+      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s) {
         if (!directory_.committed(s)) continue;
         const uint32_t file = directory_.at(s).file;
         if (file < half.size() && half[file]) tracker_->mark_changed(static_cast<uint32_t>(s));

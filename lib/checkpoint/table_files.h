@@ -22,17 +22,17 @@ class Directory {
     uint32_t record = 0;
   };
   Status reserve(uint64_t rows, MemoryBudget* budget) {
-    return places_.reserve(rows, kBytes, false, budget);
+    return packed_.reserve(rows, kBytes, false, budget);
   }
-  Status expect(uint64_t first, uint64_t n) { return places_.ensure(first, n); }
-  bool committed(uint64_t slot) const { return places_.committed(slot); }
+  Status expect(uint64_t first, uint64_t n) { return packed_.ensure(first, n); }
+  bool committed(uint64_t slot) const { return packed_.committed(slot); }
   Place at(uint64_t slot) const;
   void set(uint64_t slot, Place place);
-  uint64_t bytes() const { return places_.committed_bytes(); }
+  uint64_t bytes() const { return packed_.committed_bytes(); }
 
  private:
   static constexpr size_t kBytes = 5;  // 20 bits each
-  SlabArray places_;
+  SlabArray packed_;
 };
 
 // What the checkpoints of a folder share.
@@ -47,8 +47,8 @@ struct FolderWriter {
 class TableFiles final : public HeapObject, public RowTracker::Sink {
  public:
   // `number`: the table's in the folder. `optimizer`: the kind.
-  Status open(Rows& rows, RowTracker& tracker, uint64_t number, int32_t optimizer,
-              FolderWriter* to, MemoryBudget* budget);
+  Status open(Rows& rows, RowTracker& tracker, uint64_t number, int32_t optimizer, FolderWriter* to,
+              MemoryBudget* budget);
   uint64_t number() const { return number_; }
   // The rows get another kind of state: before new_state(). No checkpoint is being written.
   void change_kind(int32_t optimizer) { optimizer_ = optimizer; }
@@ -88,7 +88,7 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
     ParameterFileInfo info;
     uint64_t old = 0;     // records that are no row's newest
     bool listed = false;  // by the newest checkpoint, or written for the next
-    bool needed = false;   // by the checkpoint
+    bool needed = false;  // by the checkpoint
     bool cleaned = false;
   };
   // A file that the checkpoint writes.
@@ -117,10 +117,10 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   uint64_t sequence_ = 0;
   mutable Mutex mu_;
   Directory directory_;  // a row's place is changed by the thread that has taken it, with mu_ held
-  Vector<FileState> files_ GUARDED_BY(mu_);  // [0] is none
+  Vector<FileState> files_ GUARDED_BY(mu_);                   // [0] is none
   Vector<std::unique_ptr<Writing>> writing_ GUARDED_BY(mu_);  // the last one takes records
-  List<Deletion> deleted_ GUARDED_BY(mu_);    // since the last snapshot
-  List<Deletion> deletions_ GUARDED_BY(mu_);  // of the checkpoint
+  List<Deletion> deleted_ GUARDED_BY(mu_);                    // since the last snapshot
+  List<Deletion> deletions_ GUARDED_BY(mu_);                  // of the checkpoint
   List<Deletion> spare_ GUARDED_BY(mu_);
   CallError error_ GUARDED_BY(mu_);  // of the first save that failed
 };

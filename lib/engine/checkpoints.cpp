@@ -12,11 +12,13 @@ namespace {
 
 constexpr uint32_t kIoThreads = 2;
 constexpr uint32_t kPiecesAtOnce = 16;
-constexpr uint64_t kPauseNs = 200'000;  // between two looks at what other threads or the disk do
+constexpr uint64_t kPauseNs = 200'000;  // between two polls
 
 std::atomic<uint64_t> g_pause{0};
 
-Status was_closed() { return fail(FRUGAL_ERR_CLOSED, "the engine was closed before the checkpoint was on disk"); }
+Status was_closed() {
+  return fail(FRUGAL_ERR_CLOSED, "the engine was closed before the checkpoint was on disk");
+}
 
 }  // namespace
 
@@ -125,7 +127,8 @@ Status Checkpoints::look_at_folder() {
   }
   for (const String& name : names) {
     uint64_t number;
-    if (parse_name(name.c_str(), &number) == FileKind::kRows) next_file = std::max(next_file, number + 1);
+    if (parse_name(name.c_str(), &number) == FileKind::kRows)
+      next_file = std::max(next_file, number + 1);
   }
   to_.next_file.store(next_file);
   next_table_.store(next_table);
@@ -157,10 +160,10 @@ void Checkpoints::remove_old() noexcept try {
   for (const String& name : names) {
     uint64_t number;
     const FileKind kind = parse_name(name.c_str(), &number);
-    const bool old = kind == FileKind::kNew ||
-                     (kind == FileKind::kRows &&
-                      !std::binary_search(needed.begin(), needed.end(), number)) ||
-                     (kind == FileKind::kBlob && !kept_.count(number));
+    const bool old =
+        kind == FileKind::kNew ||
+        (kind == FileKind::kRows && !std::binary_search(needed.begin(), needed.end(), number)) ||
+        (kind == FileKind::kBlob && !kept_.count(number));
     if (old) folder.remove(name.c_str());
   }
 } catch (const std::bad_alloc&) {
@@ -324,7 +327,8 @@ void Checkpoints::take() noexcept {
 void Checkpoints::main() {
   UniqueLock lock(mu_);
   for (;;) {
-    changed_.wait(lock, [&]() REQUIRES(mu_) { return state_ == State::kTaken || stopping_.load(); });
+    changed_.wait(lock,
+                  [&]() REQUIRES(mu_) { return state_ == State::kTaken || stopping_.load(); });
     if (state_ != State::kTaken) return;
     Manifest manifest = std::exchange(manifest_, {});
     const Vector<TableRef> tables = std::exchange(snapshot_, {});
@@ -390,8 +394,8 @@ Status Checkpoints::await_written(const Vector<TableRef>& tables, uint64_t next_
   for (size_t at = 0; jobs || at < tables.size();) {
     FRUGAL_TRY(going_on());
     jobs = jobs && of_.workers.applying();
-    while (at < tables.size() && !(tables[at]->window.opened() &&
-                                   tables[at]->window.unwritten_before(next_step)))
+    while (at < tables.size() &&
+           !(tables[at]->window.opened() && tables[at]->window.unwritten_before(next_step)))
       ++at;
     if ((jobs || at < tables.size()) && !of_.flusher.write(UINT64_MAX) && !of_.workers.help(false))
       sleep_ns(kPauseNs);

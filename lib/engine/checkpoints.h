@@ -18,8 +18,8 @@ namespace frugal {
 void checkpoint_test_pause(uint64_t ns);
 
 struct CheckpointConfig {
-  uint64_t step = kNoStep;    // kNoStep: the last one that is committed; else a later one
-  const char* name = "";      // a checkpoint with a name is kept
+  uint64_t step = kNoStep;  // kNoStep: the last one that is committed; else a later one
+  const char* name = "";    // a checkpoint with a name is kept
 };
 
 struct CheckpointInfo {
@@ -51,7 +51,7 @@ class Checkpoints {
   // From now on the table's changes count. `kind`: of its optimizer. `unchanged`: it is as it was
   // created. `number`: the table's in the folder; 0: a new one.
   Status track(Table& table, int32_t kind, bool unchanged, uint64_t number = 0);
-  // The folder's checkpoints, as the newest manifests tell.
+  // The folder's checkpoints, of which a manifest can be read.
   const std::shared_ptr<Folder>& folder() const { return to_.folder; }
 
   // --- Any thread
@@ -93,7 +93,7 @@ class Checkpoints {
   std::atomic<uint64_t> next_table_{1};
   uint32_t keep_ = 0;
   Map<uint64_t, Kept> kept_;
-  bool all_known_ = true;  // each manifest of the folder is in kept_
+  bool all_known_ = true;                  // each manifest of the folder is in kept_
   std::atomic<uint64_t> wanted_{kNoStep};  // the step whose commit takes the snapshot
   std::atomic<bool> stopping_{false}, cancelled_{false};
 
@@ -102,9 +102,9 @@ class Checkpoints {
   State state_ GUARDED_BY(mu_) = State::kIdle;
   uint64_t sequence_ GUARDED_BY(mu_) = 0;  // of the present checkpoint, or the last one
   uint64_t next_sequence_ GUARDED_BY(mu_) = 1;
-  Manifest manifest_ GUARDED_BY(mu_);      // of the snapshot
+  Manifest manifest_ GUARDED_BY(mu_);  // of the snapshot
   Vector<TableRef> snapshot_ GUARDED_BY(mu_);
-  CallError result_ GUARDED_BY(mu_);       // of the last one
+  CallError result_ GUARDED_BY(mu_);  // of the last one
   CheckpointInfo last_ GUARDED_BY(mu_);
 };
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "engine/checkpoints.h"
 #include "engine/counters.h"
 #include "engine/declarations.h"
 #include "engine/flusher.h"
@@ -17,7 +18,6 @@
 #include "engine/ranks.h"
 #include "engine/step_records.h"
 #include "engine/tables.h"
-#include "engine/checkpoints.h"
 #include "engine/workers.h"
 
 namespace frugal {

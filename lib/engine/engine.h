@@ -396,8 +396,7 @@ class Engine final : public Session, private DataPath {
                     return resolve_one(step, true) || (need_links() && link_one(step));
                   },
                   [this](uint64_t step) REQUIRES(control) { return loading_until(step); },
-                  [this] { return load_one(); },
-                  [this] { return checkpoints_.within_budget(); }}};
+                  [this] { return load_one(); }, [this] { return checkpoints_.within_budget(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.has_device_work() || declarations_.downloading(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed

@@ -115,7 +115,7 @@ class Ranks {
     FRUGAL_ASSERT(counts_ == counted());
     committed_ = step;
   }
-  // The tables stand after this step, and no rank has begun one. Steps go on from there.
+  // The tables are as after this step, and no rank has begun one. Steps go on from there.
   void resume(uint64_t step) REQUIRES(control) {
     FRUGAL_ASSERT(next_commit() == kNoStep);
     first_step_ = begun_ = step + 1;

@@ -84,21 +84,21 @@ Status Loader::each_entry(ParameterFile& file, uint64_t from, uint64_t to, Of of
 
 Status Loader::erase(ParameterFile& file) {
   const ParameterFileInfo& info = file.info();
-  return each_entry(file, info.records, info.entries,
-                    [&](uint64_t, const ColumnEntry* entries, uint64_t n) -> Status {
-                      if (!table_.rows.any_key()) return damaged(file, "a deletion of a dense row");
-                      uint64_t keys[ColumnBlock::kEntries];
-                      uint32_t slots[ColumnBlock::kEntries];
-                      for (uint64_t i = 0; i < n; ++i) keys[i] = entries[i].key;
-                      FRUGAL_TRY(table_.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, slots,
-                                                     nullptr));
-                      FRUGAL_TRY(table_.rows.expect_deletions(n));
-                      size_t there = 0;
-                      for (uint64_t i = 0; i < n; ++i)
-                        if (slots[i] < kMissingSlot) slots[there++] = slots[i];
-                      table_.rows.uncreate(slots, there, true);
-                      return FRUGAL_OK;
-                    });
+  return each_entry(
+      file, info.records, info.entries,
+      [&](uint64_t, const ColumnEntry* entries, uint64_t n) -> Status {
+        if (!table_.rows.any_key()) return damaged(file, "a deletion of a dense row");
+        uint64_t keys[ColumnBlock::kEntries];
+        uint32_t slots[ColumnBlock::kEntries];
+        for (uint64_t i = 0; i < n; ++i) keys[i] = entries[i].key;
+        FRUGAL_TRY(table_.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, slots, nullptr));
+        FRUGAL_TRY(table_.rows.expect_deletions(n));
+        size_t there = 0;
+        for (uint64_t i = 0; i < n; ++i)
+          if (slots[i] < kMissingSlot) slots[there++] = slots[i];
+        table_.rows.uncreate(slots, there, true);
+        return FRUGAL_OK;
+      });
 }
 
 Status Loader::read(Opened& o) {
@@ -106,8 +106,8 @@ Status Loader::read(Opened& o) {
   const ParameterFileInfo& info = file.info();
   Rows& rows = table_.rows;
   const RowLayout& layout = rows.layout();
-  const auto most = static_cast<uint32_t>(std::clamp<size_t>(
-      kPieceBytes / file.format().record_bytes(), 1, ColumnBlock::kEntries));
+  const auto most = static_cast<uint32_t>(
+      std::clamp<size_t>(kPieceBytes / file.format().record_bytes(), 1, ColumnBlock::kEntries));
   Blocks records(file.records_room(0, most) + 2 * kFileBlock);
   return each_entry(
       file, 0, info.records, [&](uint64_t at, const ColumnEntry* entries, uint64_t n) -> Status {
@@ -128,7 +128,8 @@ Status Loader::read(Opened& o) {
             FRUGAL_TRY(file.verify_record(first + r, record, &keys[i]));
             const auto* values = reinterpret_cast<const float*>(record);
             device::store_elements(values, to.row(slots[i]), layout.dim);
-            if (layout.state_floats) layout.import_state(values + layout.dim, to.state_row(slots[i]));
+            if (layout.state_floats)
+              layout.import_state(values + layout.dim, to.state_row(slots[i]));
             if (own_)
               table_.tracked->files.set(slots[i], {o.number, first + r});
             else if (table_.tracked)
@@ -242,7 +243,8 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
       table->config.optimizer = t.config.optimizer;
       table->schedule.clear();
       table->schedule[0] = t.optimizer;
-      for (const LaterOptimizer& later : t.later) table->schedule[later.first_step] = later.optimizer;
+      for (const LaterOptimizer& later : t.later)
+        table->schedule[later.first_step] = later.optimizer;
     }
     table->has_state.store(t.has_state);
     FRUGAL_TRY(Loader(*folder, *table, t, own).load());

@@ -46,8 +46,8 @@ struct Table : AnyTable {
   const frugal_optimizer& optimizer_at(uint64_t step) const REQUIRES(control) {
     return std::prev(schedule.upper_bound(step))->second;
   }
-  uint32_t predict_pause = 0;           // steps that are not prepared ahead
-  std::shared_ptr<TableLedger> ledger;  // or null
+  uint32_t predict_pause = 0;             // steps that are not prepared ahead
+  std::shared_ptr<TableLedger> ledger;    // or null
   std::unique_ptr<TrackedTable> tracked;  // or null; changed between steps
   // Held while the table gets another kind of optimizer, and by a thread that describes the table
   // to another process.

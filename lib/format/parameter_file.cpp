@@ -4,15 +4,13 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
-#include <limits>
 
 #include "arith/optimizer.h"
 #include "base/assert.h"
+#include "format/names.h"
 
 namespace frugal {
 namespace {
-
-constexpr char kSuffix[] = ".rows";
 
 uint64_t down_to_block(uint64_t at) { return at / kFileBlock * kFileBlock; }
 uint64_t up_to_block(uint64_t at) { return down_to_block(at + kFileBlock - 1); }
@@ -49,22 +47,6 @@ uint64_t header_checksum(const ParameterFileHeader& header) {
                   ChecksumSeeds(ChecksumKind::kHeader, header.table, header.number).at(0));
 }
 
-String parameter_file_name(uint64_t number) { return text("%" PRIu64 "%s", number, kSuffix); }
-
-bool is_parameter_file_name(const char* name, uint64_t* number) {
-  uint64_t value = 0;
-  const char* at = name;
-  for (; *at >= '0' && *at <= '9'; ++at) {
-    const auto digit = static_cast<uint64_t>(*at - '0');
-    if (value > (std::numeric_limits<uint64_t>::max() - digit) / 10) return false;
-    value = 10 * value + digit;
-  }
-  const bool canonical = at > name && (*name != '0' || at == name + 1);
-  if (!canonical || std::strcmp(at, kSuffix)) return false;
-  *number = value;
-  return true;
-}
-
 // --- The reader ----------------------------------------------------------------------------------
 
 Status ParameterFile::damaged(uint64_t at, const String& what) const {
@@ -74,7 +56,7 @@ Status ParameterFile::damaged(uint64_t at, const String& what) const {
 
 Status ParameterFile::open(const Folder& folder, uint64_t number, bool direct, ParameterFile* out) {
   ParameterFile made;
-  const String name = parameter_file_name(number);
+  const String name = rows_name(number);
   FRUGAL_TRY(folder.open_file(name.c_str(), direct, &made.file_));
   if (made.file_.alignment() > kFileBlock)  // a part of the file begins at any block
     FRUGAL_TRY(folder.open_file(name.c_str(), false, &made.file_));

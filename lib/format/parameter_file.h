@@ -107,10 +107,6 @@ inline uint64_t column_bytes(uint64_t entries) {
   return (entries + ColumnBlock::kEntries - 1) / ColumnBlock::kEntries * kFileBlock;
 }
 
-// <number>.rows
-String parameter_file_name(uint64_t number);
-bool is_parameter_file_name(const char* name, uint64_t* number);
-
 // What a manifest says of a file. `checksum` is the header's. It suffices: the header says how
 // many records and blocks there are, and each has a checksum of its own, which names table, file
 // and place.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "format/names.h"
 #include "format/parameter_file.h"
 
 namespace frugal {
@@ -257,7 +258,7 @@ Status ParameterFileWriter::open(Folder* folder, uint64_t number, uint64_t table
   FRUGAL_ASSERT(!file_ && format.is_valid());
   queue_ = queue;
   buffers_ = buffers;
-  const String name = parameter_file_name(number);
+  const String name = rows_name(number);
   FRUGAL_TRY(create(folder, name.c_str(), direct));
   if (file_.alignment() > kFileBlock) {
     // A part of the file begins at any block.

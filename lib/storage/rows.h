@@ -190,8 +190,7 @@ bool Rows::watch_all(RowWatcher* watcher, Visit visit) {
     for (uint64_t i = 0; i < end; ++i)
       if (!slots_.flag_slabs().committed(i))
         i |= SlabArray::kSlab - 1;  // a flag is a byte: the next slab
-      else if (slots_.exists(static_cast<uint32_t>(i)) &&
-               !visit(static_cast<uint32_t>(i), 1, true))
+      else if (slots_.exists(static_cast<uint32_t>(i)) && !visit(static_cast<uint32_t>(i), 1, true))
         return false;
   }
   RowMemory::watch(watcher, nullptr);

@@ -20,9 +20,7 @@ namespace {
 using OneEngine = frugal_test::Engine;
 
 // The inside of an engine.
-Engine& in(const OneEngine& e) {
-  return *static_cast<Engine*>(object_of<Session>(e.handle).get());
-}
+Engine& in(const OneEngine& e) { return *static_cast<Engine*>(object_of<Session>(e.handle).get()); }
 
 // --- What a job does, by its seed: the same in each engine ---------------------------------------
 
@@ -96,38 +94,40 @@ struct Setting {
     cache = random.one_in(3) ? 0.3 : 0;
     pending_bytes = random.one_in(3) ? 20000 : uint64_t{1} << 30;
     declares = !random.one_in(4);
+    // Gradients do not depend on lookups, so the tables at the end do not depend on it.
+    constexpr uint64_t bounds[] = {0, 0, 2, FRUGAL_STALENESS_ASYNC};
+    staleness = bounds[random.below(4)];
   }
   uint32_t flush_threads, lookahead;
   int32_t flush_mode, backing;
   double cache;
-  uint64_t pending_bytes;
+  uint64_t pending_bytes, staleness;
   bool declares;
 };
 
 struct Life {  // of a job in an engine
   Life(const Job& job_in, const Setting& setting_in)
-      : job(job_in),
-        setting(setting_in),
-        engine(job.world_size, [&](frugal_config* c) {
+      : job(job_in), setting(setting_in), engine(job.world_size, [&](frugal_config* c) {
           c->seed = job.seed;
           c->flush_threads = setting.flush_threads;
           c->flush_mode = setting.flush_mode;
           c->lookahead = setting.lookahead;
           c->backing = setting.backing;
           c->pending_bytes = setting.pending_bytes;
+          c->staleness = setting.staleness;
         }) {}
 
   void make_tables() {
     for (const TableSpec& t : job.tables)
-      tables.push_back(engine.Table(t.name.c_str(), t.key_space, t.rows, t.dim,
-                                    [&](frugal_table_config* c) {
-                                      c->optimizer.kind = t.optimizer;
-                                      c->optimizer.lr = 0.05f;
-                                      c->init = FRUGAL_INIT_UNIFORM;
-                                      c->init_a = -1;
-                                      c->init_b = 1;
-                                      if (t.lazy) c->flags = FRUGAL_TABLE_LAZY;
-                                    }));
+      tables.push_back(
+          engine.Table(t.name.c_str(), t.key_space, t.rows, t.dim, [&](frugal_table_config* c) {
+            c->optimizer.kind = t.optimizer;
+            c->optimizer.lr = 0.05f;
+            c->init = FRUGAL_INIT_UNIFORM;
+            c->init_a = -1;
+            c->init_b = 1;
+            if (t.lazy) c->flags = FRUGAL_TABLE_LAZY;
+          }));
     for (TableSpec& t : job.tables) {
       frugal_table_info info{};
       info.struct_size = sizeof info;
@@ -146,7 +146,8 @@ struct Life {  // of a job in an engine
       const TableSpec& t = job.tables[i];
       if (random.one_in(4)) {
         std::vector<uint64_t> keys;
-        for (size_t k = 0; k < 1 + random.below(9); ++k) keys.push_back(key_of(t, random.below(t.universe)));
+        for (size_t k = 0; k < 1 + random.below(9); ++k)
+          keys.push_back(key_of(t, random.below(t.universe)));
         EXPECT_OK(frugal_delete(tables[i], keys.data(), keys.size(), nullptr));
       }
       if (random.one_in(4)) {
@@ -173,9 +174,12 @@ struct Life {  // of a job in an engine
     frugal_trainer* trainer = trainers[r];
     uint64_t declared = from;
     for (uint64_t s = from; s < to; ++s) {
-      meet.arrive_and_wait();
-      if (r == 0) between(s);
-      meet.arrive_and_wait();
+      // In between ranks run apart, if staleness lets them.
+      if (s == from || s % 4 == 0) {
+        meet.arrive_and_wait();
+        if (r == 0 && s % 4 == 0) between(s);
+        meet.arrive_and_wait();
+      }
       for (; setting.declares && declared < to && declared <= s + setting.lookahead; ++declared)
         for (size_t i = 0; i < tables.size(); ++i) {
           const Work w = work_of(job, declared, r, i);
@@ -224,8 +228,8 @@ struct Life {  // of a job in an engine
     keys.resize(n);
     const size_t floats = t.dim + t.state;
     std::vector<float> values(n * floats);
-    EXPECT_OK(frugal_get(tables[table], keys.data(), n, FRUGAL_WITH_STATE, values.data(), 0,
-                         nullptr));
+    EXPECT_OK(
+        frugal_get(tables[table], keys.data(), n, FRUGAL_WITH_STATE, values.data(), 0, nullptr));
     std::map<uint64_t, std::vector<uint32_t>> all;
     for (size_t i = 0; i < n; ++i) {
       std::vector<uint32_t>& row = all[keys[i]];
@@ -315,8 +319,7 @@ void one_seed(uint64_t seed, Totals* totals) {
         ASSERT_OK(s);
         CheckpointInfo info;
         Status waited;
-        do
-          waited = in(part.engine).checkpoints().wait(ticket, now_ns() + 1000000, &info);
+        do waited = in(part.engine).checkpoints().wait(ticket, now_ns() + 1000000, &info);
         while (waited == FRUGAL_ERR_TIMEOUT && !done.load());
         if (waited == FRUGAL_ERR_TIMEOUT) {
           // The step may never come.
@@ -354,15 +357,16 @@ TEST(Checkpoint, GoesOnAsIfNeverInterrupted) {
   Totals totals;
   const uint64_t rounds = test_rounds(12), first = test_seed();
   for (uint64_t i = 0; i < rounds && !HasFailure(); ++i) one_seed(first + i, &totals);
-  std::printf("%llu checkpoints, %llu restores; rows saved before a write %llu, in order %llu, "
-              "before a deletion %llu; written late %llu; awaited %llu\n",
-              static_cast<unsigned long long>(totals.checkpoints),
-              static_cast<unsigned long long>(totals.restores),
-              static_cast<unsigned long long>(totals.before_write),
-              static_cast<unsigned long long>(totals.in_order),
-              static_cast<unsigned long long>(totals.before_delete),
-              static_cast<unsigned long long>(totals.late),
-              static_cast<unsigned long long>(totals.awaited));
+  std::printf(
+      "%llu checkpoints, %llu restores; rows saved before a write %llu, in order %llu, "
+      "before a deletion %llu; written late %llu; awaited %llu\n",
+      static_cast<unsigned long long>(totals.checkpoints),
+      static_cast<unsigned long long>(totals.restores),
+      static_cast<unsigned long long>(totals.before_write),
+      static_cast<unsigned long long>(totals.in_order),
+      static_cast<unsigned long long>(totals.before_delete),
+      static_cast<unsigned long long>(totals.late),
+      static_cast<unsigned long long>(totals.awaited));
 }
 
 }  // namespace

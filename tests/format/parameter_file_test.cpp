@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "format/names.h"
 #include "storage/row_memory.h"
 #include "support/file_calls.h"
 #include "support/inside.h"
@@ -61,7 +62,7 @@ struct World {
     EXPECT_OK(queue.open(threads));
   }
   std::string path(uint64_t number) const {
-    return place / ("f/" + std::string(parameter_file_name(number).c_str()));
+    return place / ("f/" + std::string(rows_name(number).c_str()));
   }
   bool exists(uint64_t number) const { return access(path(number).c_str(), F_OK) == 0; }
   TemporaryFolder place;
@@ -142,26 +143,10 @@ Status read_file(World& world, const Spec& spec, const ParameterFileInfo& info, 
 
 // As the file layer has them on disk; holes of a file are zeros.
 std::string bytes_of(const World& world, uint64_t number) {
-  return world.place.Read("f/" + std::string(parameter_file_name(number).c_str()));
+  return world.place.Read("f/" + std::string(rows_name(number).c_str()));
 }
 void put_bytes(const World& world, uint64_t number, const std::string& bytes) {
-  world.place.Write("f/" + std::string(parameter_file_name(number).c_str()), bytes);
-}
-
-TEST(ParameterFileNames, AreNumbers) {
-  const uint64_t most = UINT64_MAX;
-  for (const uint64_t number : {uint64_t{0}, uint64_t{1}, uint64_t{42}, most / 10, most}) {
-    uint64_t found = ~number;
-    EXPECT_TRUE(is_parameter_file_name(parameter_file_name(number).c_str(), &found));
-    EXPECT_EQ(found, number);
-  }
-  EXPECT_EQ(parameter_file_name(42), "42.rows");
-  for (const char* name : {"", ".rows", "42", "42.row", "42.rowss", "42.rows.new", "042.rows",
-                           "00.rows", "-1.rows", "+1.rows", " 1.rows", "1a.rows", "a.rows",
-                           "18446744073709551616.rows", "99999999999999999999.rows", "lock"}) {
-    uint64_t found = 0;
-    EXPECT_FALSE(is_parameter_file_name(name, &found)) << name;
-  }
+  world.place.Write("f/" + std::string(rows_name(number).c_str()), bytes);
 }
 
 TEST(RowFormats, AreThoseOfRowsInMemory) {
