@@ -1,6 +1,7 @@
 #include "format/folder_check.h"
 
 #include <algorithm>
+#include <bit>
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
@@ -17,11 +18,9 @@ using Kind = FolderFinding::Kind;
 
 // The memory of a check. The rest of 64 MiB is for a manifest, names of files, code and stacks.
 constexpr size_t kPieceBytes = size_t{4} << 20;  // of each of the two pieces that are being read
-constexpr size_t kKeyWords = size_t{4} << 20;    // of the keys that were seen in newer files
-static_assert(2 * kPieceBytes + kKeyWords * sizeof(uint64_t) <= size_t{40} << 20);
+static_assert(2 * kPieceBytes + kFolderKeyBytes <= size_t{40} << 20);
 // Keys of a hashed table are counted in so many parts, each of which reads the columns anew.
 constexpr uint64_t kMostParts = 16;
-constexpr uint64_t kKeysOfPart = kKeyWords / 8 * 5;  // so the hash table is not full
 
 // --- Reading ahead -------------------------------------------------------------------------------
 
@@ -81,17 +80,19 @@ class Ahead {
 // A part of the keys of a table: for each, whether it was added. In memory of a fixed size.
 class SeenKeys {
  public:
+  explicit SeenKeys(size_t bytes) : most_words_(std::bit_floor(bytes / sizeof(uint64_t))) {}
   // `entries`: that add() may be called for. False: that is too many.
   bool open(bool dense, uint64_t rows, uint64_t entries) {
     dense_ = dense;
-    parts_ = dense ? (rows + kBits - 1) / kBits : (entries + kKeysOfPart - 1) / kKeysOfPart;
-    parts_ = std::max<uint64_t>(parts_, 1);
+    bits_ = most_words_ * 64;
+    const uint64_t most = dense ? bits_ : most_words_ / 8 * 5;  // a hash table is never full
+    parts_ = std::max<uint64_t>(((dense ? rows : entries) + most - 1) / most, 1);
     if (!dense && parts_ > kMostParts) return false;
     uint64_t words = 1;
     if (dense)
-      words = (std::min(rows, kBits) + 63) / 64;
+      words = (std::min(rows, bits_) + 63) / 64;
     else
-      while (words < kKeyWords && words < entries * 2) words *= 2;
+      while (words < most_words_ && words < entries * 2) words *= 2;
     if (words > words_.size()) {
       Vector<uint64_t>().swap(words_);  // before there is a larger one
       words_.resize(words);
@@ -108,19 +109,19 @@ class SeenKeys {
     added_ = 0;
   }
   bool in_part(uint64_t key) const {
-    if (dense_) return key / kBits == part_;
+    if (dense_) return key / bits_ == part_;
     return parts_ == 1 ||
            static_cast<uint64_t>(static_cast<unsigned __int128>(arith::mix(key)) * parts_ >> 64) ==
                part_;
   }
   // Of a key of the part.
   bool has(uint64_t key) const {
-    if (dense_) return words_[key % kBits / 64] >> key % 64 & 1;
+    if (dense_) return words_[key % bits_ / 64] >> key % 64 & 1;
     return key == 0 ? zero_ : words_[place_of(key)] == key;
   }
   void add(uint64_t key) {
     if (dense_) {
-      words_[key % kBits / 64] |= uint64_t{1} << key % 64;
+      words_[key % bits_ / 64] |= uint64_t{1} << key % 64;
       return;
     }
     if (key == 0) {
@@ -139,14 +140,14 @@ class SeenKeys {
   bool full() const { return full_; }
 
  private:
-  static constexpr uint64_t kBits = kKeyWords * 64;
   size_t place_of(uint64_t key) const {
     size_t at = arith::mix(key) & (used_ - 1);
     while (words_[at] != 0 && words_[at] != key) at = (at + 1) & (used_ - 1);
     return at;
   }
+  const uint64_t most_words_;  // a power of 2, at least 64
   bool dense_ = false, zero_ = false, full_ = false;
-  uint64_t parts_ = 1, part_ = 0, used_ = 0, added_ = 0;
+  uint64_t bits_ = 0, parts_ = 1, part_ = 0, used_ = 0, added_ = 0;
   Vector<uint64_t> words_;
 };
 
@@ -154,8 +155,9 @@ class SeenKeys {
 
 class FolderChecker : public HeapObject {
  public:
-  FolderChecker(const Folder& folder, FolderRead read, FolderReport* report, FolderCounts* counts)
-      : folder_(folder), read_(read), report_(report), counts_(counts) {}
+  FolderChecker(const Folder& folder, FolderRead read, FolderReport* report, FolderCounts* counts,
+                size_t key_bytes)
+      : folder_(folder), read_(read), report_(report), counts_(counts), seen_(key_bytes) {}
   Status run();
 
  private:
@@ -725,7 +727,8 @@ String FolderFinding::line() const {
 }
 
 Status check_folder(const char* path, FolderRead read, FolderReport* report,
-                    FolderCounts* counts) try {
+                    FolderCounts* counts, size_t key_bytes) try {
+  FRUGAL_ASSERT(key_bytes >= 512);
   *counts = {};
   if (!checksums_are_built())
     return fail(FRUGAL_ERR_UNSUPPORTED, "this build has no xxHash: no checkpoints");
@@ -733,7 +736,7 @@ Status check_folder(const char* path, FolderRead read, FolderReport* report,
   FRUGAL_TRY(Folder::open(path, Folder::Use::kRead, &folder));
   Vector<uint64_t> none;
   FRUGAL_TRY(list_manifests(*folder, &none));  // a build without Cap'n Proto fails here
-  const auto checker = std::make_unique<FolderChecker>(*folder, read, report, counts);
+  const auto checker = std::make_unique<FolderChecker>(*folder, read, report, counts, key_bytes);
   return checker->run();
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to check the folder");

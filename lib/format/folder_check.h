@@ -60,6 +60,11 @@ enum class FolderRead {
 //
 // Fails if the folder cannot be opened or listed, if there is no memory, and in a build without
 // Cap'n Proto or xxHash (UNSUPPORTED). What the report throws is passed on, but for bad_alloc.
-Status check_folder(const char* path, FolderRead read, FolderReport* report, FolderCounts* counts);
+//
+// `key_bytes`: the memory for keys while live records are counted. A hashed table with more keys is
+// counted in up to 16 parts, and if they do not suffice, a note says so.
+constexpr size_t kFolderKeyBytes = size_t{32} << 20;
+Status check_folder(const char* path, FolderRead read, FolderReport* report, FolderCounts* counts,
+                    size_t key_bytes = kFolderKeyBytes);
 
 }  // namespace frugal
