@@ -18,15 +18,14 @@ using Kind = FolderFinding::Kind;
 
 // The memory of a check. The rest of 64 MiB is for a manifest, names of files, code and stacks.
 constexpr size_t kPieceBytes = size_t{4} << 20;  // of each of the two pieces that are being read
-static_assert(2 * kPieceBytes + kFolderKeyBytes <= size_t{40} << 20);
+static_assert(2 * kPieceBytes + kFolderKeyBytes <= size_t{24} << 20);
 // Keys of a hashed table are counted in so many parts, each of which reads the columns anew.
 constexpr uint64_t kMostParts = 16;
 
 // --- Reading ahead -------------------------------------------------------------------------------
 
 struct Blocks {
-  explicit Blocks(size_t bytes)
-      : at(static_cast<char*>(heap_alloc_aligned(kFileBlock, bytes))) {
+  explicit Blocks(size_t bytes) : at(static_cast<char*>(heap_alloc_aligned(kFileBlock, bytes))) {
     if (!at) throw std::bad_alloc();
   }
   ~Blocks() { heap_free(at); }
@@ -199,7 +198,7 @@ class FolderChecker : public HeapObject {
   SeenKeys seen_;
   Blocks block_{kFileBlock};
   Map<uint64_t, Known> files_;
-  Map<uint64_t, uint64_t> counted_;  // by table: the lists of files whose counts were compared
+  Map<uint64_t, uint64_t> counted_;     // by table: the lists of files whose counts were compared
   Vector<uint64_t> manifests_, blobs_;  // sequence numbers, ascending
   bool all_read_ = true;                // all manifests
 };
@@ -248,6 +247,14 @@ Status FolderChecker::failed(Status status, FolderFinding f) {
     case FRUGAL_ERR_IO:
     case FRUGAL_ERR_NOT_FOUND:
       f.kind = Kind::kFault;
+      break;
+    case FRUGAL_ERR_TOO_NEW:  // manifests and parameter files have both fields at the same places
+      offset = offsetof(ParameterFileHeader, version);
+      f.kind = Kind::kUnread;
+      break;
+    case FRUGAL_ERR_UNSUPPORTED:
+      offset = offsetof(ParameterFileHeader, byte_order);
+      f.kind = Kind::kUnread;
       break;
     default:
       f.kind = Kind::kUnread;
@@ -325,8 +332,7 @@ uint64_t FolderChecker::manifest_fault_at(const String& name) {
   File file;
   uint64_t bytes = 0;
   ManifestEnvelope e;
-  if (folder_.open_file(name.c_str(), false, &file) != FRUGAL_OK ||
-      file.size(&bytes) != FRUGAL_OK)
+  if (folder_.open_file(name.c_str(), false, &file) != FRUGAL_OK || file.size(&bytes) != FRUGAL_OK)
     return 0;
   if (bytes < sizeof e) return bytes;
   if (file.read(0, &e, sizeof e) != FRUGAL_OK ||
@@ -357,8 +363,8 @@ Status FolderChecker::check_file(const Of& of, const ManifestFile& f) {
   const Status status = ParameterFile::open(folder_, f.info.number, true, &file);
   const bool first = !std::exchange(known.checked, true);
   if (status == FRUGAL_ERR_NOT_FOUND) {
-    tell(fault, {}, text("there is no such file, and checkpoint %" PRIu64 " lists it",
-                         of.m.sequence));
+    tell(fault, {},
+         text("there is no such file, and checkpoint %" PRIu64 " lists it", of.m.sequence));
     return FRUGAL_OK;
   }
   if (status != FRUGAL_OK) return first ? failed(status, fault) : FRUGAL_OK;
@@ -389,7 +395,7 @@ bool FolderChecker::as_listed(const Of& of, const ParameterFile& file, const Man
       {"its header's checksum is", is.checksum, wanted.checksum,
        offsetof(ParameterFileHeader, checksum)},
   };
-  const FolderFinding fault = finding(Kind::kFault, file.name(), &of.t);
+  const FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
   for (const auto& field : fields)
     if (field.is != field.wanted) {
       tell(fault, field.at, shown_bytes(field.what, field.is, field.wanted, of.m.sequence));
@@ -404,7 +410,7 @@ bool FolderChecker::as_listed(const Of& of, const ParameterFile& file, const Man
 
 // `what` is told of a record, with its key if the column's block can be read.
 void FolderChecker::wrong_record(const Of& of, ParameterFile& file, uint64_t index, String what) {
-  FolderFinding fault = finding(Kind::kFault, file.name(), &of.t);
+  FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
   auto* const block = reinterpret_cast<ColumnBlock*>(block_.at);
   const auto in = static_cast<uint32_t>(index / ColumnBlock::kEntries);
   if (file.read_column(in, 1, block) == FRUGAL_OK)
@@ -450,8 +456,8 @@ Status FolderChecker::check_column(const Of& of, ParameterFile& file, bool* soun
   *sound = true;
   const auto wrong = [&](uint64_t block, const char* what) {
     *sound = false;
-    tell(finding(Kind::kFault, file.name(), &of.t), column_at + block * kFileBlock,
-         text("block %" PRIu64 " of the column %s", block, what));
+    tell(finding(Kind::kFault, rows_name(file.info().number), &of.t),
+         column_at + block * kFileBlock, text("block %" PRIu64 " of the column %s", block, what));
   };
   const auto look_at = [&](uint64_t b, const ColumnBlock& block) {
     if (file.verify_block(static_cast<uint32_t>(b), block) != FRUGAL_OK)
@@ -464,42 +470,42 @@ Status FolderChecker::check_column(const Of& of, ParameterFile& file, bool* soun
         what = text("entry %" PRIu64 " is of checkpoint %" PRIu64 ", and the file of %" PRIu64,
                     index, e.sequence, info.sequence);
       else if (dense && e.key >= of.t.config.rows)
-        what = text("entry %" PRIu64 " has an id that is not below %" PRIu64, index,
-                    of.t.config.rows);
+        what =
+            text("entry %" PRIu64 " has an id that is not below %" PRIu64, index, of.t.config.rows);
       else if (dense && index >= info.records)
         what = text("entry %" PRIu64 " is a deletion, and rows of dense tables are not deleted",
                     index);
       else
         continue;
       *sound = false;
-      FolderFinding fault = finding(Kind::kFault, file.name(), &of.t);
+      FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
       fault.key = e.key;
       tell(std::move(fault), column_at + b * kFileBlock + i * sizeof(ColumnEntry), what);
     }
   };
-  ahead_.each(
-      (blocks + per_piece - 1) / per_piece,
-      [&](uint64_t i, char* to) {
-        const uint64_t n = std::min(per_piece, blocks - i * per_piece);
-        return file.column_request(static_cast<uint32_t>(i * per_piece), static_cast<uint32_t>(n),
-                                   reinterpret_cast<ColumnBlock*>(to));
-      },
-      [&](uint64_t i, char* at, Status piece) {
-        const uint64_t first = i * per_piece, end = std::min(first + per_piece, blocks);
-        for (uint64_t b = first; b < end; ++b) {
-          const char* block = at + (b - first) * kFileBlock;
-          if (piece != FRUGAL_OK) {
-            const IoRequest r = file.column_request(static_cast<uint32_t>(b), 1,
-                                                    reinterpret_cast<ColumnBlock*>(block_.at));
-            block = block_.at;
-            if (file.file()->read(r.at, r.bytes, r.size) != FRUGAL_OK) {
-              wrong(b, "cannot be read");
-              continue;
-            }
-          }
-          look_at(b, *reinterpret_cast<const ColumnBlock*>(block));
-        }
-      });
+  ahead_.each((blocks + per_piece - 1) / per_piece,
+              [&](uint64_t i, char* to) {
+                const uint64_t n = std::min(per_piece, blocks - i * per_piece);
+                return file.column_request(static_cast<uint32_t>(i * per_piece),
+                                           static_cast<uint32_t>(n),
+                                           reinterpret_cast<ColumnBlock*>(to));
+              },
+              [&](uint64_t i, char* at, Status piece) {
+                const uint64_t first = i * per_piece, end = std::min(first + per_piece, blocks);
+                for (uint64_t b = first; b < end; ++b) {
+                  const char* block = at + (b - first) * kFileBlock;
+                  if (piece != FRUGAL_OK) {
+                    const IoRequest r = file.column_request(
+                        static_cast<uint32_t>(b), 1, reinterpret_cast<ColumnBlock*>(block_.at));
+                    block = block_.at;
+                    if (file.file()->read(r.at, r.bytes, r.size) != FRUGAL_OK) {
+                      wrong(b, "cannot be read");
+                      continue;
+                    }
+                  }
+                  look_at(b, *reinterpret_cast<const ColumnBlock*>(block));
+                }
+              });
   return FRUGAL_OK;
 }
 
@@ -592,27 +598,27 @@ Status FolderChecker::each_entry(ParameterFile& file, uint64_t from, uint64_t to
   constexpr uint64_t kEntries = ColumnBlock::kEntries, kBlocks = kPieceBytes / kFileBlock;
   const uint64_t first = from / kEntries, end = (to + kEntries - 1) / kEntries;
   Status result = FRUGAL_OK;
-  ahead_.each(
-      (end - first + kBlocks - 1) / kBlocks,
-      [&](uint64_t i, char* at) {
-        const uint64_t b = first + i * kBlocks;
-        return file.column_request(static_cast<uint32_t>(b),
-                                   static_cast<uint32_t>(std::min(kBlocks, end - b)),
-                                   reinterpret_cast<ColumnBlock*>(at));
-      },
-      [&](uint64_t i, const char* at, Status status) {
-        if (result != FRUGAL_OK) return;
-        const auto* blocks = reinterpret_cast<const ColumnBlock*>(at);
-        result = status;
-        const uint64_t b = first + i * kBlocks;
-        for (uint64_t k = 0; result == FRUGAL_OK && k < std::min(kBlocks, end - b); ++k) {
-          result = file.verify_block(static_cast<uint32_t>(b + k), blocks[k]);
-          const uint64_t entry = (b + k) * kEntries;
-          const uint64_t begin = std::max(from, entry), stop = std::min(to, entry + kEntries);
-          for (uint64_t e = begin; result == FRUGAL_OK && e < stop; ++e)
-            look(blocks[k].entries[e - entry].key);
-        }
-      });
+  ahead_.each((end - first + kBlocks - 1) / kBlocks,
+              [&](uint64_t i, char* at) {
+                const uint64_t b = first + i * kBlocks;
+                return file.column_request(static_cast<uint32_t>(b),
+                                           static_cast<uint32_t>(std::min(kBlocks, end - b)),
+                                           reinterpret_cast<ColumnBlock*>(at));
+              },
+              [&](uint64_t i, const char* at, Status status) {
+                if (result != FRUGAL_OK) return;
+                const auto* blocks = reinterpret_cast<const ColumnBlock*>(at);
+                result = status;
+                const uint64_t b = first + i * kBlocks;
+                for (uint64_t k = 0; result == FRUGAL_OK && k < std::min(kBlocks, end - b); ++k) {
+                  result = file.verify_block(static_cast<uint32_t>(b + k), blocks[k]);
+                  const uint64_t entry = (b + k) * kEntries;
+                  const uint64_t begin = std::max(from, entry),
+                                 stop = std::min(to, entry + kEntries);
+                  for (uint64_t e = begin; result == FRUGAL_OK && e < stop; ++e)
+                    look(blocks[k].entries[e - entry].key);
+                }
+              });
   return result;
 }
 
@@ -641,22 +647,21 @@ Status FolderChecker::check_blobs(const Manifest& m) {
     if (b.at + b.bytes > bytes) continue;  // told already
     RunningChecksum sum(blob_seed(m.sequence, b.rank));
     bool all = true;
-    ahead_.each(
-        (b.bytes + kPieceBytes - 1) / kPieceBytes,
-        [&](uint64_t i, char* to) {
-          const uint64_t at = i * kPieceBytes;
-          return IoRequest{IoRequest::Kind::kRead, &file, b.at + at, to,
-                           std::min<uint64_t>(kPieceBytes, b.bytes - at)};
-        },
-        [&](uint64_t i, const char* at, Status read) {
-          const uint64_t from = i * kPieceBytes;
-          if (read == FRUGAL_OK) {
-            sum.add(at, std::min<uint64_t>(kPieceBytes, b.bytes - from));
-            return;
-          }
-          all = false;
-          tell(fault, b.at + from, text("the blob of rank %u cannot be read", b.rank));
-        });
+    ahead_.each((b.bytes + kPieceBytes - 1) / kPieceBytes,
+                [&](uint64_t i, char* to) {
+                  const uint64_t at = i * kPieceBytes;
+                  return IoRequest{IoRequest::Kind::kRead, &file, b.at + at, to,
+                                   std::min<uint64_t>(kPieceBytes, b.bytes - at)};
+                },
+                [&](uint64_t i, const char* at, Status read) {
+                  const uint64_t from = i * kPieceBytes;
+                  if (read == FRUGAL_OK) {
+                    sum.add(at, std::min<uint64_t>(kPieceBytes, b.bytes - from));
+                    return;
+                  }
+                  all = false;
+                  tell(fault, b.at + from, text("the blob of rank %u cannot be read", b.rank));
+                });
     if (all && sum.value() != b.checksum)
       tell(fault, b.at, text("the blob of rank %u has a wrong checksum", b.rank));
   }
@@ -726,8 +731,8 @@ String FolderFinding::line() const {
   return line + ": " + quoted(what).substr(1, quoted(what).size() - 2);
 }
 
-Status check_folder(const char* path, FolderRead read, FolderReport* report,
-                    FolderCounts* counts, size_t key_bytes) try {
+Status check_folder(const char* path, FolderRead read, FolderReport* report, FolderCounts* counts,
+                    size_t key_bytes) try {
   FRUGAL_ASSERT(key_bytes >= 512);
   *counts = {};
   if (!checksums_are_built())

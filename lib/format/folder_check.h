@@ -43,10 +43,10 @@ class FolderReport {
 };
 
 struct FolderCounts {
-  uint64_t checkpoints = 0;   // whose manifests were read
-  uint64_t files = 0;         // parameter files and blob files of these
-  uint64_t records = 0;       // that were checked
-  uint64_t bytes = 0;         // that these files and the manifests have
+  uint64_t checkpoints = 0;                    // whose manifests were read
+  uint64_t files = 0;                          // parameter files and blob files of these
+  uint64_t records = 0;                        // that were checked
+  uint64_t bytes = 0;                          // that these files and the manifests have
   uint64_t faults = 0, unread = 0, notes = 0;  // findings
 };
 
@@ -63,7 +63,7 @@ enum class FolderRead {
 //
 // `key_bytes`: the memory for keys while live records are counted. A hashed table with more keys is
 // counted in up to 16 parts, and if they do not suffice, a note says so.
-constexpr size_t kFolderKeyBytes = size_t{32} << 20;
+constexpr size_t kFolderKeyBytes = size_t{16} << 20;
 Status check_folder(const char* path, FolderRead read, FolderReport* report, FolderCounts* counts,
                     size_t key_bytes = kFolderKeyBytes);
 

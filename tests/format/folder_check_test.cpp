@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -78,9 +79,9 @@ struct World {
   uint64_t blobs(Manifest* m, const std::vector<std::string>& of_ranks) {
     std::string all = "a gap";
     for (uint32_t r = 0; r < of_ranks.size(); ++r) {
-      m->blobs.push_back({r, all.size(), of_ranks[r].size(),
-                          checksum(of_ranks[r].data(), of_ranks[r].size(),
-                                   blob_seed(m->sequence, r))});
+      m->blobs.push_back(
+          {r, all.size(), of_ranks[r].size(),
+           checksum(of_ranks[r].data(), of_ranks[r].size(), blob_seed(m->sequence, r))});
       all += of_ranks[r];
     }
     place.Write(blob_name(m->sequence).c_str(), all);
@@ -96,7 +97,12 @@ struct World {
     place.Write(name, bytes);
   }
   void flip(const std::string& name, size_t at) const {
-    change(name, [&](std::string* bytes) { (*bytes)[at] = static_cast<char>((*bytes)[at] ^ 0x10); });
+    const int fd = open((place / name).c_str(), O_RDWR);
+    char byte = 0;
+    EXPECT_EQ(pread(fd, &byte, 1, static_cast<off_t>(at)), 1);
+    byte = static_cast<char>(byte ^ 0x10);
+    EXPECT_EQ(pwrite(fd, &byte, 1, static_cast<off_t>(at)), 1);
+    close(fd);
   }
   TemporaryFolder place;
   std::shared_ptr<Folder> folder;
@@ -129,8 +135,7 @@ constexpr uint64_t kUsers = 3, kItems = 5;
 // and blobs.
 struct TwoCheckpoints : World {
   TwoCheckpoints() {
-    const ManifestTable users =
-        table(kUsers, "users", FRUGAL_HASHED, 5000, 4, FRUGAL_ADAGRAD);
+    const ManifestTable users = table(kUsers, "users", FRUGAL_HASHED, 5000, 4, FRUGAL_ADAGRAD);
     const ManifestTable items = table(kItems, "it\"e\nms", FRUGAL_DENSE, 150, 7, FRUGAL_SGD);
     const ManifestFile one = write({1, kUsers, 1, users.format, hashed(0, 600), {}});
     const ManifestFile two = write({2, kItems, 1, items.format, range(0, 100), {}});
@@ -153,8 +158,8 @@ struct TwoCheckpoints : World {
     second.tables = {users, items};
     // A row that is deleted and comes to be again has an entry of each kind.
     add(&second.tables[0], one, 495);
-    add(&second.tables[0],
-        write({3, kUsers, 2, users.format, hashed(100, 200), hashed(0, 5)}), 100);
+    add(&second.tables[0], write({3, kUsers, 2, users.format, hashed(100, 200), hashed(0, 5)}),
+        100);
     second.tables[0].files[1] = rewritten(users);
     add(&second.tables[1], two, 50);
     add(&second.tables[1], write({4, kItems, 2, items.format, range(50, 150), {}}), 100);
@@ -242,8 +247,8 @@ TEST(FolderCheck, FoldersThatCannotBeRead) {
 TEST(FolderCheck, EachByteOfARecordCounts) {
   TwoCheckpoints world;
   const size_t each = record_bytes(world.first.tables[0]);
-  for (const size_t record : {0u, 1u, 254u, 255u, 599u})
-    for (size_t at = 0; at < each; at += at < each - 9 ? 5 : 1) {
+  for (const size_t record : {0u, 254u, 255u, 599u})
+    for (size_t at = 0; at < each; at += 3) {
       const size_t offset = 4096 + record * each;
       world.flip("1.rows", offset + at);
       EXPECT_EQ(lines_of(world),
@@ -300,8 +305,8 @@ TEST(FolderCheck, Columns) {
                 " table=3 name=\"users\": record 300 has a wrong checksum, and so has the block of "
                 "the column with its key\n"
                 "fault file=1.rows offset=" +
-                std::to_string(4096 + 511 * each) + " table=3 name=\"users\" key=" +
-                std::to_string(hashed(511)) +
+                std::to_string(4096 + 511 * each) +
+                " table=3 name=\"users\" key=" + std::to_string(hashed(511)) +
                 ": record 511 has a wrong checksum\n"
                 "fault file=1.rows offset=" +
                 std::to_string(column + 4096) +
@@ -319,15 +324,16 @@ TEST(FolderCheck, EntriesThatNoWriterWrites) {
     return t.files[1].info.length - column_bytes(t.files[1].info.entries);
   };
   const RowFormat users = world.second.tables[0].format, items = world.second.tables[1].format;
-  size_t at = again({3, kUsers, 2, users, hashed(100, 200), hashed(0, 5),
-                     [](uint64_t i) { return i == 7 ? 1u : i == 102 ? 3u : 2u; }});
-  EXPECT_EQ(lines_of(world),
-            "fault file=3.rows offset=" + std::to_string(at + 7 * 16) +
-                " table=3 name=\"users\" key=" + std::to_string(hashed(107)) +
-                ": entry 7 is of checkpoint 1, and the file of 2\n"
-                "fault file=3.rows offset=" +
-                std::to_string(at + 102 * 16) + " table=3 name=\"users\" key=" +
-                std::to_string(hashed(2)) + ": entry 102 is of checkpoint 3, and the file of 2\n");
+  size_t at = again({3, kUsers, 2, users, hashed(100, 200), hashed(0, 5), [](uint64_t i) {
+                       return i == 7 ? 1u : i == 102 ? 3u : 2u;
+                     }});
+  EXPECT_EQ(lines_of(world), "fault file=3.rows offset=" + std::to_string(at + 7 * 16) +
+                                 " table=3 name=\"users\" key=" + std::to_string(hashed(107)) +
+                                 ": entry 7 is of checkpoint 1, and the file of 2\n"
+                                 "fault file=3.rows offset=" +
+                                 std::to_string(at + 102 * 16) +
+                                 " table=3 name=\"users\" key=" + std::to_string(hashed(2)) +
+                                 ": entry 102 is of checkpoint 3, and the file of 2\n");
   again({3, kUsers, 2, users, hashed(100, 200), hashed(0, 5)});
   EXPECT_EQ(lines_of(world), "");
   Keys ids = range(50, 150);
@@ -358,8 +364,8 @@ TEST(FolderCheck, Headers) {
             begin + "0" + of + "it is no parameter file, or one that was not completed\n");
   for (const size_t size : {size_t{0}, size_t{1}, size_t{4095}}) {
     world.place.Write("3.rows", whole.substr(0, size));
-    EXPECT_EQ(lines_of(world), begin + std::to_string(size) + of +
-                                   "it ends within its header, of 4096 bytes\n");
+    EXPECT_EQ(lines_of(world),
+              begin + std::to_string(size) + of + "it ends within its header, of 4096 bytes\n");
   }
   for (const size_t size : {size_t{4096}, whole.size() - 4096, whole.size() - 1}) {
     world.place.Write("3.rows", whole.substr(0, size));
@@ -454,8 +460,11 @@ TEST(FolderCheck, AnotherFileUnderTheName) {
   becomes(spec, "offset=4088" + of + "its header's checksum is ");
   spec.format = users;
   EXPECT_OK(world.folder->remove("3.rows"));
-  world.write(spec);  // another key
-  EXPECT_EQ(lines_of(world), "");  // the header has no checksum of keys
+  world.write(spec);
+  // The header has no checksum of the keys, of which one is another now.
+  EXPECT_EQ(lines_of(world),
+            "fault file=2.checkpoint offset=64 table=3 name=\"users\": 496 records of 1.rows are "
+            "live, and it says 495\n");
 }
 
 TEST(FolderCheck, ARowFormatThatIsNotTheTables) {
@@ -487,7 +496,8 @@ TEST(FolderCheck, MissingFiles) {
 
 TEST(FolderCheck, FilesOfNoCheckpointAreNoFaults) {
   const TwoCheckpoints world;
-  for (const char* name : {"9.rows", "1.blob", "3.checkpoint.new", "7.rows.new", "readme", "01.rows"})
+  for (const char* name :
+       {"9.rows", "1.blob", "3.checkpoint.new", "7.rows.new", "readme", "01.rows"})
     world.place.Write(name, "x");
   const std::string lines =
       "note file=01.rows: no engine gives a file this name: it is not part of any checkpoint\n"
@@ -506,7 +516,8 @@ TEST(FolderCheck, BlobsAreRead) {
   world.flip("2.blob", 2);  // between blobs
   EXPECT_EQ(lines_of(world), "");
   world.flip("2.blob", 9'000);
-  EXPECT_EQ(lines_of(world), "fault file=2.blob offset=5: the blob of rank 0 has a wrong checksum\n");
+  EXPECT_EQ(lines_of(world),
+            "fault file=2.blob offset=5: the blob of rank 0 has a wrong checksum\n");
   world.place.Write("2.blob", whole);
   world.flip("2.blob", 10'006);
   EXPECT_EQ(lines_of(world),
@@ -525,7 +536,8 @@ TEST(FolderCheck, BlobsAreRead) {
   world.remake(world.second);
   EXPECT_EQ(lines_of(world), "");
   world.flip("2.blob", 9'000'003);
-  EXPECT_EQ(lines_of(world), "fault file=2.blob offset=6: the blob of rank 1 has a wrong checksum\n");
+  EXPECT_EQ(lines_of(world),
+            "fault file=2.blob offset=6: the blob of rank 1 has a wrong checksum\n");
 }
 
 // --- Manifests -----------------------------------------------------------------------------------
@@ -606,12 +618,12 @@ TEST(FolderCheck, LiveRecordsAreCounted) {
   t = world.second.tables[0];
   t.files[0].live -= 1;
   t.files[1].live += 1;
-  world.second.tables[1].files[0].live += 5;
-  world.second.tables[1].live_rows += 5;
+  world.second.tables[1].files[0].live -= 5;
+  world.second.tables[1].live_rows -= 5;
   world.remake(world.second);
   EXPECT_EQ(lines_of(world),
             "fault file=2.checkpoint offset=64 table=5 name=\"it\\\"e\\x0ams\": 50 records of "
-            "2.rows are live, and it says 55\n");
+            "2.rows are live, and it says 45\n");
   // Where a column is damaged there is nothing to compare.
   world.flip("2.rows", world.second.tables[1].files[0].info.length - 1);
   EXPECT_EQ(checked(world).counts.faults, 1u);
@@ -620,7 +632,7 @@ TEST(FolderCheck, LiveRecordsAreCounted) {
 // Random files of a table, against a map of its newest entries. Little memory makes many parts.
 TEST(FolderCheck, LiveRecordsOfRandomFiles) {
   uint64_t parts = 0, notes = 0;
-  for (uint64_t seed = test_seed(), n = test_rounds(25); n > 0; --n, ++seed) {
+  for (uint64_t seed = test_seed(), n = test_rounds(6); n > 0; --n, ++seed) {
     SCOPED_TRACE("FRUGAL_TEST_SEED=" + std::to_string(seed));
     Random random(seed);
     World world;
@@ -701,7 +713,7 @@ TEST(FolderCheck, RandomDamages) {
   for (const std::string& name : world.place.Files())
     if (name != "lock") whole[name] = world.place.Read(name);
   uint64_t padding = 0;
-  for (uint64_t seed = test_seed(), n = test_rounds(150); n > 0; --n, ++seed) {
+  for (uint64_t seed = test_seed(), n = test_rounds(100); n > 0; --n, ++seed) {
     SCOPED_TRACE("FRUGAL_TEST_SEED=" + std::to_string(seed));
     Random random(seed);
     auto at = whole.begin();
@@ -751,8 +763,9 @@ TEST(FolderCheck, CallsThatFail) {
       failed = calls.failed();
       const bool seen = found.status != FRUGAL_OK || found.counts.faults + found.counts.unread > 0;
       // After one failure a piece is read again, and so nothing may be seen.
-      if (forever && failed) EXPECT_TRUE(seen) << n;
-      if (!failed) EXPECT_FALSE(seen) << n << found.lines;
+      if (!failed || forever) {
+        EXPECT_EQ(seen, failed > 0) << n << found.lines;
+      }
       found_some += seen;
     }
     if (!failed) break;
@@ -822,7 +835,7 @@ TEST(FolderCheck, WithoutMemory) {
       FolderCounts counts;
       const Status status =
           check_folder(world.place.path().c_str(), FolderRead::kAll, &found, &counts, 512);
-      if (status == FRUGAL_OK) EXPECT_EQ(found.lines, "");
+      EXPECT_EQ(found.lines, "");
       return status;
     });
   EXPECT_GT(without.rounds(), 10);
@@ -909,8 +922,9 @@ TEST(FolderCheck, BesideAWriter) {
         at = in_use ? std::next(at) : kept.erase(at);
       }
       for (uint64_t f = 1; f <= s; ++f)
-        if (std::none_of(kept.begin(), kept.end(), [&](const auto& k) { return k.second.count(f); }))
+        if (std::none_of(kept.begin(), kept.end(), [&](auto& k) { return k.second.count(f); })) {
           ASSERT_OK(world.folder->remove(rows_name(f).c_str()));
+        }
     }
     done = true;
   });
@@ -925,7 +939,8 @@ TEST(FolderCheck, BesideAWriter) {
   writer.join();
   std::printf("%llu checks of %llu checkpoints, %llu notes; in use %llu times\n",
               static_cast<unsigned long long>(checks), static_cast<unsigned long long>(checkpoints),
-              static_cast<unsigned long long>(notes), static_cast<unsigned long long>(in_use_times));
+              static_cast<unsigned long long>(notes),
+              static_cast<unsigned long long>(in_use_times));
 }
 
 // --- The program ---------------------------------------------------------------------------------
@@ -975,8 +990,7 @@ TEST_F(FsckProgram, ExitStatusesAndLines) {
   Ran ran = run({path});
   EXPECT_EQ(ran.status, 0);
   EXPECT_EQ(ran.err, "");
-  EXPECT_EQ(ran.out.substr(0, ran.out.find(" bytes")),
-            "sound: checkpoints=2 files=5 records=900");
+  EXPECT_EQ(ran.out.substr(0, ran.out.find(" bytes")), "sound: checkpoints=2 files=5 records=900");
   world.flip("1.rows", 4096);
   ran = run({path});
   EXPECT_EQ(ran.status, 1);
@@ -989,7 +1003,7 @@ TEST_F(FsckProgram, ExitStatusesAndLines) {
   world.change("3.rows", [](std::string* b) { seal_header(b, [](auto* h) { h->version = 2; }); });
   ran = run({path});
   EXPECT_EQ(ran.status, 2);
-  EXPECT_EQ(ran.out.substr(0, 20), "unread file=3.rows o");
+  EXPECT_EQ(ran.out.substr(0, 29), "unread file=3.rows offset=12 ");
   EXPECT_NE(ran.out.find("\nunknown: "), std::string::npos);
   for (const std::vector<std::string>& wrong :
        {std::vector<std::string>{}, {"--lists", path}, {path, path}, {""}, {"--list"}}) {
@@ -1012,14 +1026,62 @@ TEST_F(FsckProgram, Lists) {
   const Ran ran = run({"--list", world.place.path()});
   EXPECT_EQ(ran.status, 0);
   EXPECT_EQ(ran.err, "");
-  EXPECT_EQ(ran.out.substr(0, ran.out.rfind("listed: ")), R"(
-checkpoint=1 name="first" step=10 created=1970-01-01T00:00:00Z world_size=1 tables=2 files=2 blobs=0 blob_bytes=0 bytes=57344 live_bytes=38000 stale_bytes=0
-table=3 checkpoint=1 name="users" kind=hashed rows=5000 dim=4 optimizer=adagrad live_rows=600 files=1 bytes=45056 live_bytes=33600 stale_bytes=0
-file=1.rows checkpoint=1 table=3 of_checkpoint=1 records=600 deletions=0 live=600 bytes=45056 live_bytes=33600 stale_bytes=0
-table=5 checkpoint=1 name="it\"e\x0ams" kind=dense rows=150 dim=7 optimizer=sgd live_rows=100 files=1 bytes=12288 live_bytes=5600 stale_bytes=0
-file=2.rows checkpoint=1 table=5 of_checkpoint=1 records=100 deletions=0 live=100 bytes=12288 live_bytes=5600 stale_bytes=0
-checkpoint=2 name="" step=20 created=2001-09-09T01:46:40Z world_size=3 tables=2 files=4 blobs=3 blob_bytes=10007 bytes=86016 live_bytes=41720 stale_bytes=8776
-)" + 1);
+  EXPECT_EQ(
+      ran.out.substr(0, ran.out.rfind("listed: ")),
+      "checkpoint=1 name=\"first\" step=10 created=1970-01-01T00:00:00Z world_size=1 tables=2 "
+      "files=2 "
+      "blobs=0 blob_bytes=0 bytes=53248 live_bytes=39200 stale_bytes=0\n"
+      "table=3 checkpoint=1 name=\"users\" kind=hashed rows=5000 dim=4 optimizer=adagrad "
+      "live_rows=600 files=1 bytes=40960 live_bytes=33600 stale_bytes=0\n"
+      "file=1.rows checkpoint=1 table=3 of_checkpoint=1 records=600 deletions=0 live=600 "
+      "bytes=40960 live_bytes=33600 stale_bytes=0\n"
+      "table=5 checkpoint=1 name=\"it\\\"e\\x0ams\" kind=dense rows=150 dim=7 optimizer=sgd "
+      "live_rows=100 files=1 bytes=12288 live_bytes=5600 stale_bytes=0\n"
+      "file=2.rows checkpoint=1 table=5 of_checkpoint=1 records=100 deletions=0 live=100 "
+      "bytes=12288 live_bytes=5600 stale_bytes=0\n"
+      "checkpoint=2 name=\"\" step=20 created=2001-09-09T01:46:40Z world_size=3 tables=2 files=4 "
+      "blobs=3 blob_bytes=10007 bytes=77824 live_bytes=41720 stale_bytes=8776\n"
+      "table=3 checkpoint=2 name=\"users\" kind=hashed rows=5000 dim=4 optimizer=adagrad "
+      "live_rows=595 files=2 bytes=53248 live_bytes=33320 stale_bytes=5976\n"
+      "file=1.rows checkpoint=2 table=3 of_checkpoint=1 records=600 deletions=0 live=495 "
+      "bytes=40960 live_bytes=27720 stale_bytes=5880\n"
+      "file=3.rows checkpoint=2 table=3 of_checkpoint=2 records=100 deletions=6 live=100 "
+      "bytes=12288 live_bytes=5600 stale_bytes=96\n"
+      "table=5 checkpoint=2 name=\"it\\\"e\\x0ams\" kind=dense rows=150 dim=7 optimizer=sgd "
+      "live_rows=150 files=2 bytes=24576 live_bytes=8400 stale_bytes=2800\n"
+      "file=2.rows checkpoint=2 table=5 of_checkpoint=1 records=100 deletions=0 live=50 "
+      "bytes=12288 live_bytes=2800 stale_bytes=2800\n"
+      "file=4.rows checkpoint=2 table=5 of_checkpoint=2 records=100 deletions=0 live=100 "
+      "bytes=12288 live_bytes=5600 stale_bytes=0\n");
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr long kMostKib = LONG_MAX;
+#else
+constexpr long kMostKib = 64 * 1024;
+#endif
+
+// A manifest of 4 MiB, none of whose files is there.
+TEST_F(FsckProgram, TakesLittleMemoryForAManifest) {
+  constexpr uint64_t kFiles = 70'000;
+  World world;
+  Manifest m;
+  m.sequence = 1;
+  m.next_table = 2;
+  m.next_file = kFiles;
+  m.tables = {table(1, "t", FRUGAL_HASHED, kFiles, 1, FRUGAL_SGD)};
+  for (uint64_t i = 0; i < kFiles; ++i) {
+    ManifestFile f;
+    f.info = {i, 1, 1, 1, 1, 12288, i};
+    add(&m.tables[0], f, 1);
+  }
+  EXPECT_OK(write_manifest(*world.folder, m));
+  EXPECT_GT(world.place.Read("1.checkpoint").size(), size_t{7} << 19);
+  const Ran ran = run({world.place.path()});
+  EXPECT_EQ(ran.status, 1);
+  EXPECT_NE(ran.out.find(" faults=70000 "), std::string::npos);
+  std::printf("%ld KiB\n", ran.most_kib);
+  EXPECT_LE(ran.most_kib, kMostKib);
 }
 
 // The largest bitmap, and pieces of records and columns.
@@ -1032,18 +1094,15 @@ TEST_F(FsckProgram, TakesLittleMemory) {
   m.tables = {table(1, "dense", FRUGAL_DENSE, UINT32_MAX - 1, 256, FRUGAL_SGD),
               table(2, "hashed", FRUGAL_HASHED, 2'000'000, 1, FRUGAL_SGD)};
   add(&m.tables[0], world.write({1, 1, 1, m.tables[0].format, range(0, 20'000), {}}), 20'000);
-  add(&m.tables[0], world.write({2, 1, 2, m.tables[0].format, range(4'000'000'000, 4'000'001'000),
-                                 {}}),
-      1000);
+  add(&m.tables[0],
+      world.write({2, 1, 2, m.tables[0].format, range(4'000'000'000, 4'000'001'000), {}}), 1000);
   add(&m.tables[1], world.write({3, 2, 1, m.tables[1].format, hashed(0, 10), {}}), 10);
   add(&m.tables[1], world.write({4, 2, 2, m.tables[1].format, {}, hashed(10, 200'000)}), 0);
   EXPECT_OK(write_manifest(*world.folder, m));
   const Ran ran = run({world.place.path()});
   EXPECT_EQ(ran.status, 0) << ran.out;
   std::printf("%ld KiB\n", ran.most_kib);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LE(ran.most_kib, 64 * 1024);
-#endif
+  EXPECT_LE(ran.most_kib, kMostKib);
 }
 
 }  // namespace frugal::folder_check_test

@@ -82,8 +82,7 @@ class Lines : public frugal::FolderReport {
         all.add(t, f);
         ++files;
       }
-    std::printf("checkpoint=%" PRIu64 " name=%s step=", m.sequence,
-                frugal::quoted(m.name).c_str());
+    std::printf("checkpoint=%" PRIu64 " name=%s step=", m.sequence, frugal::quoted(m.name).c_str());
     if (m.step == frugal::kNoStepYet)
       std::printf("none");
     else
@@ -109,9 +108,8 @@ class Lines : public frugal::FolderReport {
   void table(const Manifest& m, const ManifestTable& t) {
     Bytes all;
     for (const ManifestFile& f : t.files) all.add(t, f);
-    std::printf("table=%" PRIu64 " checkpoint=%" PRIu64
-                " name=%s kind=%s rows=%" PRIu64 " dim=%u optimizer=%s live_rows=%" PRIu64
-                " files=%zu",
+    std::printf("table=%" PRIu64 " checkpoint=%" PRIu64 " name=%s kind=%s rows=%" PRIu64
+                " dim=%u optimizer=%s live_rows=%" PRIu64 " files=%zu",
                 t.number, m.sequence, frugal::quoted(t.name).c_str(),
                 t.config.key_space == FRUGAL_DENSE ? "dense" : "hashed", t.config.rows,
                 t.config.dim, optimizer_name(t.optimizer.kind), t.live_rows, t.files.size());
@@ -150,7 +148,9 @@ int check(const char* path, bool list) {
   const bool sound = counts.faults == 0 && counts.unread == 0;
   std::printf("%s: checkpoints=%" PRIu64 " files=%" PRIu64 " records=%" PRIu64 " bytes=%" PRIu64
               " faults=%" PRIu64 " unread=%" PRIu64 " notes=%" PRIu64 "\n",
-              !sound ? counts.faults ? "damaged" : "unknown" : list ? "listed" : "sound",
+              !sound ? counts.faults ? "damaged" : "unknown"
+              : list ? "listed"
+                     : "sound",
               counts.checkpoints, counts.files, counts.records, counts.bytes, counts.faults,
               counts.unread, counts.notes);
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
