@@ -33,7 +33,7 @@ struct Blocks {
   char* const at;
 };
 
-// Two pieces of memory: one is read into while what the other one has is looked at.
+// Two pieces of memory: one is read into while the bytes of the other one are checked.
 class Ahead {
  public:
   Status open() { return queue_.open(2); }
@@ -116,7 +116,7 @@ class SeenKeys {
   // Of a key of the part.
   bool has(uint64_t key) const {
     if (dense_) return words_[key % bits_ / 64] >> key % 64 & 1;
-    return key == 0 ? zero_ : words_[place_of(key)] == key;
+    return key == 0 ? zero_ : words_[word_of(key)] == key;
   }
   void add(uint64_t key) {
     if (dense_) {
@@ -127,7 +127,7 @@ class SeenKeys {
       zero_ = true;
       return;
     }
-    uint64_t& word = words_[place_of(key)];
+    uint64_t& word = words_[word_of(key)];
     if (word == key) return;
     if (added_ + 1 == used_) {  // keys that a writer did not draw by chance
       full_ = true;
@@ -139,7 +139,7 @@ class SeenKeys {
   bool full() const { return full_; }
 
  private:
-  size_t place_of(uint64_t key) const {
+  size_t word_of(uint64_t key) const {
     size_t at = arith::mix(key) & (used_ - 1);
     while (words_[at] != 0 && words_[at] != key) at = (at + 1) & (used_ - 1);
     return at;
@@ -408,7 +408,7 @@ bool FolderChecker::as_listed(const Of& of, const ParameterFile& file, const Man
   return false;
 }
 
-// `what` is told of a record, with its key if the column's block can be read.
+// Reports `what` of a record, with its key if the column's block can be read.
 void FolderChecker::wrong_record(const Of& of, ParameterFile& file, uint64_t index, String what) {
   FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
   auto* const block = reinterpret_cast<ColumnBlock*>(block_.at);
@@ -423,7 +423,7 @@ void FolderChecker::wrong_record(const Of& of, ParameterFile& file, uint64_t ind
 
 Status FolderChecker::check_records(const Of& of, ParameterFile& file) {
   const uint64_t records = file.info().records, bytes = file.format().record_bytes();
-  // A manifest's tables have rows of at most some 65,536 elements and their state.
+  // A manifest's tables have rows of at most 65,536 elements, and a few columns of state.
   FRUGAL_ASSERT(bytes + 2 * kFileBlock <= kPieceBytes);
   const uint64_t per_piece = (kPieceBytes - 2 * kFileBlock) / bytes;
   const auto first_of = [&](uint64_t i) { return static_cast<uint32_t>(i * per_piece); };

@@ -1,7 +1,7 @@
-// Checks a folder of checkpoints, beside its writer: it takes no lock of the folder, and writes
-// nothing (docs/checkpoints.md, "Checking a folder").
+// Checks a folder of checkpoints while its writer may go on. A check takes no lock of the folder,
+// and writes nothing (docs/checkpoints.md, "Checking a folder").
 //
-// A check takes at most 64 MiB of memory. Beyond 100,000 files each takes 150 bytes more, and a
+// A check takes at most 64 MiB of memory. Beyond 70,000 files each takes 200 bytes more, and a
 // manifest of more than 4 MiB takes three times what it has more.
 #pragma once
 #include <cstdint>

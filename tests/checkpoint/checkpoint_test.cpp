@@ -272,7 +272,7 @@ void compare(const Life& a, const Life& b) {
   }
 }
 
-// What the engine has written, beside it.
+// What the engine has written is sound. The engine is still open.
 void check_files(const std::string& path) {
   struct : FolderReport {
     void found(const FolderFinding& f) override {

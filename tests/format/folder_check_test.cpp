@@ -1,5 +1,5 @@
 // Checks of folders: a sound folder has no fault, each kind of damage is found and named, and the
-// folder's writer goes on beside the check.
+// folder's writer goes on meanwhile.
 #include "format/folder_check.h"
 
 #include <fcntl.h>
@@ -597,6 +597,31 @@ TEST(FolderCheck, AFileThatIsNewerThanItsCheckpoint) {
       << lines;
 }
 
+TEST(FolderCheck, ManifestsThatDisagreeOnAFile) {
+  TwoCheckpoints world;
+  const auto lists = [](uint64_t is, uint64_t sequence) {
+    return "fault file=1.rows offset=4088 table=3 name=\"users\": its header's checksum is " +
+           std::to_string(is) + ", and checkpoint " + std::to_string(sequence) + " lists " +
+           std::to_string(is + 1) + "\n";
+  };
+  const uint64_t is = world.first.tables[0].files[0].info.checksum;
+  // The file is checked for the other checkpoint all the same.
+  world.flip("1.rows", 4096);
+  const std::string record =
+      "fault file=1.rows offset=4096 table=3 name=\"users\" key=0: record 0 has a wrong checksum\n";
+  ++world.first.tables[0].files[0].info.checksum;
+  world.remake(world.first);
+  EXPECT_EQ(lines_of(world), lists(is, 1) + record);
+  --world.first.tables[0].files[0].info.checksum;
+  world.remake(world.first);
+  ++world.second.tables[0].files[0].info.checksum;
+  world.remake(world.second);
+  EXPECT_EQ(lines_of(world), record + lists(is, 2));
+  ++world.first.tables[0].files[0].info.checksum;
+  world.remake(world.first);
+  EXPECT_EQ(lines_of(world), lists(is, 1));  // once
+}
+
 // --- Counts of live records ----------------------------------------------------------------------
 
 TEST(FolderCheck, LiveRecordsAreCounted) {
@@ -841,7 +866,7 @@ TEST(FolderCheck, WithoutMemory) {
   EXPECT_GT(without.rounds(), 10);
 }
 
-// --- Beside a writer -----------------------------------------------------------------------------
+// --- With a writer -------------------------------------------------------------------------------
 
 class NothingIsWritten : public FileCalls {
  public:

@@ -1,7 +1,7 @@
 // frugal-fsck FOLDER: reads all checkpoints of a folder, and names each fault
 // (docs/checkpoints.md, "Checking a folder").
 //
-// It writes nothing and takes no lock of the folder, so the folder's writer goes on beside it.
+// It writes nothing and takes no lock of the folder, so the folder's writer goes on meanwhile.
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
