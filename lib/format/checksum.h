@@ -13,7 +13,7 @@ bool checksums_are_built();
 uint64_t checksum(const void* bytes, size_t size, uint64_t seed) noexcept;
 
 // What has a checksum. The numbers are part of the formats.
-enum class ChecksumKind : uint64_t { kHeader = 1, kRecord = 2, kColumn = 3 };
+enum class ChecksumKind : uint64_t { kHeader = 1, kRecord = 2, kColumn = 3, kBlob = 4 };
 
 // The seed of a checksum: unlike for each place of a file, for each file, and for each kind of
 // bytes. So bytes that were moved there from elsewhere are found.
@@ -26,6 +26,17 @@ class ChecksumSeeds {
 
  private:
   uint64_t mixed_ = 0;
+};
+
+// checksum() of bytes that come in pieces.
+class RunningChecksum {
+ public:
+  explicit RunningChecksum(uint64_t seed);
+  void add(const void* bytes, size_t size) noexcept;
+  uint64_t value() const noexcept;
+
+ private:
+  alignas(64) char state_[640];
 };
 
 }  // namespace frugal

@@ -54,8 +54,11 @@ struct ManifestBlob {
   uint32_t rank = 0;
   uint64_t at = 0;  // its place in the blob file
   uint64_t bytes = 0;
-  uint64_t checksum = 0;  // of the bytes
+  uint64_t checksum = 0;  // of the bytes, with blob_seed()
 };
+inline uint64_t blob_seed(uint64_t sequence, uint32_t rank) {
+  return ChecksumSeeds(ChecksumKind::kBlob, 0, sequence).at(rank);
+}
 
 struct Manifest {
   uint64_t sequence = 0;  // from 1

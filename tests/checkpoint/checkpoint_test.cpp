@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "format/folder_check.h"
 #include "support/engine.h"
 #include "support/inside.h"
 #include "support/temporary_folder.h"
@@ -275,6 +276,19 @@ void compare(const Life& a, const Life& b) {
   }
 }
 
+// What the engine has written is sound. The engine is still open.
+void check_files(const std::string& path) {
+  struct : FolderReport {
+    void found(const FolderFinding& f) override {
+      if (f.kind != FolderFinding::Kind::kNote) lines += (f.line() + "\n").c_str();
+    }
+    std::string lines;
+  } report;
+  FolderCounts counts;
+  EXPECT_OK(check_folder(path.c_str(), FolderRead::kAll, &report, &counts));
+  EXPECT_EQ(report.lines, "");
+}
+
 void one_seed(uint64_t seed, Totals* totals) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   checkpoint_test_pause(seed % 3 * 100000);
@@ -337,6 +351,7 @@ void one_seed(uint64_t seed, Totals* totals) {
     done.store(true);
     asks.join();
     totals->add(in(part.engine), job.tables.size());
+    check_files(path);
     if (last) {
       compare(whole, part);
       break;

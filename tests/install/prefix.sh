@@ -43,6 +43,7 @@ export PKG_CONFIG_PATH="$libdir/pkgconfig"
 # frugal-top finds the library of its own prefix.
 [ "$("$prefix/bin/frugal-top" 2>&1 | head -n 1 | cut -d ' ' -f 1)" = frugal-top ] ||
   fail "frugal-top does not start"
+"$prefix/bin/frugal-fsck" --help > /dev/null || fail "frugal-fsck does not start"
 
 # pkg-config.
 cd "$work/outside"
