@@ -216,7 +216,11 @@ bool RowTracker::save_some() noexcept {
   return false;
 }
 
-void RowTracker::stop_saving() noexcept { publish(0, epoch_.load()->changed, false); }
+// A thread may have taken rows that it has not copied yet: such threads are awaited.
+void RowTracker::stop_saving() noexcept {
+  publish(0, epoch_.load()->changed, false);
+  await_users(epoch_.load());
+}
 
 void RowTracker::end(bool kept) noexcept {
   const uint32_t now = epoch_.load()->changed;

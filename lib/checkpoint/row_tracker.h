@@ -48,9 +48,9 @@ class RowTracker final : public HeapObject, public RowWatcher {
   // later one is. Changed rows are to be saved from now on.
   void begin(uint64_t next_step) noexcept;
   // Saves some rows. Requires that all updates of steps before `next_step` are written. False:
-  // all rows are saved. One thread calls it.
+  // all rows are taken. One thread calls it.
   bool save_some() noexcept;
-  // All rows are saved: writers need not look any more.
+  // All rows are taken. Returns when all are saved; writers need not look any more.
   void stop_saving() noexcept;
   // Ends a snapshot. `kept`: all rows are saved, in a checkpoint that counts. Otherwise they are
   // changed again.
