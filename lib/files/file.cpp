@@ -160,7 +160,8 @@ Status Folder::open_with(const char* name, int flags, bool direct, const char* w
   if (direct) made.fd_ = open_at(fd_, name, flags | O_DIRECT, 0600);
   if (made.fd_ < 0 && (!direct || errno == EINVAL || errno == EOPNOTSUPP)) {
     // The file system has no O_DIRECT. It may have created the file all the same.
-    if (direct && (flags & O_EXCL)) file_calls().unlink(fd_, name);
+    if (direct && (flags & O_EXCL))
+      retry_interrupted([&] { return file_calls().unlink(fd_, name); });
     direct = false;
     made.fd_ = open_at(fd_, name, flags, 0600);
   }

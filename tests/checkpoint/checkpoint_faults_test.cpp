@@ -9,7 +9,7 @@
 #include "support/checkpoint_job.h"
 #include "support/file_calls.h"
 
-namespace frugal_test {
+namespace frugal_test::jobs {
 namespace {
 
 using frugal::CheckpointInfo;
@@ -156,7 +156,6 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
 TEST(CheckpointFaults, EachCallOnFilesFails) {
   Seen seen;
   const uint64_t every = frugal::test_rounds(1);
-  frugal::Random random(frugal::test_seed());
   for (const Fault fault : {Fault{EIO, false, 0}, Fault{ENOSPC, false, 1}, Fault{EIO, true, 1},
                             Fault{ENOSPC, true, 0}}) {
     bool more = true;
@@ -349,4 +348,4 @@ TEST(CheckpointFaults, EachAllocationOfACheckpointFails) {
 }
 
 }  // namespace
-}  // namespace frugal_test
+}  // namespace frugal_test::jobs

@@ -15,7 +15,9 @@
 #include "support/inside.h"
 #include "support/temporary_folder.h"
 
-namespace frugal_test {
+namespace frugal_test::jobs {
+
+using frugal::LastMessage;  // of the inside of an engine
 
 // A hashed table, some of whose rows are deleted and come again, and a dense one. Steps are counted
 // from 1.
@@ -187,4 +189,4 @@ inline size_t open_descriptors() {
   return n;
 }
 
-}  // namespace frugal_test
+}  // namespace frugal_test::jobs
