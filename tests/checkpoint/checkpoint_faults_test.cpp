@@ -247,6 +247,58 @@ TEST(CheckpointFaults, EachCallOfARestoreFails) {
     }
 }
 
+// Likewise while a folder is opened again, restored, and written: each call can be made again.
+TEST(CheckpointFaults, EachCallOfASecondLifeFails) {
+  int64_t n = 0;
+  uint64_t poisoned = 0;
+  for (bool more = true; more && !HasFailure();) {
+    SCOPED_TRACE("call " + std::to_string(++n));
+    TemporaryFolder folder("/dev/shm");
+    CheckpointInfo info;
+    {
+      CheckpointJob job;
+      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 3));
+      job.start();
+      for (uint64_t s = 1; s <= 6; ++s) {
+        job.step(s);
+        ASSERT_OK(job.checkpoint(&info));
+      }
+    }
+    // What a process that died has left.
+    folder.Write("100.rows", "half a file");
+    folder.Write("7.checkpoint.new", "half a manifest");
+    {
+      TestFileCalls calls;
+      CheckpointJob job;
+      calls.fail(n, EIO);
+      for (int i = 0; job.inside().open_folder(folder.path().c_str(), 1) != FRUGAL_OK; ++i)
+        ASSERT_LT(i, 1) << LastMessage();
+      for (int i = 0; job.inside().restore(nullptr, 0, &info) != FRUGAL_OK; ++i)
+        ASSERT_LT(i, 1) << LastMessage();
+      ASSERT_EQ(info.step, 6u);
+      frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+      config.name = "more";
+      config.rows = 10;
+      config.dim = 1;
+      frugal_table* table = nullptr;
+      ASSERT_OK(frugal_table_create(job.engine(), &config, &table));
+      job.start();
+      for (uint64_t s = 7; s <= 9; ++s) {
+        job.step(s);
+        if (job.checkpoint(&info) == FRUGAL_OK) continue;
+        ASSERT_NE(LastMessage().find(folder.path()), std::string::npos) << LastMessage();
+        if (job.checkpoints().folder()->may_write()) break;
+        ASSERT_OK(job.checkpoint(&info));
+      }
+      more = calls.failed() > 0;
+      poisoned += job.checkpoints().folder()->may_write() != FRUGAL_OK;
+    }
+    restore_newest(folder.path(), info);
+  }
+  std::printf("%lld calls, %llu folders were written no more\n", static_cast<long long>(n),
+              static_cast<unsigned long long>(poisoned));
+}
+
 // Likewise the n-th allocation.
 TEST(CheckpointFaults, EachAllocationOfARestoreFails) {
   TemporaryFolder folder("/dev/shm");

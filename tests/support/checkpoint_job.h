@@ -36,6 +36,7 @@ class CheckpointJob {
     return *static_cast<frugal::Engine*>(
         frugal::object_of<frugal::Session>(engine_.handle).get());
   }
+  frugal_engine* engine() const { return engine_; }
   frugal::Checkpoints& checkpoints() const { return inside().checkpoints(); }
 
   // Creates its tables, or takes those that were restored.
