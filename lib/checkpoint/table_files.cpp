@@ -326,7 +326,8 @@ void TableFiles::clean() noexcept {
       Lock lock(mu_);
       for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s) {
         if (!directory_.committed(s)) continue;
-        if (files_[directory_.at(s).file].cleaning) tracker_->mark_changed(static_cast<uint32_t>(s));
+        if (files_[directory_.at(s).file].cleaning)
+          tracker_->mark_changed(static_cast<uint32_t>(s));
       }
     });
 }

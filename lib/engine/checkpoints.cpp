@@ -116,7 +116,9 @@ Status Checkpoints::look_at_folder() {
   for (const uint64_t s : sequences) {
     Manifest m;
     File held;
-    if (read_manifest(folder, s, &m, &held) != FRUGAL_OK) {
+    const Status status = read_manifest(folder, s, &m, &held);
+    if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
+    if (status != FRUGAL_OK) {
       all_known_ = false;  // no file is removed that it may need
       continue;
     }
@@ -175,6 +177,10 @@ Status Checkpoints::track(Table& table, int32_t kind, bool unchanged, uint64_t n
   auto tracked = std::make_unique<TrackedTable>();
   MemoryBudget* budget = &of_.memory.budget;
   if (!number) number = next_table_.fetch_add(1);
+  // open() may have failed to read the manifest that the number is from.
+  for (uint64_t next = next_table_.load();
+       next <= number && !next_table_.compare_exchange_weak(next, number + 1);) {
+  }
   FRUGAL_TRY(tracked->files.open(table.rows, tracked->tracker, number, kind, &to_, budget));
   FRUGAL_TRY(tracked->tracker.open(table.rows, &tracked->files, budget, unchanged));
   table.tracked = std::move(tracked);

@@ -112,13 +112,12 @@ TEST(CheckpointCrashes, PowerCuts) {
         }
     }
   }
-  std::printf("%llu power cuts: nothing was there after %llu, the last acknowledged checkpoint "
-              "after %llu, a later one after %llu; %llu went on\n",
-              static_cast<unsigned long long>(counts.cuts),
-              static_cast<unsigned long long>(counts.nothing),
-              static_cast<unsigned long long>(counts.newest),
-              static_cast<unsigned long long>(counts.later),
-              static_cast<unsigned long long>(counts.went_on));
+  std::printf(
+      "%llu power cuts: nothing was there after %llu, the last acknowledged checkpoint "
+      "after %llu, a later one after %llu; %llu went on\n",
+      static_cast<unsigned long long>(counts.cuts), static_cast<unsigned long long>(counts.nothing),
+      static_cast<unsigned long long>(counts.newest), static_cast<unsigned long long>(counts.later),
+      static_cast<unsigned long long>(counts.went_on));
 }
 
 // --- Kills ---------------------------------------------------------------------------------------
@@ -234,13 +233,12 @@ TEST(CheckpointCrashes, Kills) {
     ASSERT_EQ(files_in(path), files_that_belong(path));
     acknowledged = steps;
   }
-  std::printf("%llu kills, %llu checkpoints acknowledged, %llu steps; %llu times the last "
-              "acknowledged checkpoint was there, %llu times a later one; stray files %llu times\n",
-              static_cast<unsigned long long>(rounds),
-              static_cast<unsigned long long>(acknowledgements),
-              static_cast<unsigned long long>(acknowledged),
-              static_cast<unsigned long long>(newest), static_cast<unsigned long long>(later),
-              static_cast<unsigned long long>(strays));
+  std::printf(
+      "%llu kills, %llu checkpoints acknowledged, %llu steps; %llu times the last "
+      "acknowledged checkpoint was there, %llu times a later one; stray files %llu times\n",
+      static_cast<unsigned long long>(rounds), static_cast<unsigned long long>(acknowledgements),
+      static_cast<unsigned long long>(acknowledged), static_cast<unsigned long long>(newest),
+      static_cast<unsigned long long>(later), static_cast<unsigned long long>(strays));
 }
 
 }  // namespace

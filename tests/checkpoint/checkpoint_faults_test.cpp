@@ -101,8 +101,7 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
       }
       uint64_t sequence = 0;
       CheckpointInfo info;
-      int32_t status =
-          opened ? job.checkpoints().request({}, &sequence) : int32_t{FRUGAL_ERR_IO};
+      int32_t status = opened ? job.checkpoints().request({}, &sequence) : int32_t{FRUGAL_ERR_IO};
       const bool requested = status == FRUGAL_OK;
       if (opened && !requested) check(status);
       const uint64_t at = s;
@@ -164,13 +163,13 @@ TEST(CheckpointFaults, EachCallOnFilesFails) {
     }
   }
   (void)every;
-  std::printf("%llu runs, %llu calls failed; %llu checkpoints failed, %llu openings; %llu folders "
-              "were written no more\n",
-              static_cast<unsigned long long>(seen.runs),
-              static_cast<unsigned long long>(seen.failures),
-              static_cast<unsigned long long>(seen.failed_checkpoints),
-              static_cast<unsigned long long>(seen.failed_opens),
-              static_cast<unsigned long long>(seen.poisoned));
+  std::printf(
+      "%llu runs, %llu calls failed; %llu checkpoints failed, %llu openings; %llu folders "
+      "were written no more\n",
+      static_cast<unsigned long long>(seen.runs), static_cast<unsigned long long>(seen.failures),
+      static_cast<unsigned long long>(seen.failed_checkpoints),
+      static_cast<unsigned long long>(seen.failed_opens),
+      static_cast<unsigned long long>(seen.poisoned));
 }
 
 // Interrupted calls and short counts are gone on with.
@@ -257,7 +256,7 @@ TEST(CheckpointFaults, EachCallOfASecondLifeFails) {
     CheckpointInfo info;
     {
       CheckpointJob job;
-      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 3));
+      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 1));
       job.start();
       for (uint64_t s = 1; s <= 6; ++s) {
         job.step(s);
@@ -396,6 +395,48 @@ TEST(CheckpointFaults, EachAllocationOfACheckpointFails) {
     }
     std::printf("%lld allocations, %lld checkpoints failed\n", static_cast<long long>(n),
                 static_cast<long long>(failed));
+  }
+}
+
+// Likewise while it is written and steps are trained, which are tried again. What a checkpoint
+// copies before a write is part of them.
+TEST(CheckpointFaults, EachAllocationOfAStepDuringACheckpointFails) {
+  for (const uint32_t flush_threads : {0, 1}) {
+    uint64_t failed = 0, repeated = 0;
+    int64_t n = 0;
+    for (bool more = true; more && !HasFailure();) {
+      SCOPED_TRACE("allocation " + std::to_string(++n));
+      TemporaryFolder folder("/dev/shm");
+      CheckpointJob job(flush_threads);
+      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+      job.start();
+      uint64_t s = 0;
+      CheckpointInfo info;
+      for (int i = 0; i < 4; ++i) job.step(++s);
+      ASSERT_OK(job.checkpoint(&info));
+      for (int i = 0; i < 3; ++i) job.step(++s);
+      uint64_t sequence = 0;
+      ASSERT_OK(job.checkpoints().request({}, &sequence));
+      {
+        const frugal::HeapFails fails(n);
+        for (int i = 0; i < 2; ++i) job.step(++s, &repeated);
+        more = frugal::heap_test_fail_after(0) <= 0;
+      }
+      const int32_t status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+      if (status) {
+        ++failed;
+        ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
+      } else {
+        ASSERT_EQ(info.step, 7u);
+      }
+      ASSERT_TRUE(job.state() == known()[s]);
+      restore_to(folder.path(), status ? 4 : 7);
+      ASSERT_OK(job.checkpoint(&info));
+      restore_to(folder.path(), s);
+    }
+    std::printf("%lld allocations, %llu checkpoints failed, %llu calls were repeated\n",
+                static_cast<long long>(n), static_cast<unsigned long long>(failed),
+                static_cast<unsigned long long>(repeated));
   }
 }
 

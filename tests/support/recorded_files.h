@@ -141,7 +141,11 @@ class RecordedFiles : public frugal::FileCalls {
     const std::lock_guard lock(mu_);
     const ssize_t put = FileCalls::write(fd, from, bytes, at);
     if (put > 0 && fds_.count(fd))
-      events_.push_back({Event::kWrite, fds_[fd], at, {}, {},
+      events_.push_back({Event::kWrite,
+                         fds_[fd],
+                         at,
+                         {},
+                         {},
                          std::string(static_cast<const char*>(from), static_cast<size_t>(put))});
     return put;
   }
