@@ -4,8 +4,8 @@
 // It watches the writers of rows. Three bits a row say what a checkpoint has to do with it
 // (docs/checkpoints.md, "The snapshot"). While a snapshot is being saved, a thread that is about to
 // write a row of it copies the row before. The checkpoint's thread saves the rest in the order of
-// slots. A thread that sets a row's saved bit copies the row, and others wait for the copy of a row that the
-// checkpoint's thread has taken.
+// slots. A thread that sets a row's saved bit copies the row, and others wait for the copy of a row
+// that the checkpoint's thread has taken.
 //
 // Both bits are set only for rows that exist: a deletion clears them. A row that a later step
 // creates gets the changed bit alone. So what is to be saved was there after the snapshot step.

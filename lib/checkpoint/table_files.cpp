@@ -310,16 +310,14 @@ void TableFiles::end(bool kept) noexcept {
   }
 }
 
-void TableFiles::clean() {
-  Vector<bool> half(1);
+void TableFiles::clean() noexcept {
   bool any = false;
   {
     Lock lock(mu_);
-    half.resize(files_.size());
-    for (size_t i = 1; i < files_.size(); ++i) {
-      FileState& f = files_[i];
-      if (!f.listed || f.cleaned || 2 * f.old < f.info.records || f.old == f.info.records) continue;
-      half[i] = any = f.cleaned = true;
+    for (FileState& f : files_) {
+      f.cleaning = f.listed && !f.cleaned && 2 * f.old >= f.info.records && f.old != f.info.records;
+      f.cleaned |= f.cleaning;
+      any |= f.cleaning;
     }
   }
   if (!any) return;
@@ -328,8 +326,8 @@ void TableFiles::clean() {
       Lock lock(mu_);
       for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s) {
         if (!directory_.committed(s)) continue;
-        const uint32_t file = directory_.at(s).file;
-        if (file < half.size() && half[file]) tracker_->mark_changed(static_cast<uint32_t>(s));
+        if (files_[directory_.at(s).file].cleaning)
+          tracker_->mark_changed(static_cast<uint32_t>(s));
       }
     });
 }

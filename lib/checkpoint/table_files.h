@@ -65,7 +65,7 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   void end(bool kept) noexcept;
   // Marks the rows of files that are half old as changed, so that the next checkpoint needs none of
   // these files.
-  void clean();
+  void clean() noexcept;
 
   // --- Restoring, before any thread uses the table
   // Adds a file; returns its number for set().
@@ -86,10 +86,11 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
  private:
   struct FileState {
     ParameterFileInfo info;
-    uint64_t old = 0;     // records that are no row's newest
-    bool listed = false;  // by the newest checkpoint, or written for the next
-    bool needed = false;  // by the checkpoint
-    bool cleaned = false;
+    uint64_t old = 0;       // records that are no row's newest
+    bool listed = false;    // by the newest checkpoint, or written for the next
+    bool needed = false;    // by the checkpoint
+    bool cleaned = false;   // its rows were marked once
+    bool cleaning = false;  // by the present call of clean()
   };
   // A file that the checkpoint writes.
   struct Writing : HeapObject {

@@ -101,6 +101,14 @@ Status Checkpoints::close() {
   return FRUGAL_OK;
 }
 
+Checkpoints::Kept Checkpoints::kept_of(const Manifest& m) {
+  Kept kept;
+  kept.name = m.name;
+  for (const ManifestTable& t : m.tables)
+    for (const ManifestFile& f : t.files) kept.files.push_back(f.info.number);
+  return kept;
+}
+
 // What is in the folder: its checkpoints, and what an engine has left that is none.
 Status Checkpoints::look_at_folder() {
   Folder& folder = *to_.folder;
@@ -114,14 +122,13 @@ Status Checkpoints::look_at_folder() {
   for (const uint64_t s : sequences) {
     Manifest m;
     File held;
-    if (read_manifest(folder, s, &m, &held) != FRUGAL_OK) {
+    const Status status = read_manifest(folder, s, &m, &held);
+    if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
+    if (status != FRUGAL_OK) {
       all_known_ = false;  // no file is removed that it may need
       continue;
     }
-    Kept& k = kept_[s];
-    k.name = m.name;
-    for (const ManifestTable& t : m.tables)
-      for (const ManifestFile& f : t.files) k.files.push_back(f.info.number);
+    kept_[s] = kept_of(m);
     next_file = std::max(next_file, m.next_file);
     next_table = std::max(next_table, m.next_table);
   }
@@ -177,6 +184,10 @@ Status Checkpoints::track(Table& table, int32_t kind, bool unchanged, uint64_t n
   auto tracked = std::make_unique<TrackedTable>();
   MemoryBudget* budget = &of_.memory.budget;
   if (!number) number = next_table_.fetch_add(1);
+  // open() may have failed to read the manifest that the number is from.
+  for (uint64_t next = next_table_.load();
+       next <= number && !next_table_.compare_exchange_weak(next, number + 1);) {
+  }
   FRUGAL_TRY(tracked->files.open(table.rows, tracked->tracker, number, kind, &to_, budget));
   FRUGAL_TRY(tracked->tracker.open(table.rows, &tracked->files, budget, unchanged));
   table.tracked = std::move(tracked);
@@ -345,14 +356,7 @@ void Checkpoints::main() {
       t->tracked->files.end(status == FRUGAL_OK);
     }
     if (status == FRUGAL_OK) {
-      try {
-        Kept& k = kept_[manifest.sequence];
-        k.name = manifest.name;
-        for (const ManifestTable& t : manifest.tables)
-          for (const ManifestFile& f : t.files) k.files.push_back(f.info.number);
-      } catch (const std::bad_alloc&) {
-        all_known_ = false;
-      }
+      kept_.merge(newest_);
       remove_old();
       for (const TableRef& t : tables) t->tracked->files.clean();
     }
@@ -384,6 +388,9 @@ Status Checkpoints::write(const Vector<TableRef>& tables, Manifest* m) {
   m->created = static_cast<uint64_t>(time(nullptr));
   m->next_table = next_table_.load();
   m->next_file = to_.next_file.load();
+  // Before the checkpoint exists, so that nothing fails afterwards.
+  newest_.clear();
+  newest_[m->sequence] = kept_of(*m);
   FRUGAL_TRY(going_on());
   return write_manifest(*to_.folder, *m);
 }

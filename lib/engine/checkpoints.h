@@ -81,6 +81,7 @@ class Checkpoints {
   Status save_rows(const Vector<TableRef>& tables, Table& table);
   Status collect(const Vector<TableRef>& tables);
   Status going_on();
+  static Kept kept_of(const Manifest& manifest);
   Status look_at_folder();
   void remove_old() noexcept;
 
@@ -93,6 +94,7 @@ class Checkpoints {
   std::atomic<uint64_t> next_table_{1};
   uint32_t keep_ = 0;
   Map<uint64_t, Kept> kept_;
+  Map<uint64_t, Kept> newest_;             // the one that is being written
   bool all_known_ = true;                  // each manifest of the folder is in kept_
   std::atomic<uint64_t> wanted_{kNoStep};  // the step whose commit takes the snapshot
   std::atomic<bool> stopping_{false}, cancelled_{false};

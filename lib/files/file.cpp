@@ -80,17 +80,21 @@ Status Folder::open(const char* path, Use use, std::shared_ptr<Folder>* out) {
   made->path_ = path;
   constexpr int kFlags = O_RDONLY | O_DIRECTORY;
   made->fd_ = open_at(AT_FDCWD, path, kFlags);
-  if (made->fd_ < 0 && errno == ENOENT && use == Use::kCreate) {
-    const int code =
-        retry_interrupted([&] { return file_calls().make_folder(AT_FDCWD, path, 0700); });
-    if (code < 0 && errno != EEXIST) return made->refused(errno, "created", "");
+  const bool missing = made->fd_ < 0 && errno == ENOENT && use == Use::kCreate;
+  if (missing &&
+      retry_interrupted([&] { return file_calls().make_folder(AT_FDCWD, path, 0700); }) < 0 &&
+      errno != EEXIST)
+    return made->refused(errno, "created", "");
+  if (missing || (made->fd_ >= 0 && use == Use::kCreate)) {
+    // Who has created it may have died, or failed, before it was synced.
     const int parent = open_parent(path);
-    if (parent < 0) return made->refused(errno, "synced in its parent", "");
-    const int synced = retry_interrupted([&] { return file_calls().sync(parent); });
+    if (parent < 0 && missing) return made->refused(errno, "synced in its parent", "");
+    const int synced =
+        parent < 0 ? 0 : retry_interrupted([&] { return file_calls().sync(parent); });
     close_quietly(parent);
     if (synced < 0) return made->refused(errno, "synced in its parent", "");
-    made->fd_ = open_at(AT_FDCWD, path, kFlags);
   }
+  if (missing) made->fd_ = open_at(AT_FDCWD, path, kFlags);
   if (made->fd_ < 0) return made->refused(errno, "opened", "");
   if (use != Use::kRead) FRUGAL_TRY(made->take_lock());
   *out = std::move(made);
@@ -160,7 +164,8 @@ Status Folder::open_with(const char* name, int flags, bool direct, const char* w
   if (direct) made.fd_ = open_at(fd_, name, flags | O_DIRECT, 0600);
   if (made.fd_ < 0 && (!direct || errno == EINVAL || errno == EOPNOTSUPP)) {
     // The file system has no O_DIRECT. It may have created the file all the same.
-    if (direct && (flags & O_EXCL)) file_calls().unlink(fd_, name);
+    if (direct && (flags & O_EXCL))
+      retry_interrupted([&] { return file_calls().unlink(fd_, name); });
     direct = false;
     made.fd_ = open_at(fd_, name, flags, 0600);
   }

@@ -1,4 +1,4 @@
-// Checkpoints of an engine that trains, and engines that go on from them: at the end every table
+// An engine trains, is thrown away, and others go on from its checkpoints. At the end every table
 // is, bit for bit, that of an engine that was never interrupted.
 #include <gtest/gtest.h>
 

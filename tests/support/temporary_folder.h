@@ -1,4 +1,4 @@
-// A folder in /tmp that goes with everything in it at the end of the test.
+// A folder that goes with everything in it at the end of the test: in /tmp, or in memory.
 #pragma once
 #include <unistd.h>
 
@@ -11,10 +11,9 @@
 
 class TemporaryFolder {
  public:
-  TemporaryFolder() {
-    char name[] = "/tmp/frugal_test_XXXXXX";
-    if (!mkdtemp(name)) std::abort();
-    path_ = name;
+  explicit TemporaryFolder(const char* parent = "/tmp")
+      : path_(std::string(parent) + "/frugal_test_XXXXXX") {
+    if (!mkdtemp(path_.data())) std::abort();
   }
   ~TemporaryFolder() {
     std::error_code none;

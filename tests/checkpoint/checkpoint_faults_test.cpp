@@ -1,0 +1,444 @@
+// The n-th call on files, or for memory, fails while checkpoints are taken or restored: training
+// goes on, and what was acknowledged is restored.
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <string>
+#include <vector>
+
+#include "support/checkpoint_job.h"
+#include "support/file_calls.h"
+
+namespace frugal_test::jobs {
+namespace {
+
+using frugal::CheckpointInfo;
+using frugal::TestFileCalls;
+
+constexpr uint64_t kCheckpoints = 4, kFaultSteps = 4 * kCheckpoints + 8;
+
+const std::vector<CheckpointJob::State>& known() {
+  static const auto all = CheckpointJob::history(kFaultSteps + 2);
+  return all;
+}
+
+bool is_named(int32_t status) {
+  return status == FRUGAL_ERR_IO || status == FRUGAL_ERR_NO_SPACE ||
+         status == FRUGAL_ERR_OUT_OF_MEMORY;
+}
+
+// Restores the newest checkpoint into a new engine, which then takes one more.
+void restore_newest(const std::string& path, const CheckpointInfo& acknowledged) {
+  CheckpointJob job;
+  ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+  CheckpointInfo info;
+  const int32_t status = job.inside().restore(nullptr, 0, &info);
+  if (acknowledged.sequence || status != FRUGAL_ERR_NOT_FOUND) {
+    ASSERT_OK(status);
+  }
+  ASSERT_GE(info.sequence, acknowledged.sequence);
+  job.start();
+  const uint64_t steps = status ? 0 : steps_of(info);
+  ASSERT_GE(steps, acknowledged.sequence ? steps_of(acknowledged) : 0);
+  ASSERT_TRUE(job.state() == known()[steps]) << "after step " << steps;
+  job.step(steps + 1);
+  ASSERT_OK(job.checkpoint(&info));
+  ASSERT_EQ(info.step, steps + 1);
+  ASSERT_EQ(files_in(path), files_that_belong(path));
+}
+
+void restore_to(const std::string& path, uint64_t steps) {
+  CheckpointJob job;
+  CheckpointInfo info;
+  ASSERT_OK(job.inside().restore(path.c_str(), 0, &info));
+  ASSERT_EQ(steps_of(info), steps);
+  job.make_tables();
+  ASSERT_TRUE(job.state() == known()[steps]);
+}
+
+struct Fault {
+  int code = 0;  // 0: none
+  bool forever = false;
+  uint32_t flush_threads = 0;
+};
+
+struct Seen {
+  uint64_t failures = 0, runs = 0, poisoned = 0, failed_checkpoints = 0, failed_opens = 0,
+           newer = 0;
+};
+
+// The job; its n-th call on files fails. `*more`: a later one can fail.
+void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
+  SCOPED_TRACE("call " + std::to_string(n) + ", errno " + std::to_string(fault.code) +
+               (fault.forever ? ", for ever" : ", once"));
+  TemporaryFolder folder("/dev/shm");
+  const std::string path = folder / "a", other = folder / "b";
+  const size_t descriptors = open_descriptors();
+  CheckpointInfo acknowledged;
+  {
+    TestFileCalls calls;
+    CheckpointJob job(fault.flush_threads);
+    job.start();
+    calls.fail(n, fault.code, fault.forever);
+    const auto check = [&](int32_t status) {
+      const std::string said = LastMessage();
+      EXPECT_TRUE(is_named(status)) << status << ": " << said;
+      EXPECT_TRUE(fault.code != ENOSPC || status != FRUGAL_ERR_OUT_OF_MEMORY);
+      EXPECT_NE(said.find(folder.path()), std::string::npos) << said;
+    };
+    uint64_t s = 0;
+    bool opened = false;
+    std::string first_failure;
+    for (uint64_t c = 0; c < kCheckpoints; ++c) {
+      for (int i = 0; i < 2; ++i) job.step(++s);
+      if (!opened) {
+        const int32_t status = job.inside().open_folder(path.c_str(), 2);
+        opened = status == FRUGAL_OK;
+        if (!opened) {
+          check(status);
+          ++seen->failed_opens;
+        }
+      }
+      uint64_t sequence = 0;
+      CheckpointInfo info;
+      int32_t status = opened ? job.checkpoints().request({}, &sequence) : int32_t{FRUGAL_ERR_IO};
+      const bool requested = status == FRUGAL_OK;
+      if (opened && !requested) check(status);
+      const uint64_t at = s;
+      for (int i = 0; i < 2; ++i) job.step(++s);
+      if (!requested) continue;
+      status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+      if (status == FRUGAL_OK) {
+        EXPECT_EQ(info.step, at);
+        acknowledged = info;
+      } else {
+        check(status);
+        ++seen->failed_checkpoints;
+      }
+      if (opened && job.checkpoints().folder()->may_write()) {
+        const std::string said = LastMessage();
+        if (first_failure.empty()) first_failure = said;
+        EXPECT_EQ(first_failure, said);
+        EXPECT_NE(said.find("could not be synced"), std::string::npos) << said;
+      }
+    }
+    *more = calls.failed() > 0;
+    seen->failures += static_cast<uint64_t>(calls.failed());
+    ++seen->runs;
+    calls.fail(0, 0);
+    if (!opened) {
+      ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+    }
+    job.step(++s);
+    CheckpointInfo info;
+    if (job.checkpoints().folder()->may_write() == FRUGAL_OK) {
+      ASSERT_OK(job.checkpoint(&info));
+      acknowledged = info;
+    } else {
+      ++seen->poisoned;
+      uint64_t sequence;
+      EXPECT_EQ(job.checkpoints().request({}, &sequence), FRUGAL_ERR_IO);
+      EXPECT_EQ(LastMessage(), first_failure);
+      ASSERT_OK(job.inside().close_folder());
+      ASSERT_OK(job.inside().open_folder(other.c_str(), 2));
+      ASSERT_OK(job.checkpoint(&info));
+      restore_to(other, s);
+    }
+    EXPECT_EQ(steps_of(info), s);
+    ASSERT_TRUE(job.state() == known()[s]) << "training";
+  }
+  ASSERT_EQ(open_descriptors(), descriptors);
+  restore_newest(path, acknowledged);
+  ASSERT_EQ(open_descriptors(), descriptors);
+}
+
+TEST(CheckpointFaults, EachCallOnFilesFails) {
+  Seen seen;
+  const uint64_t every = frugal::test_rounds(1);
+  for (const Fault fault : {Fault{EIO, false, 0}, Fault{ENOSPC, false, 1}, Fault{EIO, true, 1},
+                            Fault{ENOSPC, true, 0}}) {
+    bool more = true;
+    for (int64_t n = 1; more && !HasFailure(); ++n) {
+      one_fault(fault, n, &more, &seen);
+    }
+  }
+  (void)every;
+  std::printf(
+      "%llu runs, %llu calls failed; %llu checkpoints failed, %llu openings; %llu folders "
+      "were written no more\n",
+      static_cast<unsigned long long>(seen.runs), static_cast<unsigned long long>(seen.failures),
+      static_cast<unsigned long long>(seen.failed_checkpoints),
+      static_cast<unsigned long long>(seen.failed_opens),
+      static_cast<unsigned long long>(seen.poisoned));
+}
+
+// Interrupted calls and short counts are gone on with.
+TEST(CheckpointFaults, InterruptedAndShort) {
+  for (const size_t bytes : {size_t{100}, size_t{4096}})
+    for (const uint32_t flush_threads : {0, 1}) {
+      TemporaryFolder folder;
+      const std::string path = folder / "a";
+      CheckpointInfo info;
+      {
+        TestFileCalls calls;
+        calls.refuse_direct(bytes % 512 != 0);
+        calls.shorten(bytes);
+        calls.interrupt(2);
+        CheckpointJob job(flush_threads);
+        ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+        job.start();
+        for (uint64_t s = 1; s <= 8; ++s) {
+          job.step(s);
+          ASSERT_OK(job.checkpoint(&info));
+        }
+        EXPECT_EQ(info.step, 8u);
+        restore_to(path, 8);
+      }
+      restore_newest(path, info);
+    }
+}
+
+// The n-th call on files fails while a checkpoint is restored: nothing is there, and the next
+// attempt restores all.
+TEST(CheckpointFaults, EachCallOfARestoreFails) {
+  TemporaryFolder folder("/dev/shm");
+  {
+    CheckpointJob job;
+    ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+    job.start();
+    for (uint64_t s = 1; s <= 8; ++s) {
+      job.step(s);
+      ASSERT_OK(job.checkpoint());
+    }
+  }
+  for (const bool own : {false, true})
+    for (const bool forever : {false, true}) {
+      int64_t n = 0;
+      for (bool more = true; more && !HasFailure();) {
+        SCOPED_TRACE("call " + std::to_string(++n));
+        const size_t descriptors = open_descriptors();
+        {
+          TestFileCalls calls;
+          CheckpointJob job;
+          if (own) {
+            ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+          }
+          const size_t with_folder = open_descriptors();
+          const char* const path = own ? nullptr : folder.path().c_str();
+          calls.fail(n, EIO, forever);
+          CheckpointInfo info;
+          const int32_t status = job.inside().restore(path, 0, &info);
+          more = calls.failed() > 0;
+          calls.fail(0, 0);
+          if (status != FRUGAL_OK) {
+            EXPECT_EQ(status, FRUGAL_ERR_IO);
+            EXPECT_NE(LastMessage().find(folder.path()), std::string::npos) << LastMessage();
+            EXPECT_EQ(open_descriptors(), with_folder);
+            ASSERT_OK(job.inside().restore(path, 0, &info));
+          }
+          EXPECT_EQ(info.step, 8u);
+          job.start();
+          ASSERT_TRUE(job.state() == known()[8]);
+        }
+        ASSERT_EQ(open_descriptors(), descriptors);
+      }
+      std::printf("%lld calls\n", static_cast<long long>(n));
+    }
+}
+
+// Likewise while a folder is opened again, restored, and written: each call can be made again.
+TEST(CheckpointFaults, EachCallOfASecondLifeFails) {
+  int64_t n = 0;
+  uint64_t poisoned = 0;
+  for (bool more = true; more && !HasFailure();) {
+    SCOPED_TRACE("call " + std::to_string(++n));
+    TemporaryFolder folder("/dev/shm");
+    CheckpointInfo info;
+    {
+      CheckpointJob job;
+      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 1));
+      job.start();
+      for (uint64_t s = 1; s <= 6; ++s) {
+        job.step(s);
+        ASSERT_OK(job.checkpoint(&info));
+      }
+    }
+    // What a process that died has left.
+    folder.Write("100.rows", "half a file");
+    folder.Write("7.checkpoint.new", "half a manifest");
+    {
+      TestFileCalls calls;
+      CheckpointJob job;
+      calls.fail(n, EIO);
+      for (int i = 0; job.inside().open_folder(folder.path().c_str(), 1) != FRUGAL_OK; ++i)
+        ASSERT_LT(i, 1) << LastMessage();
+      for (int i = 0; job.inside().restore(nullptr, 0, &info) != FRUGAL_OK; ++i)
+        ASSERT_LT(i, 1) << LastMessage();
+      ASSERT_EQ(info.step, 6u);
+      frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+      config.name = "more";
+      config.rows = 10;
+      config.dim = 1;
+      frugal_table* table = nullptr;
+      ASSERT_OK(frugal_table_create(job.engine(), &config, &table));
+      job.start();
+      for (uint64_t s = 7; s <= 9; ++s) {
+        job.step(s);
+        if (job.checkpoint(&info) == FRUGAL_OK) continue;
+        ASSERT_NE(LastMessage().find(folder.path()), std::string::npos) << LastMessage();
+        if (job.checkpoints().folder()->may_write()) break;
+        ASSERT_OK(job.checkpoint(&info));
+      }
+      more = calls.failed() > 0;
+      poisoned += job.checkpoints().folder()->may_write() != FRUGAL_OK;
+    }
+    restore_newest(folder.path(), info);
+  }
+  std::printf("%lld calls, %llu folders were written no more\n", static_cast<long long>(n),
+              static_cast<unsigned long long>(poisoned));
+}
+
+// Likewise the n-th allocation.
+TEST(CheckpointFaults, EachAllocationOfARestoreFails) {
+  TemporaryFolder folder("/dev/shm");
+  {
+    CheckpointJob job;
+    ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+    job.start();
+    for (uint64_t s = 1; s <= 8; ++s) {
+      job.step(s);
+      ASSERT_OK(job.checkpoint());
+    }
+  }
+  for (const bool own : {false, true}) {
+    int64_t n = 0;
+    for (int32_t status = FRUGAL_ERR_OUT_OF_MEMORY; status != FRUGAL_OK && !HasFailure();) {
+      SCOPED_TRACE("allocation " + std::to_string(++n));
+      CheckpointJob job;
+      if (own) {
+        ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+      }
+      const char* const path = own ? nullptr : folder.path().c_str();
+      CheckpointInfo info;
+      try {
+        const frugal::HeapFails fails(n);
+        status = job.inside().restore(path, 0, &info);
+      } catch (const std::bad_alloc&) {
+        status = FRUGAL_ERR_OUT_OF_MEMORY;  // as the C ABI reports it
+      }
+      if (status != FRUGAL_OK) {
+        ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
+        ASSERT_OK(job.inside().restore(path, 0, &info));
+      }
+      ASSERT_EQ(info.step, 8u);
+      job.start();
+      ASSERT_TRUE(job.state() == known()[8]);
+    }
+    std::printf("%lld allocations\n", static_cast<long long>(n));
+  }
+}
+
+// The n-th allocation fails while a checkpoint is taken and written. The next one works.
+TEST(CheckpointFaults, EachAllocationOfACheckpointFails) {
+  for (const uint32_t flush_threads : {0, 1}) {
+    int64_t n = 0, failed = 0;
+    for (bool more = true; more && !HasFailure();) {
+      SCOPED_TRACE("allocation " + std::to_string(++n));
+      TemporaryFolder folder("/dev/shm");
+      CheckpointInfo info;
+      {
+        CheckpointJob job(flush_threads);
+        ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+        job.start();
+        for (uint64_t s = 1; s <= 6; ++s) {
+          job.step(s);
+          if (s % 2 == 0) {
+            ASSERT_OK(job.checkpoint(&info));
+          }
+        }
+        job.step(7);
+        int32_t status;
+        {
+          const frugal::HeapFails fails(n);
+          uint64_t sequence = 0;
+          try {
+            status = job.checkpoints().request({}, &sequence);
+          } catch (const std::bad_alloc&) {
+            status = FRUGAL_ERR_OUT_OF_MEMORY;
+          }
+          // (A waiter that has no memory asks again.)
+          for (bool again = status == FRUGAL_OK; again;) {
+            again = false;
+            try {
+              status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+            } catch (const std::bad_alloc&) {
+              again = true;
+            }
+          }
+          more = frugal::heap_test_fail_after(0) <= 0;
+        }
+        if (status != FRUGAL_OK) {
+          ++failed;
+          ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
+        } else {
+          ASSERT_EQ(info.step, 7u);
+        }
+        ASSERT_TRUE(job.state() == known()[7]);
+        restore_to(folder.path(), status ? 6 : 7);
+        job.step(8);
+        ASSERT_OK(job.checkpoint(&info));
+        ASSERT_EQ(info.step, 8u);
+        restore_to(folder.path(), 8);
+        ASSERT_EQ(files_in(folder.path()), files_that_belong(folder.path()));
+      }
+      restore_newest(folder.path(), info);
+    }
+    std::printf("%lld allocations, %lld checkpoints failed\n", static_cast<long long>(n),
+                static_cast<long long>(failed));
+  }
+}
+
+// Likewise while it is written and steps are trained, which are tried again. What a checkpoint
+// copies before a write is part of them.
+TEST(CheckpointFaults, EachAllocationOfAStepDuringACheckpointFails) {
+  for (const uint32_t flush_threads : {0, 1}) {
+    uint64_t failed = 0, repeated = 0;
+    int64_t n = 0;
+    for (bool more = true; more && !HasFailure();) {
+      SCOPED_TRACE("allocation " + std::to_string(++n));
+      TemporaryFolder folder("/dev/shm");
+      CheckpointJob job(flush_threads);
+      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+      job.start();
+      uint64_t s = 0;
+      CheckpointInfo info;
+      for (int i = 0; i < 4; ++i) job.step(++s);
+      ASSERT_OK(job.checkpoint(&info));
+      for (int i = 0; i < 3; ++i) job.step(++s);
+      uint64_t sequence = 0;
+      ASSERT_OK(job.checkpoints().request({}, &sequence));
+      {
+        const frugal::HeapFails fails(n);
+        for (int i = 0; i < 2; ++i) job.step(++s, &repeated);
+        more = frugal::heap_test_fail_after(0) <= 0;
+      }
+      const int32_t status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+      if (status) {
+        ++failed;
+        ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
+      } else {
+        ASSERT_EQ(info.step, 7u);
+      }
+      ASSERT_TRUE(job.state() == known()[s]);
+      restore_to(folder.path(), status ? 4 : 7);
+      ASSERT_OK(job.checkpoint(&info));
+      restore_to(folder.path(), s);
+    }
+    std::printf("%lld allocations, %llu checkpoints failed, %llu calls were repeated\n",
+                static_cast<long long>(n), static_cast<unsigned long long>(failed),
+                static_cast<unsigned long long>(repeated));
+  }
+}
+
+}  // namespace
+}  // namespace frugal_test::jobs
