@@ -1,5 +1,5 @@
-// An engine trains, is thrown away, and others go on from its checkpoints. At the end every table
-// is, bit for bit, that of an engine that was never interrupted.
+// Engines that go on from checkpoints have, at the end, bit for bit the tables of an engine that was
+// never interrupted.
 #include <gtest/gtest.h>
 
 #include <atomic>

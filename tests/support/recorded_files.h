@@ -90,7 +90,7 @@ class RecordedFiles : public frugal::FileCalls {
           files[e.file].since.push_back(&e);
           break;
         case Event::kSync:
-          files[e.file].settle([] { return true; });
+          files[e.file].persist([] { return true; });
           break;
         case Event::kMark:
           break;
@@ -100,11 +100,11 @@ class RecordedFiles : public frugal::FileCalls {
     for (const Event* named : naming)
       if (happens()) apply(*named, &names);
     std::filesystem::create_directory(to);
-    std::map<size_t, bool> settled;
+    std::map<size_t, bool> persisted;
     for (const auto& [name, file] : names) {
       Content& content = files[file];
-      if (!settled[file]) content.settle(happens);
-      settled[file] = true;
+      if (!persisted[file]) content.persist(happens);
+      persisted[file] = true;
       std::ofstream(to + "/" + name, std::ios::binary) << content.bytes;
     }
   }
@@ -198,7 +198,7 @@ class RecordedFiles : public frugal::FileCalls {
     std::string bytes;                // on disk
     std::vector<const Event*> since;  // the file's last sync
     template <class Happens>
-    void settle(Happens happens) {
+    void persist(Happens happens) {
       for (const Event* e : since) {
         if (e->kind == Event::kResize) {
           if (happens()) bytes.resize(e->at);
