@@ -17,7 +17,9 @@ namespace {
 using Kind = FolderFinding::Kind;
 
 // The memory of a check. The rest of 64 MiB is for a manifest, names of files, code and stacks.
-constexpr size_t kPieceBytes = size_t{4} << 20;  // of each of the two pieces that are being read
+constexpr size_t kPieceBytes = size_t{4} << 20;    // of each of the two pieces that are being read
+constexpr size_t kRequestBytes = size_t{1} << 20;  // a piece is read by several threads
+constexpr uint32_t kIoThreads = 4;
 static_assert(2 * kPieceBytes + kFolderKeyBytes <= size_t{24} << 20);
 // Keys of a hashed table are counted in so many parts, each of which reads the columns anew.
 constexpr uint64_t kMostParts = 16;
@@ -36,7 +38,7 @@ struct Blocks {
 // Two pieces of memory: one is read into while the bytes of the other one are checked.
 class Ahead {
  public:
-  Status open() { return queue_.open(2); }
+  Status open() { return queue_.open(kIoThreads); }
 
   // For i below n: the request of piece i is request(i, memory), and look(i, memory, status) gets
   // what was read.
@@ -53,7 +55,15 @@ class Ahead {
     } const ended{*this};
     const auto submit = [&](uint64_t i) {
       Half& h = halves_[i % 2];
-      h.batch.requests.assign(1, request(i, h.memory.at));
+      const IoRequest whole = request(i, h.memory.at);
+      h.batch.requests.clear();
+      for (size_t done = 0; done < whole.size; done += kRequestBytes) {
+        IoRequest part = whole;
+        part.at += done;
+        part.bytes += done;
+        part.size = std::min(kRequestBytes, whole.size - done);
+        h.batch.requests.push_back(part);
+      }
       queue_.submit(&h.batch);
     };
     if (n > 0) submit(0);
