@@ -1,5 +1,5 @@
-// Engines that go on from checkpoints have, at the end, bit for bit the tables of an engine that was
-// never interrupted.
+// Engines that go on from checkpoints have, at the end, bit for bit the tables of an engine that
+// was never interrupted.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -301,6 +301,7 @@ void one_seed(uint64_t seed, Totals* totals) {
 
   TemporaryFolder folder;
   uint64_t from = 3, sequence = 0;
+  bool named = false;  // the step of that checkpoint was: nothing after it is in it
   const bool same_folder = !random.one_in(4);
   for (int lives = 0;; ++lives) {
     Life part(job, Setting(random));
@@ -315,6 +316,13 @@ void one_seed(uint64_t seed, Totals* totals) {
       ++totals->restores;
     }
     part.make_tables();
+    if (sequence && named) {
+      Life until(job, Setting(random));
+      until.make_tables();
+      until.join();
+      until.train(3, from);
+      compare(until, part);
+    }
     part.join();
     const bool last = lives == 3 || from + 4 >= 3 + job.steps;
     const uint64_t to = last ? 3 + job.steps : from + 2 + random.below(3 + job.steps - from - 2);
@@ -322,6 +330,7 @@ void one_seed(uint64_t seed, Totals* totals) {
     std::atomic<bool> done{false};
     const uint64_t draw = random();
     CheckpointInfo newest;
+    bool newest_named = false;
     std::thread asks([&] {
       Random mine(draw);
       while (!done.load()) {
@@ -344,6 +353,7 @@ void one_seed(uint64_t seed, Totals* totals) {
         ASSERT_OK(waited);
         ASSERT_TRUE(config.step == kNoStep || info.step == config.step);
         newest = info;
+        newest_named = config.step != kNoStep;
         ++totals->checkpoints;
       }
     });
@@ -356,13 +366,16 @@ void one_seed(uint64_t seed, Totals* totals) {
       compare(whole, part);
       break;
     }
-    if (newest.sequence) sequence = newest.sequence;
-    if (!newest.sequence && !same_folder) {
+    if (newest.sequence) {
+      sequence = newest.sequence;
+      named = newest_named;
+    } else if (!same_folder) {
       // Nothing is in the new folder: one more, of the last step.
       uint64_t ticket = 0;
       ASSERT_OK(in(part.engine).checkpoints().request({}, &ticket));
       ASSERT_OK(in(part.engine).checkpoints().wait(ticket, UINT64_MAX, &newest));
       sequence = newest.sequence;
+      named = false;
     }
     if (testing::Test::HasFatalFailure()) return;
   }
