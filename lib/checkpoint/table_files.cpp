@@ -8,7 +8,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kAtOnce = uint64_t{1} << 16;  // slots per hold of the locks
+constexpr uint64_t kSlotsAtOnce = uint64_t{1} << 16;  // slots per hold of the locks
 constexpr size_t kMostFilesAtOnce = (size_t{1} << 20) - 1;  // numbers of files in a directory
 
 }  // namespace
@@ -293,10 +293,10 @@ void TableFiles::end(bool kept) noexcept {
   }
   // Rows whose newest record was to be in these files have none now. They are changed, so the next
   // checkpoint has them.
-  for (uint64_t from = 0; from < rows_->capacity(); from += kAtOnce)
+  for (uint64_t from = 0; from < rows_->capacity(); from += kSlotsAtOnce)
     rows_->locked([&] {
       Lock lock(mu_);
-      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s)
+      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s)
         if (directory_.committed(s))
           for (const auto& w : writing)
             if (directory_.at(s).file == w->file) directory_.set(s, {});
@@ -321,10 +321,10 @@ void TableFiles::clean() noexcept {
     }
   }
   if (!any) return;
-  for (uint64_t from = 0; from < rows_->capacity(); from += kAtOnce)
+  for (uint64_t from = 0; from < rows_->capacity(); from += kSlotsAtOnce)
     rows_->locked([&] {
       Lock lock(mu_);
-      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kAtOnce); ++s) {
+      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s) {
         if (!directory_.committed(s)) continue;
         if (files_[directory_.at(s).file].cleaning)
           tracker_->mark_changed(static_cast<uint32_t>(s));
