@@ -42,7 +42,7 @@ Status TableFiles::open(Rows& rows, RowTracker& tracker, uint64_t number, int32_
 }
 
 RowFormat TableFiles::format() const {
-  static_assert(std::is_same_v<device::Element, float>, "records have a type for each element");
+  // Records have rows as they are exported.
   const RowFormat f = RowFormat::of(rows_->layout().dim, ElementType::kFloat32, optimizer_);
   FRUGAL_ASSERT(f.row_bytes() == rows_->layout().exported_bytes(true));
   return f;

@@ -4,26 +4,13 @@
 
 #include "engine/config_check.h"
 #include "engine/wait.h"
+#include "format/blocks.h"
 
 namespace frugal {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{1} << 20;  // of records that are read at once
 constexpr uint32_t kColumnBlocks = 16;
-
-// Memory for whole blocks.
-class Blocks {
- public:
-  explicit Blocks(size_t bytes) : memory_(heap_alloc_aligned(kFileBlock, bytes)) {
-    if (!memory_) throw std::bad_alloc();
-  }
-  ~Blocks() { heap_free(memory_); }
-  Blocks(const Blocks&) = delete;
-  char* data() const { return static_cast<char*>(memory_); }
-
- private:
-  void* memory_;
-};
 
 // Reads the files of a table in the order of their checkpoints. A later entry of a key replaces an
 // earlier one. Deletions of a checkpoint concern records of earlier ones.
@@ -62,7 +49,7 @@ class Loader {
 
 template <class Of>
 Status Loader::each_entry(ParameterFile& file, uint64_t from, uint64_t to, Of of) {
-  auto* blocks = reinterpret_cast<ColumnBlock*>(blocks_.data());
+  auto* blocks = reinterpret_cast<ColumnBlock*>(blocks_.at);
   for (uint64_t at = from; at < to;) {
     const auto first = static_cast<uint32_t>(at / ColumnBlock::kEntries);
     const auto end = static_cast<uint32_t>((to - 1) / ColumnBlock::kEntries + 1);
@@ -120,11 +107,11 @@ Status Loader::read(Opened& o) {
         for (uint64_t i = 0; i < n;) {
           const auto first = static_cast<uint32_t>(at + i);
           const auto count = static_cast<uint32_t>(std::min<uint64_t>(most, n - i));
-          FRUGAL_TRY(file.read_unverified(first, count, records.data()));
+          FRUGAL_TRY(file.read_unverified(first, count, records.at));
           const RowWrite write(rows, slots + i, count, {RowWrite::What::kNew});
           const device::RowsRef& to = write.in_place();
           for (uint32_t r = 0; r < count; ++r, ++i) {
-            const char* record = file.record_in(records.data(), first, first + r);
+            const char* record = file.record_in(records.at, first, first + r);
             FRUGAL_TRY(file.verify_record(first + r, record, &keys[i]));
             const auto* values = reinterpret_cast<const float*>(record);
             device::store_elements(values, to.row(slots[i]), layout.dim);

@@ -10,35 +10,27 @@
 
 #include "arith/init.h"
 #include "base/assert.h"
+#include "format/blocks.h"
 
 namespace frugal {
 namespace {
 
-using Kind = FolderFinding::Kind;
+using Found = FolderFinding::Kind;
 
 // The memory of a check. The rest of 64 MiB is for a manifest, names of files, code and stacks.
-constexpr size_t kPieceBytes = size_t{4} << 20;    // of each of the two pieces that are being read
+constexpr size_t kCheckedBytes = size_t{4} << 20;  // of each of the two pieces that are being read
 constexpr size_t kRequestBytes = size_t{1} << 20;  // a piece is read by several threads
-constexpr uint32_t kIoThreads = 4;
-static_assert(2 * kPieceBytes + kFolderKeyBytes <= size_t{24} << 20);
+constexpr uint32_t kCheckThreads = 4;
+static_assert(2 * kCheckedBytes + kFolderKeyBytes <= size_t{24} << 20);
 // Keys of a hashed table are counted in so many parts, each of which reads the columns anew.
 constexpr uint64_t kMostParts = 16;
 
 // --- Reading ahead -------------------------------------------------------------------------------
 
-struct Blocks {
-  explicit Blocks(size_t bytes) : at(static_cast<char*>(heap_alloc_aligned(kFileBlock, bytes))) {
-    if (!at) throw std::bad_alloc();
-  }
-  ~Blocks() { heap_free(at); }
-  Blocks(const Blocks&) = delete;
-  char* const at;
-};
-
 // Two pieces of memory: one is read into while the bytes of the other one are checked.
 class Ahead {
  public:
-  Status open() { return queue_.open(kIoThreads); }
+  Status open() { return queue_.open(kCheckThreads); }
 
   // For i below n: the request of piece i is request(i, memory), and look(i, memory, status) gets
   // what was read.
@@ -78,7 +70,7 @@ class Ahead {
  private:
   struct Half {
     IoBatch batch;
-    Blocks memory{kPieceBytes};
+    Blocks memory{kCheckedBytes};
   };
   Half halves_[2];
   IoQueue queue_;  // ends before the memory
@@ -181,7 +173,7 @@ class FolderChecker : public HeapObject {
     const ManifestTable& t;
   };
 
-  FolderFinding finding(Kind kind, const String& file, const ManifestTable* t = nullptr) const;
+  FolderFinding finding(Found kind, const String& file, const ManifestTable* t = nullptr) const;
   void tell(FolderFinding f, std::optional<uint64_t> offset, String what);
   // The call of the library for the file has failed, and has left a message.
   Status failed(Status status, FolderFinding f);
@@ -218,7 +210,7 @@ String shown_bytes(const char* what, uint64_t is, uint64_t wanted, uint64_t sequ
               wanted);
 }
 
-FolderFinding FolderChecker::finding(Kind kind, const String& file, const ManifestTable* t) const {
+FolderFinding FolderChecker::finding(Found kind, const String& file, const ManifestTable* t) const {
   FolderFinding f;
   f.kind = kind;
   f.file = file;
@@ -232,9 +224,9 @@ FolderFinding FolderChecker::finding(Kind kind, const String& file, const Manife
 void FolderChecker::tell(FolderFinding f, std::optional<uint64_t> offset, String what) {
   f.offset = offset;
   f.what = std::move(what);
-  ++(f.kind == Kind::kFault    ? counts_->faults
-     : f.kind == Kind::kUnread ? counts_->unread
-                               : counts_->notes);
+  ++(f.kind == Found::kFault    ? counts_->faults
+     : f.kind == Found::kUnread ? counts_->unread
+                                : counts_->notes);
   report_->found(f);
 }
 
@@ -256,18 +248,18 @@ Status FolderChecker::failed(Status status, FolderFinding f) {
     case FRUGAL_ERR_DAMAGED:
     case FRUGAL_ERR_IO:
     case FRUGAL_ERR_NOT_FOUND:
-      f.kind = Kind::kFault;
+      f.kind = Found::kFault;
       break;
     case FRUGAL_ERR_TOO_NEW:  // manifests and parameter files have both fields at the same places
       offset = offsetof(ParameterFileHeader, version);
-      f.kind = Kind::kUnread;
+      f.kind = Found::kUnread;
       break;
     case FRUGAL_ERR_UNSUPPORTED:
       offset = offsetof(ParameterFileHeader, byte_order);
-      f.kind = Kind::kUnread;
+      f.kind = Found::kUnread;
       break;
     default:
-      f.kind = Kind::kUnread;
+      f.kind = Found::kUnread;
   }
   tell(std::move(f), offset, std::move(what));
   return FRUGAL_OK;
@@ -295,12 +287,12 @@ Status FolderChecker::check_manifest(uint64_t sequence, bool names_only) {
   const Status status = read_manifest(folder_, sequence, &m, &held);
   if (names_only && status != FRUGAL_OK && status != FRUGAL_ERR_OUT_OF_MEMORY) return FRUGAL_OK;
   if (status == FRUGAL_ERR_NOT_FOUND || status == FRUGAL_ERR_BUSY) {
-    tell(finding(Kind::kNote, name), {}, "its writer is deleting or has deleted it: not checked");
+    tell(finding(Found::kNote, name), {}, "its writer is deleting or has deleted it: not checked");
     return FRUGAL_OK;
   }
   if (status != FRUGAL_OK) {
     all_read_ = false;
-    FolderFinding f = finding(Kind::kFault, name);
+    FolderFinding f = finding(Found::kFault, name);
     if (status != FRUGAL_ERR_DAMAGED) return failed(status, f);
     String what = recorded_message();
     const String begin = name + "' is damaged: ";
@@ -364,7 +356,7 @@ Status FolderChecker::check_file(const Of& of, const ManifestFile& f) {
   Known& known = at->second;
   if (!is_new && known.checked && known.info == f.info) return FRUGAL_OK;
   const String name = rows_name(f.info.number);
-  FolderFinding fault = finding(Kind::kFault, name, &of.t);
+  FolderFinding fault = finding(Found::kFault, name, &of.t);
   if (f.info.sequence > of.m.sequence)
     tell(fault, offsetof(ParameterFileHeader, sequence),
          text("checkpoint %" PRIu64 " lists it, and it is of checkpoint %" PRIu64, of.m.sequence,
@@ -405,7 +397,7 @@ bool FolderChecker::as_listed(const Of& of, const ParameterFile& file, const Man
       {"its header's checksum is", is.checksum, wanted.checksum,
        offsetof(ParameterFileHeader, checksum)},
   };
-  const FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
+  const FolderFinding fault = finding(Found::kFault, rows_name(file.info().number), &of.t);
   for (const auto& field : fields)
     if (field.is != field.wanted) {
       tell(fault, field.at, shown_bytes(field.what, field.is, field.wanted, of.m.sequence));
@@ -420,7 +412,7 @@ bool FolderChecker::as_listed(const Of& of, const ParameterFile& file, const Man
 
 // Reports `what` of a record, with its key if the column's block can be read.
 void FolderChecker::wrong_record(const Of& of, ParameterFile& file, uint64_t index, String what) {
-  FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
+  FolderFinding fault = finding(Found::kFault, rows_name(file.info().number), &of.t);
   auto* const block = reinterpret_cast<ColumnBlock*>(block_.at);
   const auto in = static_cast<uint32_t>(index / ColumnBlock::kEntries);
   if (file.read_column(in, 1, block) == FRUGAL_OK)
@@ -434,8 +426,8 @@ void FolderChecker::wrong_record(const Of& of, ParameterFile& file, uint64_t ind
 Status FolderChecker::check_records(const Of& of, ParameterFile& file) {
   const uint64_t records = file.info().records, bytes = file.format().record_bytes();
   // A manifest's tables have rows of at most 65,536 elements, and a few columns of state.
-  FRUGAL_ASSERT(bytes + 2 * kFileBlock <= kPieceBytes);
-  const uint64_t per_piece = (kPieceBytes - 2 * kFileBlock) / bytes;
+  FRUGAL_ASSERT(bytes + 2 * kFileBlock <= kCheckedBytes);
+  const uint64_t per_piece = (kCheckedBytes - 2 * kFileBlock) / bytes;
   const auto first_of = [&](uint64_t i) { return static_cast<uint32_t>(i * per_piece); };
   const auto count_of = [&](uint64_t i) {
     return static_cast<uint32_t>(std::min(per_piece, records - i * per_piece));
@@ -460,13 +452,13 @@ Status FolderChecker::check_records(const Of& of, ParameterFile& file) {
 
 Status FolderChecker::check_column(const Of& of, ParameterFile& file, bool* sound) {
   const ParameterFileInfo& info = file.info();
-  const uint64_t blocks = file.column_blocks(), per_piece = kPieceBytes / kFileBlock;
+  const uint64_t blocks = file.column_blocks(), per_piece = kCheckedBytes / kFileBlock;
   const uint64_t column_at = info.length - blocks * kFileBlock;
   const bool dense = of.t.config.key_space == FRUGAL_DENSE;
   *sound = true;
   const auto wrong = [&](uint64_t block, const char* what) {
     *sound = false;
-    tell(finding(Kind::kFault, rows_name(file.info().number), &of.t),
+    tell(finding(Found::kFault, rows_name(file.info().number), &of.t),
          column_at + block * kFileBlock, text("block %" PRIu64 " of the column %s", block, what));
   };
   const auto look_at = [&](uint64_t b, const ColumnBlock& block) {
@@ -488,7 +480,7 @@ Status FolderChecker::check_column(const Of& of, ParameterFile& file, bool* soun
       else
         continue;
       *sound = false;
-      FolderFinding fault = finding(Kind::kFault, rows_name(file.info().number), &of.t);
+      FolderFinding fault = finding(Found::kFault, rows_name(file.info().number), &of.t);
       fault.key = e.key;
       tell(std::move(fault), column_at + b * kFileBlock + i * sizeof(ColumnEntry), what);
     }
@@ -524,7 +516,7 @@ Status FolderChecker::check_column(const Of& of, ParameterFile& file, bool* soun
 // The numbers of live records, compared with the columns: of each key the newest entry counts.
 Status FolderChecker::check_live(const Of& of) {
   const ManifestTable& t = of.t;
-  const FolderFinding fault = finding(Kind::kFault, manifest_name(of.m.sequence), &t);
+  const FolderFinding fault = finding(Found::kFault, manifest_name(of.m.sequence), &t);
   uint64_t sum = 0, list = arith::mix(t.live_rows);
   bool sound = true;
   for (const ManifestFile& f : t.files) {
@@ -541,7 +533,7 @@ Status FolderChecker::check_live(const Of& of) {
   Vector<uint64_t> live(t.files.size());
   const Status status = count_live(of, &seen_, &live);
   if (status == FRUGAL_ERR_UNSUPPORTED) {
-    tell(finding(Kind::kNote, fault.file, &t), {},
+    tell(finding(Found::kNote, fault.file, &t), {},
          "its counts of live records are not checked: it has too many keys");
     return FRUGAL_OK;
   }
@@ -605,7 +597,7 @@ Status FolderChecker::count_live(const Of& of, SeenKeys* seen, Vector<uint64_t>*
 // The keys of entries from .. to - 1.
 template <class Look>
 Status FolderChecker::each_entry(ParameterFile& file, uint64_t from, uint64_t to, Look look) {
-  constexpr uint64_t kEntries = ColumnBlock::kEntries, kBlocks = kPieceBytes / kFileBlock;
+  constexpr uint64_t kEntries = ColumnBlock::kEntries, kBlocks = kCheckedBytes / kFileBlock;
   const uint64_t first = from / kEntries, end = (to + kEntries - 1) / kEntries;
   Status result = FRUGAL_OK;
   ahead_.each((end - first + kBlocks - 1) / kBlocks,
@@ -637,7 +629,7 @@ Status FolderChecker::each_entry(ParameterFile& file, uint64_t from, uint64_t to
 Status FolderChecker::check_blobs(const Manifest& m) {
   if (m.blob_bytes == 0) return FRUGAL_OK;
   const String name = blob_name(m.sequence);
-  const FolderFinding fault = finding(Kind::kFault, name);
+  const FolderFinding fault = finding(Found::kFault, name);
   File file;
   uint64_t bytes = 0;
   // Its length is no number of blocks, so not all of it can be read without the system's cache.
@@ -657,16 +649,16 @@ Status FolderChecker::check_blobs(const Manifest& m) {
     if (b.at + b.bytes > bytes) continue;  // told already
     RunningChecksum sum(blob_seed(m.sequence, b.rank));
     bool all = true;
-    ahead_.each((b.bytes + kPieceBytes - 1) / kPieceBytes,
+    ahead_.each((b.bytes + kCheckedBytes - 1) / kCheckedBytes,
                 [&](uint64_t i, char* to) {
-                  const uint64_t at = i * kPieceBytes;
+                  const uint64_t at = i * kCheckedBytes;
                   return IoRequest{IoRequest::Kind::kRead, &file, b.at + at, to,
-                                   std::min<uint64_t>(kPieceBytes, b.bytes - at)};
+                                   std::min<uint64_t>(kCheckedBytes, b.bytes - at)};
                 },
                 [&](uint64_t i, const char* at, Status read) {
-                  const uint64_t from = i * kPieceBytes;
+                  const uint64_t from = i * kCheckedBytes;
                   if (read == FRUGAL_OK) {
-                    sum.add(at, std::min<uint64_t>(kPieceBytes, b.bytes - from));
+                    sum.add(at, std::min<uint64_t>(kCheckedBytes, b.bytes - from));
                     return;
                   }
                   all = false;
@@ -711,7 +703,7 @@ Status FolderChecker::check_names(const Vector<String>& before) {
         if (name == "lock") continue;
         what = "no engine gives a file this name: it is not part of any checkpoint";
     }
-    tell(finding(Kind::kNote, name), {}, what);
+    tell(finding(Found::kNote, name), {}, what);
   }
   return FRUGAL_OK;
 }
@@ -732,7 +724,7 @@ String quoted(const String& name) {
 }
 
 String FolderFinding::line() const {
-  String line = kind == Kind::kFault ? "fault" : kind == Kind::kUnread ? "unread" : "note";
+  String line = kind == Found::kFault ? "fault" : kind == Found::kUnread ? "unread" : "note";
   line += " file=";
   line += quoted(file).substr(1, quoted(file).size() - 2);
   if (offset) line += text(" offset=%" PRIu64, *offset);
