@@ -284,10 +284,17 @@ Status Checkpoints::cancel(uint64_t sequence) {
 // --- The snapshot --------------------------------------------------------------------------------
 
 void Checkpoints::committed(uint64_t step) noexcept {
-  if (step != wanted_.load(std::memory_order_relaxed)) return;
+  const uint64_t wanted = wanted_.load(std::memory_order_relaxed);
+  if (step < wanted) return;
   Lock lock(mu_);
   wanted_.store(kNoStep);
-  if (state_ == State::kRequested) take();
+  if (state_ != State::kRequested) return;
+  if (step == wanted) return take();
+  fail(FRUGAL_ERR_STEP_RANGE, "the steps begin after step %llu: its checkpoint cannot be taken",
+       static_cast<unsigned long long>(wanted));
+  result_ = recorded_error();
+  state_ = State::kEnded;
+  changed_.notify_all();
 }
 
 // The tables are as they are to be on disk. What memory it takes is for names.
@@ -400,6 +407,7 @@ Status Checkpoints::await_written(const Vector<TableRef>& tables, uint64_t next_
   bool jobs = true;  // later jobs do not matter, so each is awaited once
   for (size_t at = 0; jobs || at < tables.size();) {
     FRUGAL_TRY(going_on());
+    if (!within_budget()) FRUGAL_TRY(collect(tables));
     jobs = jobs && of_.workers.applying();
     while (at < tables.size() &&
            !(tables[at]->window.opened() && tables[at]->window.unwritten_before(next_step)))
@@ -416,10 +424,11 @@ Status Checkpoints::save_rows(const Vector<TableRef>& tables, Table& table) {
     if (const uint64_t ns = g_pause.load(std::memory_order_relaxed)) sleep_ns(ns);
     if (pieces % kPiecesAtOnce != 0) continue;
     FRUGAL_TRY(table.tracked->files.finish_full());
-    FRUGAL_TRY(collect(tables));
+    FRUGAL_TRY(going_on());
+    FRUGAL_TRY(table.tracked->files.collect());
     // Writers of rows can always copy what they are about to change: this thread leaves them half
     // of the budget.
-    while (buffers_.used() > kMostBytes / 2) {
+    while (buffers_.complete() > kMostBytes / 2) {
       sleep_ns(kPauseNs);
       FRUGAL_TRY(collect(tables));
     }

@@ -61,8 +61,9 @@ class Checkpoints {
   Status wait(uint64_t sequence, uint64_t until, CheckpointInfo* info);
   Status cancel(uint64_t sequence);
   Status await_idle(uint64_t until);  // no snapshot is being written
-  // Bytes of rows that are copied and not on disk are within their budget.
-  bool within_budget() const { return buffers_.used() <= kMostBytes; }
+  // Copies of rows that wait for the disk are within their budget. (Each table has one buffer that
+  // fills. They do not count: no write would give them back.)
+  bool within_budget() const { return buffers_.complete() <= kMostBytes; }
   // A step was committed; no later one is.
   void committed(uint64_t step) noexcept REQUIRES(control);
   void stop() noexcept;  // the engine is being closed: nothing is acknowledged any more

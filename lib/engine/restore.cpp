@@ -220,7 +220,12 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
     frugal_table_config config = t.config;
     config.name = t.name.c_str();
     config.optimizer = t.optimizer;
-    FRUGAL_TRY(check_table(config));
+    if (const Status bad = check_table(config)) {
+      const String why = recorded_message();
+      return fail(bad == FRUGAL_ERR_UNSUPPORTED ? bad : FRUGAL_ERR_DAMAGED,
+                  "checkpoint %llu: table '%s' cannot have been created: %s",
+                  static_cast<unsigned long long>(m.sequence), t.name.c_str(), why.c_str());
+    }
     FRUGAL_TRY(check_rows(t));
     TableRef table;
     FRUGAL_TRY(create_table(config, &table, false, own ? t.number : 0));

@@ -145,7 +145,7 @@ void put_manifest(const Manifest& from, disk::Manifest::Builder to) {
   va_start(arguments, format);
   std::vsnprintf(what, sizeof what, format, arguments);
   va_end(arguments);
-  return fail(FRUGAL_ERR_DAMAGED, "%.150s is damaged: %s", where, what);
+  return fail(FRUGAL_ERR_DAMAGED, "%.150s is damaged: %s; restore another checkpoint", where, what);
 }
 
 unsigned long long printed(uint64_t n) { return n; }

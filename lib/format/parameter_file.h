@@ -129,13 +129,18 @@ class RecordBuffers {
   RecordBuffers(const RecordBuffers&) = delete;
 
   uint64_t used() const { return used_.load(std::memory_order_relaxed); }  // bytes, not free ones
+  // Of these, the bytes of complete buffers. The disk alone keeps them from being given back.
+  uint64_t complete() const { return complete_.load(std::memory_order_relaxed); }
+  void count_complete(int64_t bytes) {
+    complete_.fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
+  }
   size_t most() const { return most_; }
   char* take(size_t bytes) noexcept;  // aligned to kFileBlock; null: no memory
   void give(char* memory, size_t bytes) noexcept;
 
  private:
   const size_t most_, most_kept_;
-  std::atomic<uint64_t> used_{0};
+  std::atomic<uint64_t> used_{0}, complete_{0};
   Mutex mu_;
   char* free_ GUARDED_BY(mu_) =
       nullptr;  // of `most_` bytes each; begins with the next one's address

@@ -189,6 +189,7 @@ void ParameterFileWriter::release(Buffer* buffer) noexcept {
     }
     buffer->batch.requests.push_back(
         {IoRequest::Kind::kWrite, &file_, buffer->at, buffer->memory, whole});
+    buffers_->count_complete(static_cast<int64_t>(buffer->bytes));
     submit(buffer);
     buffer = next;
   }
@@ -209,6 +210,8 @@ void ParameterFileWriter::submit(Buffer* buffer) noexcept {
 void ParameterFileWriter::free_buffer(Buffer** link) noexcept {
   const std::unique_ptr<Buffer> buffer(*link);
   *link = buffer->newer;
+  if (!buffer->batch.requests.empty())
+    buffers_->count_complete(-static_cast<int64_t>(buffer->bytes));
   buffers_->give(buffer->memory, buffer->bytes);
 }
 

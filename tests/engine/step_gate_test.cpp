@@ -17,7 +17,8 @@ struct StepGateTest : testing::Test {
                         parts->declarations, parts->pacing, parts->tables, parts->flusher},
         StepGate::Work{[this](uint64_t step) { return declare && declare(step); },
                        [this](uint64_t step) { return loads != 0 && step >= 3; },
-                       [this] { return loads != 0 && loads-- != 0; }});
+                       [this] { return loads != 0 && loads-- != 0; },
+                       [this] { return !copies_wait; }});
     table = parts->add_table(100);
     parts->ranks.start(0);
   }
@@ -64,7 +65,8 @@ struct StepGateTest : testing::Test {
   TrainerRef a, b;
   TableRef table;
   std::function<bool(uint64_t)> declare;
-  int loads = 0;  // until no row of step 3 is loading
+  bool copies_wait = false;  // for the disk, and there are too many
+  int loads = 0;             // until no row of step 3 is loading
   std::unique_ptr<StepGate> gate;
   Gate::Pass pass;
 };
@@ -161,6 +163,15 @@ TEST_F(StepGateTest, RowsThatAreLoading) {
   EXPECT_TRUE(waited(WaitedFor::kLoading));
   EXPECT_EQ(help(3), "");
   EXPECT_EQ(loads, 0);
+}
+
+TEST_F(StepGateTest, CopiesThatWaitForTheDisk) {
+  open();
+  EXPECT_EQ(look(0), "");
+  copies_wait = true;
+  EXPECT_EQ(look(0), "rows of a checkpoint to be written to disk");
+  copies_wait = false;
+  EXPECT_EQ(look(0), "");
 }
 
 // Where steps are not written in the order of their next reads, nothing may be pending.
