@@ -144,11 +144,10 @@ struct World {
 
   Schedule& schedule;
   CommitParts parts;
-  StepGate gate{
-      {parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations, parts.pacing,
-       parts.tables, parts.flusher},
-      {[](uint64_t) { return false; }, [](uint64_t) { return false; }, [] { return false; },
-       [] { return true; }}};
+  StepGate gate{{parts.config, parts.phase, parts.ranks, parts.workers, parts.declarations,
+                 parts.pacing, parts.tables, parts.flusher},
+                {[](uint64_t) { return false; }, [](uint64_t) { return false; },
+                 [] { return false; }, [] { return true; }}};
   const TableRef table;
   TrainerRef trainers[kRanks];
   Slots handed[kSteps][kRanks];
