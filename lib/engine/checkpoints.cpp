@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <ctime>
-#include <optional>
 #include <utility>
 
 #include "base/assert.h"
@@ -207,7 +206,6 @@ Status Checkpoints::request(const CheckpointConfig& config, uint64_t* sequence) 
                 kMostCheckpointName, name.c_str());
   ControlLock lock(of_.mu);
   const bool now = config.step == kNoStep;
-  std::optional<Phase::During> still;
   if (now) {
     // No step is committed meanwhile, and no row changes outside of steps.
     if (!of_.phase.await(lock, Phase::kGet)) return was_closed();
@@ -235,6 +233,7 @@ Status Checkpoints::request(const CheckpointConfig& config, uint64_t* sequence) 
   result_ = {};
   cancelled_.store(false);
   state_ = State::kRequested;
+  changed_.notify_all();  // threads that wait for the former one
   *sequence = sequence_;
   if (now)
     take();
@@ -245,10 +244,14 @@ Status Checkpoints::request(const CheckpointConfig& config, uint64_t* sequence) 
 
 Status Checkpoints::wait(uint64_t sequence, uint64_t until, CheckpointInfo* info) {
   UniqueLock lock(mu_);
+  const auto ended = [&]() REQUIRES(mu_) {
+    return sequence != sequence_ || state_ == State::kIdle || state_ == State::kEnded;
+  };
+  const bool in_time = changed_.wait_until(lock, until, ended);
   if (sequence != sequence_ || state_ == State::kIdle)
     return fail(FRUGAL_ERR_NOT_FOUND, "%llu is not the last checkpoint that was begun",
                 static_cast<unsigned long long>(sequence));
-  if (!changed_.wait_until(lock, until, [&]() REQUIRES(mu_) { return state_ == State::kEnded; }))
+  if (!in_time)
     return fail(FRUGAL_ERR_TIMEOUT, "checkpoint %llu is not on disk yet%s; call again",
                 static_cast<unsigned long long>(sequence),
                 state_ == State::kRequested ? ", its step is not committed" : "");
