@@ -51,10 +51,6 @@ void RowTracker::close() {
   await_users(nullptr);
 }
 
-uint64_t RowTracker::memory_bytes() const {
-  return bits_[0].bytes() + bits_[1].bytes() + saved_.bytes();
-}
-
 Status RowTracker::expect(uint64_t first, uint64_t n) {
   for (Bits* b : {&bits_[0], &bits_[1], &saved_}) FRUGAL_TRY(b->expect(first, n));
   FRUGAL_TRY(sink_->expect(first, n));

@@ -58,7 +58,6 @@ class RowTracker final : public HeapObject, public RowWatcher {
 
   // Requires the rows' lock.
   void mark_changed(uint32_t slot) noexcept;
-  uint64_t memory_bytes() const;
 
   struct Counts {  // of rows, since it tracks
     std::atomic<uint64_t> before_write{0}, in_order{0}, before_delete{0}, late{0}, awaited{0};
@@ -88,7 +87,6 @@ class RowTracker final : public HeapObject, public RowWatcher {
     bool has(uint64_t slot) const {
       return word(slot).load(std::memory_order_relaxed) >> slot % 64 & 1;
     }
-    uint64_t bytes() const { return words_.committed_bytes(); }
     // Whether the memory of the slot's bit is there.
     bool committed(uint64_t slot) const { return words_.committed(slot / 64); }
 

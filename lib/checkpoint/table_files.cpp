@@ -86,12 +86,6 @@ void TableFiles::set(uint64_t slot, Directory::Place place) {
   --files_[place.file].old;
 }
 
-void TableFiles::forget(uint64_t slot) {
-  Lock lock(mu_);
-  now_old(directory_.at(slot).file);
-  directory_.set(slot, {});
-}
-
 // --- Saving --------------------------------------------------------------------------------------
 
 void TableFiles::begin(uint64_t sequence) noexcept {

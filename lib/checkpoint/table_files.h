@@ -28,7 +28,6 @@ class Directory {
   bool committed(uint64_t slot) const { return packed_.committed(slot); }
   Place at(uint64_t slot) const;
   void set(uint64_t slot, Place place);
-  uint64_t bytes() const { return packed_.committed_bytes(); }
 
  private:
   static constexpr size_t kBytes = 5;  // 20 bits each
@@ -71,8 +70,6 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   // Adds a file; returns its number for set().
   Status add_file(const ParameterFileInfo& info, uint32_t* file);
   void set(uint64_t slot, Directory::Place place);
-  Directory::Place at(uint64_t slot) const { return directory_.at(slot); }
-  void forget(uint64_t slot);
 
   RowFormat format() const;  // of the rows as they are now
 

@@ -15,6 +15,9 @@ constexpr uint64_t kPauseNs = 200'000;  // between two polls
 
 std::atomic<uint64_t> g_pause{0};
 
+// The first step that a snapshot does not have.
+uint64_t step_after(uint64_t snapshot) { return snapshot == kNoStep ? 0 : snapshot + 1; }
+
 Status was_closed() {
   return fail(FRUGAL_ERR_CLOSED, "the engine was closed before the checkpoint was on disk");
 }
@@ -302,7 +305,7 @@ void Checkpoints::committed(uint64_t step) noexcept {
 
 // The tables are as they are to be on disk. What memory it takes is for names.
 void Checkpoints::take() noexcept {
-  const uint64_t last = of_.ranks.committed();
+  const uint64_t last = of_.ranks.committed(), next = step_after(last);
   try {
     Manifest m;
     m.sequence = sequence_;
@@ -321,7 +324,6 @@ void Checkpoints::take() noexcept {
       to.config = t->config;
       to.config.name = nullptr;
       to.has_state = t->has_state.load();
-      const uint64_t next = last == kNoStep ? 0 : last + 1;
       to.optimizer = t->optimizer_at(next);
       for (auto at = t->schedule.upper_bound(next); at != t->schedule.end(); ++at)
         to.later.push_back({at->first, at->second});
@@ -337,7 +339,7 @@ void Checkpoints::take() noexcept {
   }
   for (const TableRef& t : snapshot_) {
     t->tracked->files.begin(sequence_);
-    t->tracked->tracker.begin(last == kNoStep ? 0 : last + 1);
+    t->tracked->tracker.begin(next);
   }
   state_ = State::kTaken;
   changed_.notify_all();
@@ -388,8 +390,7 @@ Status Checkpoints::going_on() {
 }
 
 Status Checkpoints::write(const Vector<TableRef>& tables, Manifest* m) {
-  const uint64_t next_step = m->step == kNoStep ? 0 : m->step + 1;
-  FRUGAL_TRY(await_written(tables, next_step));
+  FRUGAL_TRY(await_written(tables, step_after(m->step)));
   for (const TableRef& t : tables) FRUGAL_TRY(save_rows(tables, *t));
   for (size_t i = 0; i < tables.size(); ++i) {
     FRUGAL_TRY(going_on());

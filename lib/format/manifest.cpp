@@ -11,23 +11,15 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/config_fields.h"
 #include "base/this_thread.h"
 #include "manifest.capnp.h"
 
 namespace frugal {
 namespace {
 
-// The fields of the structs of frugal.h, as C and as Cap'n Proto call them.
+// The fields of other structs, as C and as Cap'n Proto call them.
 // clang-format off
-#define MANIFEST_OPTIMIZER(X)                                                                      \
-  X(kind, Kind) X(lr, Lr) X(eps, Eps) X(momentum, Momentum) X(dampening, Dampening)                \
-  X(beta1, Beta1) X(beta2, Beta2) X(rho, Rho) X(ftrl_lambda1, FtrlLambda1)                         \
-  X(ftrl_lambda2, FtrlLambda2) X(ftrl_beta, FtrlBeta) X(initial_accumulator, InitialAccumulator)   \
-  X(weight_decay_l2, WeightDecayL2) X(weight_decay, WeightDecay) X(clip_value, ClipValue)          \
-  X(clip_norm, ClipNorm) X(weight_bound, WeightBound) X(grad_scale, GradScale) X(flags, Flags)
-#define MANIFEST_TABLE_CONFIG(X)                                                                   \
-  X(key_space, KeySpace) X(dtype, Dtype) X(rows, Rows) X(dim, Dim) X(init, Init) X(init_a, InitA)  \
-  X(init_b, InitB) X(nan_policy, NanPolicy) X(flags, Flags)
 #define MANIFEST_FORMAT(X)                                                                         \
   X(state_columns, StateColumns) X(value_bytes, ValueBytes) X(state_column_bytes, StateColumnBytes)
 #define MANIFEST_FILE(X)                                                                           \
@@ -40,7 +32,6 @@ namespace {
 // clang-format on
 
 // A new field must be added above, to manifest.capnp, and to manifest_check.cpp.
-static_assert(sizeof(frugal_optimizer) == 88 && sizeof(frugal_table_config) == 144);
 static_assert(sizeof(ParameterFileInfo) == 7 * 8 && sizeof(RowFormat) == 6 * 4);
 
 #define MANIFEST_PUT(field, Field) to.set##Field(from.field);
@@ -78,14 +69,14 @@ uint64_t words_of(const Manifest& m) {
 }
 
 void put_optimizer(const frugal_optimizer& from,
-                   disk::Optimizer::Builder to){MANIFEST_OPTIMIZER(MANIFEST_PUT)}
+                   disk::Optimizer::Builder to){FRUGAL_OPTIMIZER_FIELDS(MANIFEST_PUT)}
 
 capnp::Text::Reader text_of(const String& s) {
   return {s.c_str(), s.size()};
 }
 
 void put_config(const frugal_table_config& from, disk::Table::Builder to) {
-  MANIFEST_TABLE_CONFIG(MANIFEST_PUT)
+  FRUGAL_TABLE_CONFIG_FIELDS(MANIFEST_PUT)
   put_optimizer(from.optimizer, to.initCreated());
 }
 
@@ -182,11 +173,11 @@ class ManifestDecoder {
   }
 
   static void take_optimizer(disk::Optimizer::Reader from, frugal_optimizer* to) {
-    MANIFEST_OPTIMIZER(MANIFEST_TAKE)
+    FRUGAL_OPTIMIZER_FIELDS(MANIFEST_TAKE)
   }
 
   static void take_config(disk::Table::Reader from, frugal_table_config* to) {
-    MANIFEST_TABLE_CONFIG(MANIFEST_TAKE)
+    FRUGAL_TABLE_CONFIG_FIELDS(MANIFEST_TAKE)
     take_optimizer(from.getCreated(), &to->optimizer);
   }
 
@@ -439,8 +430,6 @@ Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use) {
   return folder.sync();
 }
 
-#undef MANIFEST_OPTIMIZER
-#undef MANIFEST_TABLE_CONFIG
 #undef MANIFEST_FORMAT
 #undef MANIFEST_FILE
 #undef MANIFEST_BLOB

@@ -1,5 +1,7 @@
 #include "process/control_structs.h"
 
+#include "base/config_fields.h"
+
 namespace frugal {
 namespace {
 
@@ -10,15 +12,6 @@ namespace {
   X(flush_mode, FlushMode) X(staleness, Staleness) X(pending_bytes, PendingBytes)                  \
   X(host_bytes, HostBytes) X(timeout_ms, TimeoutMs) X(backing, Backing) X(flags, Flags)            \
   X(seed, Seed)
-#define OPTIMIZER_FIELDS(X)                                                                        \
-  X(kind, Kind) X(lr, Lr) X(eps, Eps) X(momentum, Momentum) X(dampening, Dampening)                \
-  X(beta1, Beta1) X(beta2, Beta2) X(rho, Rho) X(ftrl_lambda1, FtrlLambda1)                         \
-  X(ftrl_lambda2, FtrlLambda2) X(ftrl_beta, FtrlBeta) X(initial_accumulator, InitialAccumulator)   \
-  X(weight_decay_l2, WeightDecayL2) X(weight_decay, WeightDecay) X(clip_value, ClipValue)          \
-  X(clip_norm, ClipNorm) X(weight_bound, WeightBound) X(grad_scale, GradScale) X(flags, Flags)
-#define TABLE_CONFIG_FIELDS(X)                                                                     \
-  X(key_space, KeySpace) X(dtype, Dtype) X(rows, Rows) X(dim, Dim) X(init, Init) X(init_a, InitA)  \
-  X(init_b, InitB) X(nan_policy, NanPolicy) X(flags, Flags)
 #define TABLE_INFO_FIELDS(X)                                                                       \
   X(rows, Rows) X(capacity, Capacity) X(value_bytes, ValueBytes) X(state_floats, StateFloats)      \
   X(memory_bytes, MemoryBytes) X(dim, Dim) X(key_space, KeySpace) X(optimizer, Optimizer)          \
@@ -28,8 +21,7 @@ namespace {
 // clang-format on
 
 // A new field must be added above and to control.capnp, too.
-static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_optimizer) == 88);
-static_assert(sizeof(frugal_table_config) == 144 && sizeof(frugal_table_info) == 64);
+static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_table_info) == 64);
 static_assert(sizeof(frugal_trainer_config) == 40);
 
 #define PUT(field, Field) to.set##Field(from.field);
@@ -42,10 +34,10 @@ const char* text_or_null(capnp::Text::Reader text) { return text.size() ? text.c
 void put(const frugal_config& from, wire::Config::Builder to) { CONFIG_FIELDS(PUT) }
 
 void put(const frugal_table_config& from, wire::TableConfig::Builder to) {
-  TABLE_CONFIG_FIELDS(PUT)
+  FRUGAL_TABLE_CONFIG_FIELDS(PUT)
   if (from.name) to.setName(from.name);
   const auto put_optimizer = [](const frugal_optimizer& from, wire::Optimizer::Builder to) {
-    OPTIMIZER_FIELDS(PUT)
+    FRUGAL_OPTIMIZER_FIELDS(PUT)
   };
   put_optimizer(from.optimizer, to.initOptimizer());
 }
@@ -64,10 +56,10 @@ void take(wire::Config::Reader from, frugal_config* to) {
 
 void take(wire::TableConfig::Reader from, frugal_table_config* to) {
   frugal_table_config_init(to);
-  TABLE_CONFIG_FIELDS(TAKE)
+  FRUGAL_TABLE_CONFIG_FIELDS(TAKE)
   to->name = text_or_null(from.getName());
   const auto take_optimizer = [](wire::Optimizer::Reader from, frugal_optimizer* to) {
-    OPTIMIZER_FIELDS(TAKE)
+    FRUGAL_OPTIMIZER_FIELDS(TAKE)
   };
   take_optimizer(from.getOptimizer(), &to->optimizer);
 }

@@ -56,6 +56,17 @@ void restore_to(const std::string& path, uint64_t steps) {
   ASSERT_TRUE(job.state() == known()[steps]);
 }
 
+// Steps 1 to 8 of a job, with a checkpoint of each, of which two are kept.
+void take_eight(const std::string& path) {
+  CheckpointJob job;
+  ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+  job.start();
+  for (uint64_t s = 1; s <= 8; ++s) {
+    job.step(s);
+    ASSERT_OK(job.checkpoint());
+  }
+}
+
 struct Fault {
   int code = 0;  // 0: none
   bool forever = false;
@@ -202,15 +213,7 @@ TEST(CheckpointFaults, InterruptedAndShort) {
 // attempt restores all.
 TEST(CheckpointFaults, EachCallOfARestoreFails) {
   TemporaryFolder folder("/dev/shm");
-  {
-    CheckpointJob job;
-    ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
-    job.start();
-    for (uint64_t s = 1; s <= 8; ++s) {
-      job.step(s);
-      ASSERT_OK(job.checkpoint());
-    }
-  }
+  ASSERT_NO_FATAL_FAILURE(take_eight(folder.path()));
   for (const bool own : {false, true})
     for (const bool forever : {false, true}) {
       int64_t n = 0;
@@ -301,15 +304,7 @@ TEST(CheckpointFaults, EachCallOfASecondLifeFails) {
 // Likewise the n-th allocation.
 TEST(CheckpointFaults, EachAllocationOfARestoreFails) {
   TemporaryFolder folder("/dev/shm");
-  {
-    CheckpointJob job;
-    ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
-    job.start();
-    for (uint64_t s = 1; s <= 8; ++s) {
-      job.step(s);
-      ASSERT_OK(job.checkpoint());
-    }
-  }
+  ASSERT_NO_FATAL_FAILURE(take_eight(folder.path()));
   for (const bool own : {false, true}) {
     int64_t n = 0;
     for (int32_t status = FRUGAL_ERR_OUT_OF_MEMORY; status != FRUGAL_OK && !HasFailure();) {

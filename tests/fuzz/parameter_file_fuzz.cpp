@@ -11,29 +11,13 @@
 #include <vector>
 
 #include "format/parameter_file.h"
+#include "fuzz/bytes.h"
 #include "support/inside.h"
 #include "support/temporary_folder.h"
 
 namespace {
 
 using namespace frugal;
-
-void Check(bool good) {
-  if (!good) std::abort();
-}
-
-struct Bytes {
-  const uint8_t* at;
-  size_t left;
-  uint64_t Number(size_t bytes) {
-    uint64_t v = 0;
-    const size_t n = std::min(bytes, left);
-    if (n > 0) std::memcpy(&v, at, n);
-    at += n;
-    left -= n;
-    return v;
-  }
-};
 
 // A folder whose file 7 is the input, and the bytes of a good one.
 struct World {

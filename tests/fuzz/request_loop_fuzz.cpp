@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/handles.h"
+#include "fuzz/bytes.h"
 #include "process/process_requests.h"
 #include "process/trainer_requests.h"
 
@@ -17,24 +18,7 @@ namespace {
 
 using namespace frugal;
 
-void Check(bool good) {
-  if (!good) std::abort();
-}
-
 constexpr size_t kRows = 300, kDim = 3;
-
-struct Bytes {
-  const uint8_t* at;
-  size_t left;
-  uint64_t Number(size_t bytes) {
-    uint64_t v = 0;
-    const size_t n = std::min(bytes, left);
-    if (n > 0) std::memcpy(&v, at, n);
-    at += n;
-    left -= n;
-    return v;
-  }
-};
 
 // One engine for all inputs; rank 0 is honest, rank 1 the enemy.
 struct World {

@@ -10,28 +10,12 @@
 
 #include "../process/proc.h"
 #include "base/os.h"
+#include "fuzz/bytes.h"
 #include "process/channel.h"
 
 namespace {
 
 using frugal::Channel;
-
-void Check(bool good) {
-  if (!good) std::abort();
-}
-
-struct Bytes {
-  const uint8_t* at;
-  size_t left;
-  uint64_t Number(size_t bytes) {
-    uint64_t v = 0;
-    const size_t n = std::min(bytes, left);
-    if (n > 0) std::memcpy(&v, at, n);
-    at += n;
-    left -= n;
-    return v;
-  }
-};
 
 }  // namespace
 
