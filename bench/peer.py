@@ -89,7 +89,10 @@ class Peer:
 
 
 def serve(peer):
-  commands = {'prepare': peer.prepare, 'run': peer.run, 'check': peer.check, 'free': peer.free}
+  reply_to({'prepare': peer.prepare, 'run': peer.run, 'check': peer.check, 'free': peer.free})
+
+
+def reply_to(commands):
   # Libraries write to stdout; replies go to the real one.
   answers = sys.stdout
   sys.stdout = sys.stderr

@@ -157,6 +157,10 @@ int Main(int argc, char** argv) {
   Trainer trainer(sampler, options, backend.get(), /*quiet=*/false);
   const Evaluator evaluator(graph);
 
+  if (trainer.steps() > 0) {
+    std::printf("resumed    after %llu steps\n", static_cast<unsigned long long>(trainer.steps()));
+  }
+
   const double per_epoch = static_cast<double>(sampler.steps_per_epoch());
   const uint64_t total = options.epochs > 0
                              ? static_cast<uint64_t>(std::ceil(options.epochs * per_epoch))
@@ -166,7 +170,7 @@ int Main(int argc, char** argv) {
   if (options.verify != 0 && options.staleness > 0) {
     std::printf("not compared with a plain loop: with staleness the timing decides\n");
   }
-  if (verify && options.verify > 0) {
+  if (verify && options.verify > 0 && trainer.steps() == 0) {
     trainer.Run(std::min<uint64_t>(options.verify, total), 0, total);
     same = Verify(graph, options, sampler, trainer.steps(), backend.get());
   }
@@ -175,6 +179,7 @@ int Main(int argc, char** argv) {
     if (options.eval_every > 0) {
       const double steps = options.eval_every * per_epoch * static_cast<double>(evaluations);
       last = std::min(total, static_cast<uint64_t>(std::ceil(steps)));
+      if (last < total && last <= trainer.steps()) continue;  // before what was resumed from
     }
     trainer.Run(std::max(last, trainer.steps()), options.seconds, total);
     if (trainer.steps() >= total || trainer.steps() < last) break;
@@ -186,8 +191,10 @@ int Main(int argc, char** argv) {
   std::printf("trained    %llu steps, %.2f epochs, %.1f s, %.0f edges/s, cache %s, stall %s\n",
               static_cast<unsigned long long>(trainer.steps()),
               static_cast<double>(trainer.steps()) / per_epoch, trainer.seconds(),
-              static_cast<double>(trainer.edges()) / trainer.seconds(),
+              static_cast<double>(trainer.edges() - backend->FirstEdges()) /
+                  std::max(trainer.seconds(), 1e-9),
               trainer.CacheText().c_str(), trainer.StallText().c_str());
+  backend->Save();
   if (verify && options.verify < 0) {
     same = Verify(graph, options, sampler, trainer.steps(), backend.get());
   }

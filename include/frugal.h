@@ -25,8 +25,8 @@
  * the arithmetic down to the order of each addition.
  *
  * Sections: 0 Conventions, 1 Status and error, 2 Engine, 3 Table, 4 Rows between steps, 5 Trainer,
- * 6 Op and batch, 7 Step, 8 Processes, 9 GPU, 10 Observation. Each begins with the life of what it
- * is about.
+ * 6 Op and batch, 7 Step, 8 Processes, 9 GPU, 10 Observation, 11 Checkpoint. Each begins with the
+ * life of what it is about.
  *
  * ---------------------------------------------------------------------------------------------
  * 0. Conventions
@@ -95,6 +95,8 @@
  *     rows of a table                                  1..2^32 - 2
  *     elements of a row                                1..65536
  *     bytes of a table's name                          1..255
+ *     bytes of a checkpoint's name                     0..255
+ *     checkpoints whose results are known              64
  *     ranks (world_size)                               1..4096
  *     flush threads                                    0..256
  *     lookahead                                        0..FRUGAL_MAX_LOOKAHEAD
@@ -1494,6 +1496,19 @@ typedef struct frugal_stats {
   uint64_t cache_refreshes;
   /* Of these: planned while the step before was computed. */
   uint64_t cache_planned;
+
+  /* --- Checkpoints */
+  /* That are on disk. */
+  uint64_t checkpoints;
+  /* That failed or were cancelled. */
+  uint64_t checkpoints_failed;
+  /* Records and bytes of parameter files that were written. */
+  uint64_t checkpoint_rows;
+  uint64_t checkpoint_bytes;
+  /* Of these rows: copied by a thread that was about to change them. */
+  uint64_t checkpoint_copies;
+  /* Calls of frugal_step_begin that waited for the disk, since copies were over their budget. */
+  uint64_t checkpoint_waits;
 } frugal_stats;
 
 /* Fills *stats_out.
@@ -1557,6 +1572,347 @@ FRUGAL_API int32_t frugal_trace_start(frugal_engine *engine, size_t events);
  * Threads:  any
  */
 FRUGAL_API int32_t frugal_trace_stop(frugal_engine *engine, const char *path);
+
+/* ---------------------------------------------------------------------------------------------
+ * 11. Checkpoint
+ * ---------------------------------------------------------------------------------------------
+ *
+ * Checkpoint   The whole engine on disk, as it was after one committed step: all tables with their
+ *              optimizer state, and the blobs of the ranks. Training goes on while it is written
+ *              (TrainingCXL, batch-aware checkpoint; HierPS appendix E). It is whole or it is not
+ *              there, whatever instant the process or the machine dies at.
+ *
+ * Folder       frugal_folder_open names it. One engine at a time writes a folder; any number of
+ *              processes read it meanwhile. The newest checkpoints are kept, and all that have a
+ *              name. Only rows that changed since the last checkpoint are written.
+ *
+ * Blob         Bytes of the caller that belong to a step: dense weights, the place of the data
+ *              reader. A rank gives them with frugal_checkpoint_blob inside of the step.
+ *
+ * Number       A checkpoint has a number in its folder, from 1 on. It is never used again. The
+ *              number is also the ticket by which a caller waits.
+ *
+ * Processes that attach to an engine cannot use this section yet: their calls return UNSUPPORTED,
+ * but for those that take the path of a folder. docs/checkpoints.md says how it works.
+ *
+ * Example: a program that goes on where it was interrupted. At its first start it finds no
+ * checkpoint.
+ *
+ *     frugal_folder_config folder = FRUGAL_FOLDER_CONFIG_INIT;
+ *     folder.every_steps = 1000;
+ *     check(frugal_folder_open(engine, "checkpoints", &folder));
+ *     frugal_checkpoint_info info = {sizeof info};
+ *     uint64_t step = 0;
+ *     int32_t status = frugal_restore(engine, NULL, &info);
+ *     if (status == FRUGAL_OK) {
+ *       step = info.step + 1;
+ *       check(frugal_checkpoint_read_blob("checkpoints", info.number, 0, weights, bytes, NULL));
+ *     } else if (status != FRUGAL_ERR_NOT_FOUND) {
+ *       abort();
+ *     }
+ *     // Creates its tables as ever, and gets those that were restored. Then in each step:
+ *     bool due;
+ *     check(frugal_step_begin(rank, step, FRUGAL_TIMEOUT_DEFAULT));
+ *     // lookups, the model, pushes
+ *     check(frugal_checkpoint_due(rank, &due));
+ *     if (due) check(frugal_checkpoint_blob(rank, weights, bytes));
+ *     check(frugal_step_end(rank, step, 0));
+ */
+
+typedef struct frugal_folder_config {
+  size_t struct_size;
+  /* How many checkpoints without a name stay, the newest ones; 1 or more, default 2. */
+  uint32_t keep;
+  /* 0. */
+  uint32_t flags;
+  /* A checkpoint is due when so many steps were committed since the last one; 0 (default): none
+   * is. */
+  uint64_t every_steps;
+  /* The same for milliseconds; 0 (default): none is. */
+  uint64_t every_ms;
+} frugal_folder_config;
+
+#define FRUGAL_FOLDER_CONFIG_INIT \
+  { sizeof(frugal_folder_config), 2, 0, 0, 0 }
+
+/* Sets every default.
+ *
+ * Returns:  nothing
+ * Waits:    no
+ * Threads:  any
+ */
+FRUGAL_API void frugal_folder_config_init(frugal_folder_config *config);
+
+/* Opens a folder, to which this engine writes its checkpoints from now on.
+ * The last component of the path is created if it is missing. `config` NULL means all defaults.
+ * It removes what a writer that has died left unfinished there, and checkpoints beyond `keep`.
+ * It is a call between steps. Pending updates are written first.
+ * Memory: about 5 bytes and 3 bits a row, and up to 64 MiB while a checkpoint is written.
+ *
+ * Returns:  FRUGAL_OK
+ *           INVALID_ARGUMENT: a field, or the path cannot be used; see frugal_error.system_code
+ *           STRUCT_SIZE
+ *           NOT_FOUND: the folder that the new one would be in does not exist
+ *           EXISTS: the engine has opened a folder
+ *           BUSY: another engine writes that folder; or ranks are not between steps
+ *           TIMEOUT
+ *           NO_SPACE, IO
+ *           UNSUPPORTED: this build cannot write checkpoints, or the engine is another process's
+ * Waits:    for pending updates, up to the engine's timeout_ms
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_folder_open(frugal_engine *engine, const char *path,
+                                      const frugal_folder_config *config);
+
+/* Ends the use of the folder, which another engine may write then.
+ * It is a call between steps. frugal_close does it, too.
+ *
+ * Returns:  FRUGAL_OK
+ *           NOT_FOUND: the engine has opened no folder
+ *           BUSY: a checkpoint is being written, or ranks are not between steps
+ *           TIMEOUT
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    for pending updates, up to the engine's timeout_ms
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_folder_close(frugal_engine *engine);
+
+typedef struct frugal_checkpoint_config {
+  size_t struct_size;
+  /* The step whose state it has. FRUGAL_NO_STEP (default): the last one that is committed. Else one
+   * that is not committed yet. */
+  uint64_t step;
+  /* At most 255 bytes, without a slash. Not NULL: it is kept until it is deleted. */
+  const char *name;
+  /* Not NULL: the blob of rank `blob_rank`, in the place of one that it has given in the step. Only
+   * for the last committed step. It is copied. */
+  const void *blob;
+  size_t blob_size;
+  uint32_t blob_rank;
+  /* 0. */
+  uint32_t flags;
+} frugal_checkpoint_config;
+
+#define FRUGAL_CHECKPOINT_CONFIG_INIT \
+  { sizeof(frugal_checkpoint_config), FRUGAL_NO_STEP, NULL, NULL, 0, 0, 0 }
+
+/* Sets every default.
+ *
+ * Returns:  nothing
+ * Waits:    no
+ * Threads:  any
+ */
+FRUGAL_API void frugal_checkpoint_config_init(frugal_checkpoint_config *config);
+
+/* Begins a checkpoint.
+ * `config` NULL means all defaults. Ranks may be inside of steps, and go on.
+ * One that was due by itself and is not begun makes way for it.
+ * *number_out is the checkpoint's number, by which frugal_checkpoint_wait waits.
+ *
+ * Returns:  FRUGAL_OK
+ *           NOT_FOUND: the engine has opened no folder
+ *           BUSY: another one is being written: wait for it with number 0
+ *           STEP_RANGE: the step is committed already
+ *           INVALID_ARGUMENT: a field
+ *           STRUCT_SIZE
+ *           OUT_OF_MEMORY: also for the blob
+ *           IO: a sync has failed before; the folder is written no more by this engine
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    for a commit, or a call between steps, that is being made
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_checkpoint(frugal_engine *engine, const frugal_checkpoint_config *config,
+                                     uint64_t *number_out);
+
+/* What a checkpoint is. */
+typedef struct frugal_checkpoint_info {
+  /* Set by the caller. */
+  size_t struct_size;
+  /* In its folder, from 1 on. */
+  uint64_t number;
+  /* The last step that it has; FRUGAL_NO_STEP: it is from before the first. */
+  uint64_t step;
+  /* When it was written, in seconds since 1970. */
+  uint64_t created;
+  /* Of its files. Checkpoints share files. */
+  uint64_t bytes;
+  uint64_t tables;
+  /* Ranks of the engine that wrote it. */
+  uint32_t world_size;
+  /* How many of them have given a blob. */
+  uint32_t blobs;
+  /* Empty: it has none. */
+  char name[256];
+} frugal_checkpoint_info;
+
+/* Waits until a checkpoint is on disk.
+ * `number` 0 means the one that was begun last. info_out may be NULL.
+ * The results of the last 64 checkpoints are known.
+ *
+ * Returns:  FRUGAL_OK: no crash of the process or the machine takes it back
+ *           TIMEOUT: it is not there yet; with timeout_ms 0 the call polls
+ *           NOT_FOUND: no such checkpoint was begun since the folder was opened
+ *           CLOSED: it was cancelled, or the engine is being closed
+ *           NO_SPACE, IO, OUT_OF_MEMORY: it failed. The one before stays; another can be begun. But
+ *           after a failed sync the folder is written no more, which the message says
+ *           STEP_RANGE: its step will never come
+ *           STRUCT_SIZE
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    up to timeout_ms
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_checkpoint_wait(const frugal_engine *engine, uint64_t number,
+                                          int64_t timeout_ms, frugal_checkpoint_info *info_out);
+
+/* Gives up a checkpoint that is not on disk yet.
+ * `number` 0 means the one that was begun last. What was written of it is removed. It may still
+ * come to be whole: frugal_checkpoint_wait says whether it did.
+ *
+ * Returns:  FRUGAL_OK
+ *           NOT_FOUND: it is not being written
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    no
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_checkpoint_cancel(frugal_engine *engine, uint64_t number);
+
+/* Reports whether the step that the rank is inside of will be a checkpoint.
+ * It will if its number was named, or if a checkpoint was due by itself (frugal_folder_config) when
+ * the first rank began the step and none was being written. All ranks get the same result, unless
+ * a call names the step when ranks are inside of it.
+ *
+ * Returns:  FRUGAL_OK
+ *           NOT_IN_STEP
+ *           STEP_ABORTED
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    no
+ * Threads:  one at a time for a trainer
+ */
+FRUGAL_API int32_t frugal_checkpoint_due(frugal_trainer *trainer, bool *due_out);
+
+/* Gives the rank's blob of the step that it is inside of.
+ * A checkpoint of this step has it. A later call in the step replaces it; an abort drops it.
+ * It is copied. Its memory, which counts against host_bytes, is kept until a later step commits, or
+ * the checkpoint is on disk. Without a folder the call does nothing.
+ * Blobs that a restore finds belong to the last committed step, too.
+ *
+ * Returns:  FRUGAL_OK; on an error the rank's earlier blob of the step stays
+ *           NOT_IN_STEP
+ *           STEP_ABORTED
+ *           OUT_OF_MEMORY
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    no
+ * Threads:  one at a time for a trainer
+ */
+FRUGAL_API int32_t frugal_checkpoint_blob(frugal_trainer *trainer, const void *bytes, size_t size);
+
+/* Deletes a checkpoint of the folder that the engine writes.
+ *
+ * Returns:  FRUGAL_OK: it is gone, also after a crash
+ *           NOT_FOUND: there is no such checkpoint, or the engine has opened no folder
+ *           BUSY: a process reads it
+ *           IO
+ *           UNSUPPORTED: the engine is another process's
+ * Waits:    for the disk
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_checkpoint_delete(frugal_engine *engine, uint64_t number);
+
+typedef struct frugal_restore_config {
+  size_t struct_size;
+  /* NULL (default): the folder that the engine writes. Else another one, which its
+   * writer may be writing. */
+  const char *folder;
+  /* 0 (default): the newest, or the one that has `name`. */
+  uint64_t number;
+  /* NULL (default): any. Else the newest one of that name. */
+  const char *name;
+  /* Names of the tables to restore; NULL (default): all. */
+  const char *const *tables;
+  size_t table_count;
+} frugal_restore_config;
+
+#define FRUGAL_RESTORE_CONFIG_INIT \
+  { sizeof(frugal_restore_config), NULL, 0, NULL, NULL, 0 }
+
+/* Sets every default.
+ *
+ * Returns:  nothing
+ * Waits:    no
+ * Threads:  any
+ */
+FRUGAL_API void frugal_restore_config_init(frugal_restore_config *config);
+
+/* Creates the tables of a checkpoint, with their rows, state and hyper-parameters.
+ * The next step is the one after the checkpoint's. `config` NULL means all defaults.
+ * The engine may have another world_size, lookahead, staleness, flush mode, backing, caches and
+ * devices than the one that wrote the checkpoint. Its seed must be the same.
+ * Call it before trainers join. frugal_table_create with the same configuration then gives the
+ * restored table; frugal_table_set_optimizer changes its hyper-parameters.
+ * info_out may be NULL.
+ *
+ * Returns:  FRUGAL_OK; on an error nothing has changed
+ *           NOT_FOUND: no folder, no such checkpoint, or no such table in it
+ *           EXISTS: the engine has a table of that name
+ *           BUSY: trainers have joined, or steps were begun
+ *           INVALID_ARGUMENT: a field; or the engine has another seed
+ *           STRUCT_SIZE
+ *           DAMAGED, TOO_NEW, IO: the message names file and offset
+ *           OUT_OF_MEMORY, TIMEOUT
+ *           UNSUPPORTED: this build cannot read checkpoints, or the engine is another process's
+ * Waits:    for the disk
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_restore(frugal_engine *engine, const frugal_restore_config *config,
+                                  frugal_checkpoint_info *info_out);
+
+/* Enumerates the checkpoints of a folder, in the order of their numbers.
+ * It fills *info_out with the first checkpoint whose number is above *cursor, and sets *cursor to
+ * that number; start with 0. A `number` of 0 means the end.
+ * No engine is needed, and another process may write the folder.
+ *
+ * Returns:  FRUGAL_OK
+ *           NOT_FOUND: there is no such folder
+ *           DAMAGED, TOO_NEW: of that checkpoint's manifest; *cursor has moved past it
+ *           IO, STRUCT_SIZE
+ *           UNSUPPORTED: this build cannot read checkpoints
+ * Waits:    for the disk
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_checkpoint_next(const char *folder, uint64_t *cursor,
+                                          frugal_checkpoint_info *info_out);
+
+/* Reads the blob that a rank has given for a checkpoint.
+ * `number` 0 means the newest one. *size_out, which may be NULL, is its size, also on OVERFLOW. No
+ * engine is needed.
+ *
+ * Returns:  FRUGAL_OK
+ *           NOT_FOUND: there is no such folder, checkpoint or blob
+ *           OVERFLOW: capacity is less than the size; nothing was written to bytes_out
+ *           DAMAGED, TOO_NEW, IO
+ *           UNSUPPORTED: this build cannot read checkpoints
+ * Waits:    for the disk
+ * Threads:  any
+ * Owner:    bytes_out is the caller's; it may be NULL if capacity is 0
+ */
+FRUGAL_API int32_t frugal_checkpoint_read_blob(const char *folder, uint64_t number, uint32_t rank,
+                                               void *bytes_out, size_t capacity, size_t *size_out);
+
+/* Copies a checkpoint into another folder, which then needs nothing of the first one.
+ * `number` 0 means the newest one.
+ * That folder is created if it is missing, and may have no checkpoint. On one file system the files
+ * share their bytes where that is possible. No engine is needed.
+ *
+ * Returns:  FRUGAL_OK: the copy is on disk; on an error there is none
+ *           NOT_FOUND: there is no such folder or checkpoint
+ *           EXISTS: the folder `to` has checkpoints
+ *           BUSY: an engine writes the folder `to`
+ *           DAMAGED, TOO_NEW, IO, NO_SPACE
+ *           UNSUPPORTED: this build cannot read checkpoints
+ * Waits:    for the disk
+ * Threads:  any
+ */
+FRUGAL_API int32_t frugal_checkpoint_copy(const char *folder, uint64_t number, const char *to);
 
 #ifdef __cplusplus
 }

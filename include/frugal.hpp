@@ -124,6 +124,31 @@ inline frugal_optimizer Optimizer(int32_t kind = FRUGAL_SGD) {
   return optimizer;
 }
 
+// The next four have every default.
+inline frugal_folder_config FolderConfig() {
+  frugal_folder_config config;
+  frugal_folder_config_init(&config);
+  return config;
+}
+
+inline frugal_checkpoint_config CheckpointConfig() {
+  frugal_checkpoint_config config;
+  frugal_checkpoint_config_init(&config);
+  return config;
+}
+
+inline frugal_restore_config RestoreConfig() {
+  frugal_restore_config config;
+  frugal_restore_config_init(&config);
+  return config;
+}
+
+inline frugal_checkpoint_info CheckpointInfo() {
+  frugal_checkpoint_info info = {};
+  info.struct_size = sizeof(info);
+  return info;
+}
+
 // An op with every default set.
 inline frugal_op Op() {
   frugal_op op;
@@ -428,6 +453,17 @@ class Trainer {
     return {static_cast<float*>(memory), floats};
   }
 
+  // Whether the step that the rank is inside of will be a checkpoint.
+  bool CheckpointDue() {
+    bool due = false;
+    Check(frugal_checkpoint_due(get(), &due));
+    return due;
+  }
+  // Gives bytes that belong to the step, which a checkpoint of it has. The library copies them.
+  void CheckpointBlob(const void* bytes, size_t size) {
+    Check(frugal_checkpoint_blob(get(), bytes, size));
+  }
+
   void StepEnd(uint64_t step, uint32_t flags = 0) { Check(frugal_step_end(get(), step, flags)); }
   void StepAbort() { Check(frugal_step_abort(get())); }
 
@@ -530,6 +566,35 @@ class Engine {
   void TraceStart(size_t events = size_t{1} << 17) { Check(frugal_trace_start(get(), events)); }
   void TraceStop(const char* path) { Check(frugal_trace_stop(get(), path)); }
 
+  // --- Checkpoints
+  void OpenFolder(const char* path, const frugal_folder_config& config = FolderConfig()) {
+    Check(frugal_folder_open(get(), path, &config));
+  }
+  void CloseFolder() { Check(frugal_folder_close(get())); }
+
+  // Begins a checkpoint, and returns its number.
+  uint64_t BeginCheckpoint(const frugal_checkpoint_config& config = CheckpointConfig()) {
+    uint64_t number = 0;
+    Check(frugal_checkpoint(get(), &config, &number));
+    return number;
+  }
+  // Waits until it is on disk; number 0: the one that was begun last.
+  frugal_checkpoint_info AwaitCheckpoint(uint64_t number = 0,
+                                         int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
+    frugal_checkpoint_info info = CheckpointInfo();
+    Check(frugal_checkpoint_wait(get(), number, timeout_ms, &info));
+    return info;
+  }
+  void CancelCheckpoint(uint64_t number) { Check(frugal_checkpoint_cancel(get(), number)); }
+  void DeleteCheckpoint(uint64_t number) { Check(frugal_checkpoint_delete(get(), number)); }
+
+  // Creates the tables of a checkpoint. An error NOT_FOUND: there is none.
+  frugal_checkpoint_info Restore(const frugal_restore_config& config = RestoreConfig()) {
+    frugal_checkpoint_info info = CheckpointInfo();
+    Check(frugal_restore(get(), &config, &info));
+    return info;
+  }
+
   // Lets other processes attach to this engine by frugal_config.service.
   void Serve(const char* address) { Check(frugal_serve(get(), address)); }
 
@@ -537,6 +602,34 @@ class Engine {
   using Handle = internal::Owned<frugal_engine, frugal_close>;
   Handle handle_;
 };
+
+// The checkpoints of a folder, in the order of their numbers.
+inline std::vector<frugal_checkpoint_info> Checkpoints(const char* folder) {
+  std::vector<frugal_checkpoint_info> all;
+  for (uint64_t cursor = 0;;) {
+    frugal_checkpoint_info info = CheckpointInfo();
+    Check(frugal_checkpoint_next(folder, &cursor, &info));
+    if (info.number == 0) return all;
+    all.push_back(info);
+  }
+}
+
+// The blob that a rank has given for a checkpoint; number 0: the newest one.
+inline std::string ReadBlob(const char* folder, uint64_t number, uint32_t rank) {
+  std::string bytes;
+  for (;;) {
+    size_t size = 0;
+    const int32_t status = frugal_checkpoint_read_blob(
+        folder, number, rank, bytes.empty() ? nullptr : &bytes[0], bytes.size(), &size);
+    if (status != FRUGAL_ERR_OVERFLOW) Check(status);
+    bytes.resize(size);
+    if (status == FRUGAL_OK) return bytes;
+  }
+}
+
+inline void CopyCheckpoint(const char* folder, uint64_t number, const char* to) {
+  Check(frugal_checkpoint_copy(folder, number, to));
+}
 
 }  // namespace frugal
 

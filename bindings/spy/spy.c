@@ -144,6 +144,37 @@ FORWARD(int32_t, frugal_metrics,
         (engine, out, capacity, size))
 FORWARD(int32_t, frugal_trace_start, (frugal_engine * engine, size_t events), (engine, events))
 FORWARD(int32_t, frugal_trace_stop, (frugal_engine * engine, const char *path), (engine, path))
+FORWARD(void, frugal_folder_config_init, (frugal_folder_config * config), (config))
+FORWARD(int32_t, frugal_folder_open,
+        (frugal_engine * engine, const char *path, const frugal_folder_config *config),
+        (engine, path, config))
+FORWARD(int32_t, frugal_folder_close, (frugal_engine * engine), (engine))
+FORWARD(void, frugal_checkpoint_config_init, (frugal_checkpoint_config * config), (config))
+FORWARD(int32_t, frugal_checkpoint,
+        (frugal_engine * engine, const frugal_checkpoint_config *config, uint64_t *out),
+        (engine, config, out))
+FORWARD(int32_t, frugal_checkpoint_wait,
+        (const frugal_engine *engine, uint64_t number, int64_t ms, frugal_checkpoint_info *out),
+        (engine, number, ms, out))
+FORWARD(int32_t, frugal_checkpoint_cancel, (frugal_engine * engine, uint64_t number),
+        (engine, number))
+FORWARD(int32_t, frugal_checkpoint_due, (frugal_trainer * trainer, bool *out), (trainer, out))
+FORWARD(int32_t, frugal_checkpoint_blob, (frugal_trainer * trainer, const void *bytes, size_t size),
+        (trainer, bytes, size))
+FORWARD(int32_t, frugal_checkpoint_delete, (frugal_engine * engine, uint64_t number),
+        (engine, number))
+FORWARD(void, frugal_restore_config_init, (frugal_restore_config * config), (config))
+FORWARD(int32_t, frugal_restore,
+        (frugal_engine * engine, const frugal_restore_config *config, frugal_checkpoint_info *out),
+        (engine, config, out))
+FORWARD(int32_t, frugal_checkpoint_next,
+        (const char *folder, uint64_t *cursor, frugal_checkpoint_info *out), (folder, cursor, out))
+FORWARD(int32_t, frugal_checkpoint_read_blob,
+        (const char *folder, uint64_t number, uint32_t rank, void *out, size_t capacity,
+         size_t *size),
+        (folder, number, rank, out, capacity, size))
+FORWARD(int32_t, frugal_checkpoint_copy, (const char *folder, uint64_t number, const char *to),
+        (folder, number, to))
 
 FORWARD_OPS(frugal_prefetch,
             (frugal_trainer * trainer, uint64_t step, const frugal_op *ops, size_t op_count,

@@ -39,12 +39,21 @@ class Backend {
   virtual float* GradientMemory(uint32_t rank, size_t floats) = 0;
   virtual void Push(uint32_t rank, const Batch& batch, const float* entity_grads,
                     const float* relation_grads) = 0;
+  // What a rank wants to find again when a checkpoint of this step is resumed from: how many edges
+  // it has trained.
+  virtual void Keep(uint32_t rank, uint64_t edges) = 0;
   virtual void End(uint32_t rank, const Batch& batch) = 0;
   // Takes a rank out for good, so that no other rank waits for it. For errors.
   virtual void Leave(uint32_t rank) = 0;
 
   // All rows of a table, each followed by its optimizer state if `with_state`. Between steps.
   virtual std::vector<float> Rows(Table table, bool with_state) = 0;
+
+  // Where a checkpoint was resumed from: the first step to make, and the edges of all earlier ones.
+  virtual uint64_t FirstStep() const { return 0; }
+  virtual uint64_t FirstEdges() const { return 0; }
+  // Writes a checkpoint of the last step. Between steps.
+  virtual void Save() {}
 
   // Statistics; false if there are none.
   virtual bool Stats(frugal_stats* stats) = 0;

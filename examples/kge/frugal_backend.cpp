@@ -30,6 +30,7 @@ class FrugalBackend : public Backend {
     config.staleness = options.staleness;
     config.seed = options.seed;
     Check(frugal_open(&config, &engine_), "frugal_open");
+    if (!options.checkpoint.empty()) OpenFolder();
     for (const Table table : {Table::kEntity, Table::kRelation}) {
       const TableShape shape = ShapeOf(table, graph, options);
       frugal_table_config table_config;
@@ -100,6 +101,12 @@ class FrugalBackend : public Backend {
     Check(frugal_push_grad(trainers_[rank], ops, 2), "frugal_push_grad");
   }
 
+  void Keep(uint32_t rank, uint64_t edges) override {
+    if (options_.checkpoint.empty()) return;
+    // So little that it need not ask frugal_checkpoint_due first.
+    Check(frugal_checkpoint_blob(trainers_[rank], &edges, sizeof edges), "frugal_checkpoint_blob");
+  }
+
   void End(uint32_t rank, const Batch& batch) override {
     Check(frugal_step_end(trainers_[rank], batch.step, 0), "frugal_step_end");
   }
@@ -123,6 +130,21 @@ class FrugalBackend : public Backend {
     return values;
   }
 
+  uint64_t FirstStep() const override { return first_step_; }
+  uint64_t FirstEdges() const override { return first_edges_; }
+
+  void Save() override {
+    if (options_.checkpoint.empty()) return;
+    // One that was due by itself may be being written.
+    const int32_t status =
+        frugal_checkpoint_wait(engine_, 0, FRUGAL_TIMEOUT_INFINITE, nullptr);
+    if (status != FRUGAL_ERR_NOT_FOUND) Check(status, "frugal_checkpoint_wait");
+    uint64_t number = 0;
+    Check(frugal_checkpoint(engine_, nullptr, &number), "frugal_checkpoint");
+    Check(frugal_checkpoint_wait(engine_, number, FRUGAL_TIMEOUT_INFINITE, nullptr),
+          "frugal_checkpoint_wait");
+  }
+
   bool Stats(frugal_stats* stats) override {
     stats->struct_size = sizeof *stats;
     Check(frugal_get_stats(engine_, stats), "frugal_get_stats");
@@ -130,6 +152,27 @@ class FrugalBackend : public Backend {
   }
 
  private:
+  void OpenFolder() {
+    frugal_folder_config config;
+    frugal_folder_config_init(&config);
+    config.every_steps = options_.every;
+    Check(frugal_folder_open(engine_, options_.checkpoint.c_str(), &config), "frugal_folder_open");
+    if (!options_.resume) return;
+    frugal_checkpoint_info info{};
+    info.struct_size = sizeof info;
+    const int32_t status = frugal_restore(engine_, nullptr, &info);
+    if (status == FRUGAL_ERR_NOT_FOUND) return;  // the first start of the program
+    Check(status, "frugal_restore");
+    first_step_ = info.step == FRUGAL_NO_STEP ? 0 : info.step + 1;
+    for (uint32_t rank = 0; rank < info.world_size && info.blobs > 0; ++rank) {
+      uint64_t edges = 0;
+      Check(frugal_checkpoint_read_blob(options_.checkpoint.c_str(), info.number, rank, &edges,
+                                        sizeof edges, nullptr),
+            "frugal_checkpoint_read_blob");
+      first_edges_ += edges;
+    }
+  }
+
   frugal_batch*& Declared(uint32_t rank, const Batch& batch) {
     return batches_[rank][batch.step % batches_[rank].size()];
   }
@@ -149,6 +192,7 @@ class FrugalBackend : public Backend {
   frugal_table* tables_[2] = {};
   std::vector<frugal_trainer*> trainers_;
   std::vector<std::vector<frugal_batch*>> batches_;  // by rank, then step modulo the window
+  uint64_t first_step_ = 0, first_edges_ = 0;
 };
 
 }  // namespace

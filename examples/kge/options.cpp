@@ -163,6 +163,12 @@ bool ParseOptions(int argc, char** argv, Options* o) {
        }},
       {"--reference", "", "train with plain arrays and a loop instead of the engine",
        [=](const std::string&) { o->reference = true; }},
+      {"", "", "Checkpoints:", {}},
+      Text("--checkpoint", "DIR", "write checkpoints to this folder while training goes on",
+           &o->checkpoint),
+      Number("--every", "steps from one to the next", 1, kMany, &o->every),
+      {"--resume", "", "go on from the newest checkpoint of the folder, if it has one",
+       [=](const std::string&) { o->resume = true; }},
       {"", "", "Output:", {}},
       {"--verify", "N", "compare with a plain loop after N steps; `all` at the end, 0 never (20)",
        [=](const std::string& text) {
@@ -231,6 +237,12 @@ bool ParseOptions(int argc, char** argv, Options* o) {
   if (translation && !was_given("--reciprocal")) o->reciprocal = false;
   if (!translation && !was_given("--regularization")) o->regularization = 0.05f;
   if (o->init == 0) o->init = translation ? (o->margin + 2) / static_cast<float>(o->dim) : 0.1f;
+  if (o->checkpoint.empty() && (o->resume || was_given("--every"))) {
+    throw std::runtime_error("--every and --resume need --checkpoint");
+  }
+  if (!o->checkpoint.empty() && o->reference) {
+    throw std::runtime_error("--reference has no checkpoints: leave --checkpoint out");
+  }
   if (o->epochs == 0 && o->seconds == 0) {
     throw std::runtime_error("one of --epochs and --seconds must set an end");
   }

@@ -49,6 +49,11 @@ struct Options {
   double cache = 0.1;
   bool reference = false;  // train by the plain loop
 
+  // Checkpoints.
+  std::string checkpoint;  // the folder; empty: none
+  uint64_t every = 1000;   // steps
+  bool resume = false;     // go on from the newest one, if there is one
+
   // Output.
   int64_t verify = 20;      // steps after which engine and plain loop are compared; 0: never
   double eval_every = 0;    // epochs; 0: at the end only

@@ -233,6 +233,8 @@ class PlainBackend : public Backend {
     grads_[1][rank].assign(relation_grads, relation_grads + batch.relations.size() * dim);
   }
 
+  void Keep(uint32_t, uint64_t) override {}
+
   void End(uint32_t rank, const Batch& batch) override {
     if (rank + 1 < options_.world) return;
     for (size_t t = 0; t < tables_.size(); ++t) tables_[t].Apply(batch.step, keys_[t], grads_[t]);

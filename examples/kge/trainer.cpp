@@ -23,7 +23,10 @@ Trainer::Trainer(const Sampler& sampler, const Options& options, Backend* backen
     : sampler_(sampler), options_(options), backend_(backend), quiet_(quiet) {
   for (uint32_t rank = 0; rank < options.world; ++rank) {
     ranks_.push_back(std::make_unique<Rank>(options, options.lookahead + 1));
+    ranks_.back()->declared = backend->FirstStep();
   }
+  next_step_ = backend->FirstStep();
+  rate_edges_ = edges_ = ranks_[0]->edges = backend->FirstEdges();
 }
 
 bool Trainer::Admit(uint64_t step) {
@@ -54,6 +57,8 @@ void Trainer::Step(uint32_t index, uint64_t step) {
   const double loss = rank.worker.Compute(batch, rank.entities.data(), rank.relations.data(),
                                           entity_grads, relation_grads);
   backend_->Push(index, batch, entity_grads, relation_grads);
+  rank.edges += batch.edges;
+  backend_->Keep(index, rank.edges);
   backend_->End(index, batch);
 
   edges_ += batch.edges;
@@ -81,6 +86,7 @@ void Trainer::Loop(uint32_t first_rank, uint32_t last_rank) {
 }
 
 void Trainer::Run(uint64_t last_step, double seconds, uint64_t expected_steps) {
+  if (last_step <= next_step_) return;
   const Clock::time_point start = Clock::now();
   const double before = seconds_;
   std::vector<std::thread> threads;

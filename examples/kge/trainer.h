@@ -43,6 +43,7 @@ class Trainer {
     Worker worker;
     std::vector<Batch> ring;  // the batches of this step and of those declared, by step modulo
     uint64_t declared = 0;    // steps below are declared
+    uint64_t edges = 0;       // that it has trained
     std::vector<float> entities;
     std::vector<float> relations;
   };

@@ -33,7 +33,7 @@ constexpr const char* kWaitedNames[] = {
     FRUGAL_WAITED_FOR(X)
 #undef X
 };
-static_assert(std::size(kWaitedNames) <= 8, "TraceEvent::waited has 8 bits");
+static_assert(std::size(kWaitedNames) <= 16, "TraceEvent::waited has 16 bits");
 
 // The bytes of the UTF-8 character at `p`, or 0 if there is none.
 size_t utf8_bytes(const unsigned char* p, size_t left) {

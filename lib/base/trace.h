@@ -31,7 +31,7 @@ namespace frugal {
   X(kStepBegin, "step_begin", "") X(kGate, "gate", "") X(kRefresh, "refresh", "")                  \
   X(kLookup, "lookup", "keys") X(kPush, "push", "keys") X(kStepEnd, "step_end", "")                \
   X(kCommit, "commit", "rows") X(kFlush, "flush", "rows") X(kApply, "apply", "rows")               \
-  X(kHelp, "help", "chunks") X(kAbort, "abort", "")
+  X(kHelp, "help", "chunks") X(kAbort, "abort", "") X(kCheckpoint, "checkpoint", "rows")
 // clang-format on
 
 enum class SpanKind : uint8_t {
@@ -45,7 +45,8 @@ enum class SpanKind : uint8_t {
 #define FRUGAL_WAITED_FOR(X)                                                                       \
   X(kOutside, "operation outside steps") X(kAborting, "abort") X(kRanks, "ranks")                  \
   X(kJobs, "apply") X(kDeclared, "declarations") X(kAllPending, "all pending rows")                \
-  X(kPending, "pending rows of the step") X(kLoading, "rows that are loading")
+  X(kPending, "pending rows of the step") X(kLoading, "rows that are loading")            \
+  X(kCopies, "copies of rows for a checkpoint")
 // clang-format on
 
 enum class WaitedFor : uint8_t {
@@ -67,7 +68,7 @@ struct TraceEvent {
   uint32_t table = kNoTraceTable;
   uint32_t thread = 0;  // the system's number
   uint16_t worker = 0;  // 1 + the number of a flush thread; 0: another thread
-  uint8_t waited = 0;   // bits of WaitedFor
+  uint16_t waited = 0;  // bits of WaitedFor
   SpanKind span = SpanKind::kPrefetch;
 };
 
@@ -156,7 +157,7 @@ class TraceSpan {
     return set([&] { event_.count += count; });
   }
   TraceSpan& waited(uint32_t bits) {
-    return set([&] { event_.waited |= static_cast<uint8_t>(bits); });
+    return set([&] { event_.waited |= static_cast<uint16_t>(bits); });
   }
   // Records nothing: there was nothing to do.
   void drop() { on_ = false; }

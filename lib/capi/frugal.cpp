@@ -8,6 +8,7 @@
 
 #include "base/fpenv.h"
 #include "capi/serving.h"
+#include "checkpoint/stored_checkpoints.h"
 #include "device/pointers.h"
 #include "engine/config_check.h"
 #include "engine/engine.h"
@@ -173,6 +174,24 @@ void frugal_table_config_init(frugal_table_config* config) {
 void frugal_trainer_config_init(frugal_trainer_config* config) {
   if (!config) return;
   frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
+  std::memcpy(config, &c, sizeof c);
+}
+
+void frugal_folder_config_init(frugal_folder_config* config) {
+  if (!config) return;
+  frugal_folder_config c = FRUGAL_FOLDER_CONFIG_INIT;
+  std::memcpy(config, &c, sizeof c);
+}
+
+void frugal_checkpoint_config_init(frugal_checkpoint_config* config) {
+  if (!config) return;
+  frugal_checkpoint_config c = FRUGAL_CHECKPOINT_CONFIG_INIT;
+  std::memcpy(config, &c, sizeof c);
+}
+
+void frugal_restore_config_init(frugal_restore_config* config) {
+  if (!config) return;
+  frugal_restore_config c = FRUGAL_RESTORE_CONFIG_INIT;
   std::memcpy(config, &c, sizeof c);
 }
 
@@ -549,6 +568,113 @@ int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
 
 int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
   return with<Session>(engine, [&](const SessionRef& e) -> Status { return e->stop_trace(path); });
+}
+
+int32_t frugal_folder_open(frugal_engine* engine, const char* path,
+                           const frugal_folder_config* config) {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
+    if (!path) return null("path");
+    frugal_folder_config c = FRUGAL_FOLDER_CONFIG_INIT;
+    if (config) c = *config;
+    FRUGAL_TRY(check_folder_config(c));
+    return e->open_folder(path, c);
+  });
+}
+
+int32_t frugal_folder_close(frugal_engine* engine) {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status { return e->close_folder(); });
+}
+
+int32_t frugal_checkpoint(frugal_engine* engine, const frugal_checkpoint_config* config,
+                          uint64_t* number_out) {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
+    if (!number_out) return null("number_out");
+    frugal_checkpoint_config c = FRUGAL_CHECKPOINT_CONFIG_INIT;
+    if (config) c = *config;
+    FRUGAL_TRY(check_checkpoint_config(c, e->config().world_size));
+    FRUGAL_TRY(on_host({{c.blob, "frugal_checkpoint_config.blob"}}));
+    return e->checkpoint(c, number_out);
+  });
+}
+
+int32_t frugal_checkpoint_wait(const frugal_engine* engine, uint64_t number, int64_t timeout_ms,
+                               frugal_checkpoint_info* info_out) {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
+    FRUGAL_TRY(check_timeout(timeout_ms));
+    if (info_out) FRUGAL_TRY(check_size(info_out, "frugal_checkpoint_info"));
+    return e->await_checkpoint(number, e->deadline(timeout_ms), info_out);
+  });
+}
+
+int32_t frugal_checkpoint_cancel(frugal_engine* engine, uint64_t number) {
+  return with<Session>(engine,
+                       [&](const SessionRef& e) -> Status { return e->cancel_checkpoint(number); });
+}
+
+int32_t frugal_checkpoint_due(frugal_trainer* trainer, bool* due_out) {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+    if (!due_out) return null("due_out");
+    return t->session->checkpoint_due(*t, due_out);
+  });
+}
+
+int32_t frugal_checkpoint_blob(frugal_trainer* trainer, const void* bytes, size_t size) {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+    if (!bytes && size) return null("bytes");
+    FRUGAL_TRY(on_host({{bytes, "bytes"}}));
+    return t->session->give_blob(*t, bytes, size);
+  });
+}
+
+int32_t frugal_checkpoint_delete(frugal_engine* engine, uint64_t number) {
+  return with<Session>(engine,
+                       [&](const SessionRef& e) -> Status { return e->delete_checkpoint(number); });
+}
+
+int32_t frugal_restore(frugal_engine* engine, const frugal_restore_config* config,
+                       frugal_checkpoint_info* info_out) {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
+    frugal_restore_config c = FRUGAL_RESTORE_CONFIG_INIT;
+    if (config) c = *config;
+    FRUGAL_TRY(check_size(&c, "frugal_restore_config"));
+    if (!c.tables && c.table_count) return null("frugal_restore_config.tables");
+    for (size_t i = 0; i < c.table_count; ++i)
+      if (!c.tables[i]) return null("an element of frugal_restore_config.tables");
+    if (info_out) FRUGAL_TRY(check_size(info_out, "frugal_checkpoint_info"));
+    return e->restore(c, info_out);
+  });
+}
+
+int32_t frugal_checkpoint_next(const char* folder, uint64_t* cursor,
+                               frugal_checkpoint_info* info_out) {
+  return guard([&]() -> Status {
+    if (!folder) return null("folder");
+    if (!cursor) return null("cursor");
+    if (!info_out) return null("info_out");
+    FRUGAL_TRY(check_size(info_out, "frugal_checkpoint_info"));
+    return next_checkpoint(folder, cursor, info_out);
+  });
+}
+
+int32_t frugal_checkpoint_read_blob(const char* folder, uint64_t number, uint32_t rank,
+                                    void* bytes_out, size_t capacity, size_t* size_out) {
+  return guard([&]() -> Status {
+    if (!folder) return null("folder");
+    if (!bytes_out && capacity) return null("bytes_out");
+    FRUGAL_TRY(on_host({{bytes_out, "bytes_out"}}));
+    size_t size = 0;
+    const Status status = read_stored_blob(folder, number, rank, bytes_out, capacity, &size);
+    if (size_out && (status == FRUGAL_OK || status == FRUGAL_ERR_OVERFLOW)) *size_out = size;
+    return status;
+  });
+}
+
+int32_t frugal_checkpoint_copy(const char* folder, uint64_t number, const char* to) {
+  return guard([&]() -> Status {
+    if (!folder) return null("folder");
+    if (!to) return null("to");
+    return copy_checkpoint(folder, number, to);
+  });
 }
 
 }  // extern "C"

@@ -33,6 +33,7 @@ void Aborter::undo_part(Trainer& t) {
   if (t.gpu) t.gpu->take_device_work();  // waits until the device has finished it
   t.parts.clear();
   t.pushes.clear();
+  t.blob.reset();
   ranks_.undo(t);
   t.undo_pending.store(false);
 }

@@ -1,10 +1,12 @@
 #include "engine/checkpoints.h"
 
 #include <algorithm>
+#include <cstring>
 #include <ctime>
 #include <utility>
 
 #include "base/assert.h"
+#include "checkpoint/stored_checkpoints.h"
 
 namespace frugal {
 namespace {
@@ -33,9 +35,8 @@ void Checkpoints::stop() noexcept {
   {
     Lock lock(mu_);
     if (state_ == State::kRequested) {
-      state_ = State::kEnded;
-      result_ = {};
-      result_.status = FRUGAL_ERR_CLOSED;
+      was_closed();
+      end(recorded_error());
     }
   }
   changed_.notify_all();
@@ -44,7 +45,7 @@ void Checkpoints::stop() noexcept {
 
 // --- The folder ----------------------------------------------------------------------------------
 
-Status Checkpoints::open(const char* path, uint32_t keep) {
+Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
   if (opened())
     return fail(FRUGAL_ERR_EXISTS, "the engine writes its checkpoints to '%s': close that first",
                 to_.folder->path());
@@ -57,8 +58,24 @@ Status Checkpoints::open(const char* path, uint32_t keep) {
   to_.queue = queue_.get();
   to_.buffers = &buffers_;
   to_.direct = true;
-  keep_ = keep;
-  Status status = look_at_folder();
+  KeptCheckpoints::Next next;
+  Status status = kept_.open(to_.folder, config.keep, &next);
+  to_.next_file.store(next.file);
+  next_table_.store(next.table);
+  {
+    Lock lock(mu_);
+    next_number_ = next.sequence;
+    number_ = 0;
+    for (Result& r : results_) r.number = 0;
+    schedule_ = {};
+    schedule_.every_steps = config.every_steps;
+    schedule_.every_ns =
+        config.every_ms
+            ? ns_of_ms(static_cast<int64_t>(std::min<uint64_t>(config.every_ms, INT64_MAX)))
+            : 0;
+    schedule_.since = now_ns();
+    scheduled_.store(config.every_steps || config.every_ms);
+  }
   opened_.store(true);  // a table that is created from here on is tracked by its creator
   for (const TableRef& t : of_.tables.now()) {
     if (status != FRUGAL_OK) break;
@@ -84,98 +101,33 @@ Status Checkpoints::open(const char* path, uint32_t keep) {
 }
 
 Status Checkpoints::close() {
+  if (!opened())
+    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+  BlobsRef blobs;
   {
     Lock lock(mu_);
-    if (state_ == State::kRequested || state_ == State::kTaken)
+    if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
       return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
-                  static_cast<unsigned long long>(sequence_));
+                  static_cast<unsigned long long>(number_));
+    wanted_.store(kNoStep);
+    scheduled_.store(false);
     state_ = State::kIdle;
+    opened_.store(false);
+    to_.folder.reset();
+    blobs.swap(blobs_);
+    has_blobs_.store(false);
+    number_ = 0;
+    for (Result& r : results_) r.number = 0;
   }
-  opened_.store(false);
+  changed_.notify_all();
   for (const TableRef& t : of_.tables.now())
     if (t->tracked) {
       t->tracked->tracker.close();
       t->tracked.reset();
     }
   queue_.reset();
-  to_.folder.reset();
-  kept_.clear();
+  kept_.close();
   return FRUGAL_OK;
-}
-
-Checkpoints::Kept Checkpoints::kept_of(const Manifest& m) {
-  Kept kept;
-  kept.name = m.name;
-  for (const ManifestTable& t : m.tables)
-    for (const ManifestFile& f : t.files) kept.files.push_back(f.info.number);
-  return kept;
-}
-
-// What is in the folder: its checkpoints, and what an engine has left that is none.
-Status Checkpoints::look_at_folder() {
-  Folder& folder = *to_.folder;
-  Vector<String> names;
-  FRUGAL_TRY(folder.list(&names));
-  Vector<uint64_t> sequences;
-  FRUGAL_TRY(list_manifests(folder, &sequences));
-  uint64_t next_file = 1, next_table = 1;
-  kept_.clear();
-  all_known_ = true;
-  for (const uint64_t s : sequences) {
-    Manifest m;
-    File held;
-    const Status status = read_manifest(folder, s, &m, &held);
-    if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
-    if (status != FRUGAL_OK) {
-      all_known_ = false;  // no file is removed that it may need
-      continue;
-    }
-    kept_[s] = kept_of(m);
-    next_file = std::max(next_file, m.next_file);
-    next_table = std::max(next_table, m.next_table);
-  }
-  for (const String& name : names) {
-    uint64_t number;
-    if (parse_name(name.c_str(), &number) == FileKind::kRows)
-      next_file = std::max(next_file, number + 1);
-  }
-  to_.next_file.store(next_file);
-  next_table_.store(next_table);
-  {
-    Lock lock(mu_);
-    next_sequence_ = sequences.empty() ? 1 : sequences.back() + 1;
-  }
-  remove_old();
-  return FRUGAL_OK;
-}
-
-// Removes checkpoints beyond those that are kept, and files that no checkpoint has.
-void Checkpoints::remove_old() noexcept try {
-  const KeepError keep_error;
-  Folder& folder = *to_.folder;
-  uint32_t unnamed = 0;
-  for (auto at = kept_.end(); at != kept_.begin();) {
-    --at;
-    if (!at->second.name.empty() || ++unnamed <= std::max(keep_, 1u)) continue;
-    bool in_use = false;
-    if (delete_manifest(folder, at->first, &in_use) == FRUGAL_OK && !in_use) at = kept_.erase(at);
-  }
-  if (!all_known_) return;
-  Vector<uint64_t> needed;
-  for (const auto& [s, k] : kept_) needed.insert(needed.end(), k.files.begin(), k.files.end());
-  std::sort(needed.begin(), needed.end());
-  Vector<String> names;
-  if (folder.list(&names) != FRUGAL_OK) return;
-  for (const String& name : names) {
-    uint64_t number;
-    const FileKind kind = parse_name(name.c_str(), &number);
-    const bool old =
-        kind == FileKind::kNew ||
-        (kind == FileKind::kRows && !std::binary_search(needed.begin(), needed.end(), number)) ||
-        (kind == FileKind::kBlob && !kept_.count(number));
-    if (old) folder.remove(name.c_str());
-  }
-} catch (const std::bad_alloc&) {
 }
 
 Status Checkpoints::track(Table& table, int32_t kind, bool unchanged, uint64_t number) {
@@ -198,15 +150,14 @@ Status Checkpoints::track(Table& table, int32_t kind, bool unchanged, uint64_t n
 
 // --- Tickets -------------------------------------------------------------------------------------
 
-Status Checkpoints::request(const CheckpointConfig& config, uint64_t* sequence) {
-  if (!opened())
-    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
-  FRUGAL_TRY(to_.folder->may_write());
-  const String name = config.name;
-  if (name.size() > kMostCheckpointName || name.find('/') != String::npos)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "a checkpoint's name has at most %zu bytes, and no slash: '%.64s'",
-                kMostCheckpointName, name.c_str());
+Status Checkpoints::request(const frugal_checkpoint_config& config, uint64_t* number) {
+  BlobsRef blobs;
+  if (config.blob) {
+    blobs = std::allocate_shared<Blobs>(HeapAllocator<Blobs>());
+    blobs->of_ranks.resize(1);
+    FRUGAL_TRY(blobs->of_ranks[0].set(config.blob_rank, config.blob, config.blob_size,
+                                      of_.memory.unread()));
+  }
   ControlLock lock(of_.mu);
   const bool now = config.step == kNoStep;
   if (now) {
@@ -220,47 +171,75 @@ Status Checkpoints::request(const CheckpointConfig& config, uint64_t* sequence) 
     ~End() {
       if (begun) phase.end(Phase::kGet);
     }
-  } end{of_.phase, now};
+  } end_phase{of_.phase, now};
+  Lock mine(mu_);
+  if (!to_.folder)
+    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+  FRUGAL_TRY(to_.folder->may_write());
   const uint64_t last = of_.ranks.committed();
   if (!now && last != kNoStep && config.step <= last)
-    return fail(FRUGAL_ERR_STEP_RANGE, "step %llu is committed already: name a later one",
+    return fail(FRUGAL_ERR_STEP_RANGE, "step %llu is committed already: choose a later one",
                 static_cast<unsigned long long>(config.step));
-  Lock mine(mu_);
   if (stopping_.load()) return was_closed();
-  if (state_ == State::kRequested || state_ == State::kTaken)
+  if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
     return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
-                static_cast<unsigned long long>(sequence_));
-  last_ = {};
-  last_.name = name;
-  sequence_ = next_sequence_++;
-  result_ = {};
-  cancelled_.store(false);
-  state_ = State::kRequested;
-  changed_.notify_all();  // threads that wait for the former one
-  *sequence = sequence_;
-  if (now)
-    take();
-  else
-    wanted_.store(config.step);
+                static_cast<unsigned long long>(number_));
+  if (state_ == State::kRequested) {
+    fail(FRUGAL_ERR_CLOSED,
+         "checkpoint %llu was due by itself, and a call began another one: use that",
+         static_cast<unsigned long long>(number_));
+    end(recorded_error());
+  }
+  if (blobs && blobs_)
+    for (const Blob& b : blobs_->of_ranks)
+      if (b.rank != config.blob_rank) blobs->of_ranks.push_back(b);
+  if (!blobs) blobs = blobs_;
+  begin(config.step, config.name ? config.name : "", false);
+  *number = number_;
+  if (now) take(std::move(blobs));
   return FRUGAL_OK;
 }
 
-Status Checkpoints::wait(uint64_t sequence, uint64_t until, CheckpointInfo* info) {
+void Checkpoints::begin(uint64_t step, const char* name, bool by_itself) {
+  name_ = name;
+  number_ = next_number_++;
+  by_itself_ = by_itself;
+  cancelled_.store(false);
+  state_ = State::kRequested;
+  wanted_.store(step);
+  changed_.notify_all();  // threads that wait for the former one
+}
+
+// The present checkpoint has ended.
+void Checkpoints::end(const CallError& error) {
+  Result& result = results_[number_ % kResults];
+  result.number = number_;
+  result.error = error;
+  wanted_.store(kNoStep);
+  state_ = State::kIdle;
+  changed_.notify_all();
+  if (error.status != FRUGAL_OK)
+    of_.meters.counters.checkpoints_failed.fetch_add(1, std::memory_order_relaxed);
+}
+
+Status Checkpoints::wait(uint64_t number, uint64_t until, frugal_checkpoint_info* info) {
   UniqueLock lock(mu_);
-  const auto ended = [&]() REQUIRES(mu_) {
-    return sequence != sequence_ || state_ == State::kIdle || state_ == State::kEnded;
-  };
+  if (number == 0) number = number_;
+  const auto ended = [&]() REQUIRES(mu_) { return number != number_ || state_ == State::kIdle; };
   const bool in_time = changed_.wait_until(lock, until, ended);
-  if (sequence != sequence_ || state_ == State::kIdle)
-    return fail(FRUGAL_ERR_NOT_FOUND, "%llu is not the last checkpoint that was begun",
-                static_cast<unsigned long long>(sequence));
   if (!in_time)
     return fail(FRUGAL_ERR_TIMEOUT, "checkpoint %llu is not on disk yet%s; call again",
-                static_cast<unsigned long long>(sequence),
+                static_cast<unsigned long long>(number),
                 state_ == State::kRequested ? ", its step is not committed" : "");
-  if (result_.status == FRUGAL_ERR_CLOSED && !result_.message[0]) return was_closed();
-  if (result_.status) return fail_as(result_);
-  if (info) *info = last_;
+  const Result& result = results_[number % kResults];
+  if (number == 0 || result.number != number)
+    return fail(FRUGAL_ERR_NOT_FOUND,
+                number ? "checkpoint %llu is none of the last %llu that were begun since the "
+                         "engine opened its folder"
+                       : "no checkpoint was begun since the engine opened its folder",
+                static_cast<unsigned long long>(number), static_cast<unsigned long long>(kResults));
+  if (result.error.status) return fail_as(result.error);
+  if (info) *info = result.info;
   return FRUGAL_OK;
 }
 
@@ -269,50 +248,73 @@ Status Checkpoints::await_idle(uint64_t until) {
   if (changed_.wait_until(lock, until, [&]() REQUIRES(mu_) { return state_ != State::kTaken; }))
     return FRUGAL_OK;
   return fail(FRUGAL_ERR_TIMEOUT, "waited for checkpoint %llu to be on disk; call again",
-              static_cast<unsigned long long>(sequence_));
+              static_cast<unsigned long long>(number_));
 }
 
-Status Checkpoints::cancel(uint64_t sequence) {
-  UniqueLock lock(mu_);
-  if (sequence != sequence_ || state_ == State::kIdle || state_ == State::kEnded)
-    return fail(FRUGAL_ERR_NOT_FOUND, "checkpoint %llu is not being written",
-                static_cast<unsigned long long>(sequence));
-  cancelled_.store(true);
-  if (state_ == State::kTaken) return FRUGAL_OK;
-  wanted_.store(kNoStep);
-  fail(FRUGAL_ERR_CLOSED, "the checkpoint was cancelled");
-  result_ = recorded_error();
-  state_ = State::kEnded;
-  changed_.notify_all();
+Status Checkpoints::cancel(uint64_t number) {
+  Lock lock(mu_);
+  if (state_ == State::kIdle || (number != 0 && number != number_))
+    return fail(FRUGAL_ERR_NOT_FOUND,
+                "checkpoint %llu is not being written: frugal_checkpoint_wait gives its result",
+                static_cast<unsigned long long>(number));
+  if (state_ == State::kTaken) {
+    cancelled_.store(true);
+    return FRUGAL_OK;
+  }
+  fail(FRUGAL_ERR_CLOSED, "checkpoint %llu was cancelled: begin another one",
+       static_cast<unsigned long long>(number_));
+  end(recorded_error());
   return FRUGAL_OK;
 }
 
+Status Checkpoints::remove(uint64_t number) { return kept_.remove(number); }
+
 // --- The snapshot --------------------------------------------------------------------------------
 
-void Checkpoints::committed(uint64_t step) noexcept {
-  const uint64_t wanted = wanted_.load(std::memory_order_relaxed);
-  if (step < wanted) return;
+bool Checkpoints::Schedule::due(uint64_t step) const {
+  return (every_steps && step - next_step + 1 >= every_steps) ||
+         (every_ns && now_ns() - since >= every_ns);
+}
+
+void Checkpoints::beginning(uint64_t step) noexcept {
+  if (!scheduled_.load(std::memory_order_relaxed)) return;
   Lock lock(mu_);
-  wanted_.store(kNoStep);
-  if (state_ != State::kRequested) return;
-  if (step == wanted) return take();
-  fail(FRUGAL_ERR_STEP_RANGE, "the steps begin after step %llu: its checkpoint cannot be taken",
+  if (schedule_.next_step == kNoStep) schedule_.next_step = step;
+  if (state_ != State::kIdle || !to_.folder || !schedule_.due(step)) return;
+  const KeepError keep_error;
+  if (to_.folder->may_write() == FRUGAL_OK) begin(step, "", true);
+}
+
+void Checkpoints::restored(BlobsRef blobs) {
+  Lock lock(mu_);
+  blobs_.swap(blobs);
+  has_blobs_.store(blobs_ != nullptr);
+}
+
+void Checkpoints::committed(uint64_t step, BlobsRef* blobs) noexcept {
+  const uint64_t wanted = wanted_.load(std::memory_order_relaxed);
+  if (step < wanted && !*blobs && !has_blobs_.load(std::memory_order_relaxed)) return;
+  Lock lock(mu_);
+  blobs_.swap(*blobs);
+  has_blobs_.store(blobs_ != nullptr);
+  if (step < wanted || state_ != State::kRequested) return;
+  if (step == wanted) return take(blobs_);
+  fail(FRUGAL_ERR_STEP_RANGE,
+       "the steps begin after step %llu, of which the checkpoint was to be: choose a later one",
        static_cast<unsigned long long>(wanted));
-  result_ = recorded_error();
-  state_ = State::kEnded;
-  changed_.notify_all();
+  end(recorded_error());
 }
 
 // The tables are as they are to be on disk. What memory it takes is for names.
-void Checkpoints::take() noexcept {
+void Checkpoints::take(BlobsRef blobs) noexcept {
   const uint64_t last = of_.ranks.committed(), next = step_after(last);
   try {
     Manifest m;
-    m.sequence = sequence_;
+    m.sequence = number_;
     m.step = last;
     m.seed = of_.config.seed;
     m.world_size = of_.ranks.size();
-    m.name = last_.name;
+    m.name = name_;
     snapshot_.clear();
     for (const TableRef& t : of_.tables) {
       if (!t->tracked) continue;
@@ -332,15 +334,16 @@ void Checkpoints::take() noexcept {
   } catch (const std::bad_alloc&) {
     snapshot_.clear();
     fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to begin the checkpoint");
-    result_ = recorded_error();
-    state_ = State::kEnded;
-    changed_.notify_all();
-    return;
+    return end(recorded_error());
   }
   for (const TableRef& t : snapshot_) {
-    t->tracked->files.begin(sequence_);
+    t->tracked->files.begin(number_);
     t->tracked->tracker.begin(next);
   }
+  snapshot_blobs_ = std::move(blobs);
+  schedule_.next_step = next;
+  schedule_.since = now_ns();
+  wanted_.store(kNoStep);
   state_ = State::kTaken;
   changed_.notify_all();
 }
@@ -355,10 +358,13 @@ void Checkpoints::main() {
     if (state_ != State::kTaken) return;
     Manifest manifest = std::exchange(manifest_, {});
     const Vector<TableRef> tables = std::exchange(snapshot_, {});
+    BlobsRef blobs = std::exchange(snapshot_blobs_, nullptr);
     lock.unlock();
+    TraceSpan span(of_.meters.trace, SpanKind::kCheckpoint);
+    span.step(manifest.step);
     Status status;
     try {
-      status = write(tables, &manifest);
+      status = write(tables, blobs, &manifest);
     } catch (const std::bad_alloc&) {
       status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to write the checkpoint");
     }
@@ -368,40 +374,62 @@ void Checkpoints::main() {
       t->tracked->files.end(status == FRUGAL_OK);
     }
     if (status == FRUGAL_OK) {
-      kept_.merge(newest_);
-      remove_old();
+      kept_.add();
       for (const TableRef& t : tables) t->tracked->files.clean();
     }
+    span.more(count(tables, manifest, status == FRUGAL_OK));
+    blobs.reset();
     of_.workers.progress();
     lock.lock();
-    result_ = error;
-    last_.sequence = manifest.sequence;
-    last_.step = manifest.step;
-    state_ = State::kEnded;
-    changed_.notify_all();
+    if (status == FRUGAL_OK) results_[number_ % kResults].info = info_of(manifest);
+    const bool told = by_itself_ && status != FRUGAL_OK && status != FRUGAL_ERR_CLOSED;
+    end(error);
+    lock.unlock();
+    if (told) of_.log(0, error.message);
+    lock.lock();
   }
+}
+
+// Counts what was written; returns how many records.
+uint64_t Checkpoints::count(const Vector<TableRef>& tables, const Manifest& m, bool kept) {
+  Counters& to = of_.meters.counters;
+  uint64_t copies = 0, records = 0, bytes = 0;
+  for (const TableRef& t : tables) copies += t->tracked->new_copies();
+  to.checkpoint_copies.fetch_add(copies, std::memory_order_relaxed);
+  if (!kept) return 0;
+  for (const ManifestTable& t : m.tables)
+    for (const ManifestFile& f : t.files)
+      if (f.info.sequence == m.sequence) {
+        records += f.info.records;
+        bytes += f.info.length;
+      }
+  to.checkpoint_rows.fetch_add(records, std::memory_order_relaxed);
+  to.checkpoint_bytes.fetch_add(bytes + m.blob_bytes, std::memory_order_relaxed);
+  to.checkpoints.fetch_add(1, std::memory_order_relaxed);
+  return records;
 }
 
 // Whether it is still wanted.
 Status Checkpoints::going_on() {
   if (stopping_.load()) return was_closed();
-  if (cancelled_.load()) return fail(FRUGAL_ERR_CLOSED, "the checkpoint was cancelled");
+  if (cancelled_.load())
+    return fail(FRUGAL_ERR_CLOSED, "the checkpoint of the engine was cancelled: begin another one");
   return of_.workers.healthy();
 }
 
-Status Checkpoints::write(const Vector<TableRef>& tables, Manifest* m) {
+Status Checkpoints::write(const Vector<TableRef>& tables, const BlobsRef& blobs, Manifest* m) {
   FRUGAL_TRY(await_written(tables, step_after(m->step)));
   for (const TableRef& t : tables) FRUGAL_TRY(save_rows(tables, *t));
   for (size_t i = 0; i < tables.size(); ++i) {
     FRUGAL_TRY(going_on());
     FRUGAL_TRY(tables[i]->tracked->files.finish(&m->tables[i]));
   }
+  if (blobs) FRUGAL_TRY(write_blobs(*to_.folder, *blobs, m));
   m->created = static_cast<uint64_t>(time(nullptr));
   m->next_table = next_table_.load();
   m->next_file = to_.next_file.load();
   // Before the checkpoint exists, so that nothing fails afterwards.
-  newest_.clear();
-  newest_[m->sequence] = kept_of(*m);
+  FRUGAL_TRY(kept_.expect(*m));
   FRUGAL_TRY(going_on());
   return write_manifest(*to_.folder, *m);
 }

@@ -99,8 +99,9 @@ void Committer::commit(uint64_t step, StepRecord& record, Status* status) {
     // Declarations for steps up to this one have served.
     declarations_.retire(step);
     for (const TableRef& t : tables_) declarations_.recount_unknown(*t);
+    BlobsRef blobs = std::move(record.blobs);
     records_.erase(step);
-    checkpoints_.committed(step);
+    checkpoints_.committed(step, &blobs);
   }
   const bool may_rest = tables_.ledger && !memory_.pinner->any();
   if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();

@@ -171,6 +171,37 @@ Status check_table(const frugal_table_config& c) {
   return check_optimizer(c.optimizer);
 }
 
+Status check_folder_config(const frugal_folder_config& c) {
+  FRUGAL_TRY(check_size(&c, "frugal_folder_config"));
+  FRUGAL_TRY(known_flags("frugal_folder_config.flags", c.flags, 0));
+  if (c.keep < 1) return refused("keep", uint64_t{c.keep}, "1 or more");
+  return FRUGAL_OK;
+}
+
+Status check_checkpoint_config(const frugal_checkpoint_config& c, uint32_t world_size) {
+  FRUGAL_TRY(check_size(&c, "frugal_checkpoint_config"));
+  FRUGAL_TRY(known_flags("frugal_checkpoint_config.flags", c.flags, 0));
+  const char* const name = c.name ? c.name : "";
+  if (strnlen(name, kMostCheckpointName + 1) > kMostCheckpointName || strchr(name, '/'))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "a checkpoint's name has at most %zu bytes, and no slash: '%.64s'",
+                kMostCheckpointName, name);
+  if (!c.blob && c.blob_size)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "blob_size is %zu, and blob is NULL: give the bytes",
+                c.blob_size);
+  if (!c.blob) return FRUGAL_OK;
+  if (c.step != FRUGAL_NO_STEP)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "step %llu is to come, and a blob is given: give it in the step, by "
+                "frugal_checkpoint_blob",
+                static_cast<unsigned long long>(c.step));
+  if (c.blob_rank >= world_size)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "blob_rank is %u, and world_size %u: give a rank below that", c.blob_rank,
+                world_size);
+  return FRUGAL_OK;
+}
+
 Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
   FRUGAL_TRY(check_size(&c, "frugal_trainer_config"));
   FRUGAL_TRY(known_flags("frugal_trainer_config.flags", c.flags, FRUGAL_TRAINER_REPLACE));

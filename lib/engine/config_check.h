@@ -28,6 +28,8 @@ Status check_name(const char* name, Status status);
 // Checks the rest, once the size is right. The caller adds the table's name to the message.
 Status check_table(const frugal_table_config& config);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
+Status check_folder_config(const frugal_folder_config& config);
+Status check_checkpoint_config(const frugal_checkpoint_config& config, uint32_t world_size);
 // For the process that opens the device: a controller need not know the kind of the device.
 Status check_device(const char* name);
 // The optimizer with the hyper-parameters that its kind uses; the others have their defaults.

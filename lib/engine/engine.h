@@ -138,14 +138,20 @@ class Engine final : public Session, private DataPath {
     return t.gpu || t.remote_cached_rows.exist ? t.counts.hbm_cache_bytes
                                                : t.counts.host_cache_bytes;
   }
-  // --- restore.cpp: checkpoints
-  // The engine writes its checkpoints there from now on.
-  Status open_folder(const char* path, uint32_t keep);
-  Status close_folder();
+  // --- folder.cpp: checkpoints
   Checkpoints& checkpoints() { return checkpoints_; }
-  // Creates the tables of a checkpoint; the next step is the one after it. `path` null: the folder
-  // that the engine writes. `sequence` 0: the newest one.
-  Status restore(const char* path, uint64_t sequence, CheckpointInfo* info);
+  Status open_folder(const char* path, const frugal_folder_config& config) override;
+  Status close_folder() override;
+  Status checkpoint(const frugal_checkpoint_config& config, uint64_t* number) override;
+  Status await_checkpoint(uint64_t number, Deadline deadline,
+                          frugal_checkpoint_info* info) override;
+  Status cancel_checkpoint(uint64_t number) override;
+  Status delete_checkpoint(uint64_t number) override;
+  Status checkpoint_due(AnyTrainer& t, bool* due) override;
+  Status give_blob(AnyTrainer& t, const void* bytes, size_t size) override;
+  // --- restore.cpp
+  // Creates tables of a checkpoint: all that are asked for, or none.
+  Status restore(const frugal_restore_config& config, frugal_checkpoint_info* info) override;
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
   // `attached`: the device is another process's, and the engine does not use it.

@@ -24,6 +24,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Status s = wait_for_ranks(deadline, t, open,
                             [&] { return gate_.help(pass) || (t && give_up_own_cached_rows(*t)); });
   span.waited(pass.waited);
+  if (pass.waited & waited_for(WaitedFor::kCopies))
+    meters_.counters.checkpoint_waits.fetch_add(1, std::memory_order_relaxed);
   if (pass.in_flight) meters_.counters.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
     ControlLock lock(mu_);

@@ -1,7 +1,8 @@
-// The folder of checkpoints, and tables that come from one.
+// Tables that come from a checkpoint.
 #include <algorithm>
 #include <cstring>
 
+#include "checkpoint/stored_checkpoints.h"
 #include "engine/config_check.h"
 #include "engine/wait.h"
 #include "format/blocks.h"
@@ -17,9 +18,11 @@ constexpr uint32_t kColumnBlocks = 16;
 class Loader {
  public:
   // `own`: the engine writes this folder, so that its next checkpoint can do without these records.
-  Loader(const Folder& folder, Table& table, const ManifestTable& manifest, bool own)
+  Loader(const Folder& folder, Table& table, Declarations& declarations,
+         const ManifestTable& manifest, bool own)
       : folder_(folder),
         table_(table),
+        declarations_(declarations),
         manifest_(manifest),
         own_(own),
         blocks_(kColumnBlocks * sizeof(ColumnBlock)) {}
@@ -42,6 +45,7 @@ class Loader {
 
   const Folder& folder_;
   Table& table_;
+  Declarations& declarations_;
   const ManifestTable& manifest_;
   const bool own_;
   Blocks blocks_;
@@ -145,6 +149,7 @@ Status Loader::load() {
       if (own_) FRUGAL_TRY(table_.tracked->files.add_file(files[to].info, &o.number));
     }
     for (Opened& o : opened) FRUGAL_TRY(erase(o.file));
+    declarations_.recount_unknown(table_);  // other keys may have the slots of erased ones
     for (Opened& o : opened) FRUGAL_TRY(read(o));
   }
   return FRUGAL_OK;
@@ -158,44 +163,44 @@ Status check_rows(const ManifestTable& t) {
               t.name.c_str());
 }
 
+// Leaves the tables that are asked for.
+Status keep_tables(const frugal_restore_config& config, Manifest* m) {
+  Vector<ManifestTable> kept;
+  for (size_t i = 0; i < config.table_count; ++i) {
+    const char* const name = config.tables[i];
+    const auto at = std::find_if(m->tables.begin(), m->tables.end(),
+                                 [&](const ManifestTable& t) { return t.name == name; });
+    if (at == m->tables.end())
+      return fail(FRUGAL_ERR_NOT_FOUND,
+                  "checkpoint %llu has no table '%.300s', or it is named twice: give others",
+                  static_cast<unsigned long long>(m->sequence), name);
+    kept.push_back(std::move(*at));
+    m->tables.erase(at);
+  }
+  m->tables = std::move(kept);
+  return FRUGAL_OK;
+}
+
 }  // namespace
 
-Status Engine::open_folder(const char* path, uint32_t keep) {
+Status Engine::restore(const frugal_restore_config& config, frugal_checkpoint_info* info) {
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
-  FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  return checkpoints_.open(path, keep);
-}
-
-Status Engine::close_folder() {
-  FRUGAL_TRY(check());
-  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
-  FRUGAL_TRY(scope.status());
-  FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  return checkpoints_.close();
-}
-
-// All tables, or none.
-Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info) {
-  FRUGAL_TRY(check());
-  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
-  FRUGAL_TRY(scope.status());
+  const bool own = !config.folder;
   std::shared_ptr<Folder> folder;
-  if (!path) folder = checkpoints_.folder();
-  if (!folder && !path)
-    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: name one");
-  if (path) FRUGAL_TRY(Folder::open(path, Folder::Use::kRead, &folder));
-  if (sequence == 0) {
-    Vector<uint64_t> all;
-    FRUGAL_TRY(list_manifests(*folder, &all));
-    if (all.empty())
-      return fail(FRUGAL_ERR_NOT_FOUND, "folder '%s' has no checkpoint", folder->path());
-    sequence = all.back();
-  }
+  if (own)
+    folder = checkpoints_.folder();
+  else
+    FRUGAL_TRY(Folder::open(config.folder, Folder::Use::kRead, &folder));
+  if (!folder)
+    return fail(FRUGAL_ERR_NOT_FOUND,
+                "the engine has no folder for checkpoints: open one, or name one");
   Manifest m;
   File held;
-  FRUGAL_TRY(read_manifest(*folder, sequence, &m, &held));
+  FRUGAL_TRY(open_checkpoint(*folder, config.number, config.name, &m, &held));
+  const frugal_checkpoint_info found = info_of(m);
+  if (config.tables) FRUGAL_TRY(keep_tables(config, &m));
   {
     ControlLock lock(mu_);
     if (ranks_.next_commit() != kNoStep)
@@ -213,14 +218,13 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
                   static_cast<unsigned long long>(config_.seed),
                   static_cast<unsigned long long>(m.seed));
   }
-  const bool own = !path;
   Vector<TableRef> made;
   made.reserve(m.tables.size());
   const auto make = [&](const ManifestTable& t) -> Status {
-    frugal_table_config config = t.config;
-    config.name = t.name.c_str();
-    config.optimizer = t.optimizer;
-    if (const Status bad = check_table(config)) {
+    frugal_table_config made_as = t.config;
+    made_as.name = t.name.c_str();
+    made_as.optimizer = t.optimizer;
+    if (const Status bad = check_table(made_as)) {
       const String why = recorded_message();
       return fail(bad == FRUGAL_ERR_UNSUPPORTED ? bad : FRUGAL_ERR_DAMAGED,
                   "checkpoint %llu: table '%s' cannot have been created: %s",
@@ -228,7 +232,7 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
     }
     FRUGAL_TRY(check_rows(t));
     TableRef table;
-    FRUGAL_TRY(create_table(config, &table, false, own ? t.number : 0));
+    FRUGAL_TRY(create_table(made_as, &table, false, own ? t.number : 0));
     made.push_back(table);
     {
       ControlLock lock(mu_);
@@ -239,7 +243,7 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
         table->schedule[later.first_step] = later.optimizer;
     }
     table->has_state.store(t.has_state);
-    FRUGAL_TRY(Loader(*folder, *table, t, own).load());
+    FRUGAL_TRY(Loader(*folder, *table, declarations_, t, own).load());
     declarations_.recount_unknown(*table);
     if (own) table->tracked->restored();
     return FRUGAL_OK;
@@ -250,6 +254,11 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the checkpoint's tables");
   }
+  if (status == FRUGAL_OK && own) status = checkpoints_.based_on(m);
+  // A checkpoint that is taken before the next step has them, too.
+  BlobsRef blobs;
+  if (status == FRUGAL_OK && checkpoints_.opened())
+    status = load_blobs(*folder, m, config_.world_size, memory_.unread(), &blobs);
   if (status != FRUGAL_OK) {
     // No thread knows these tables but by their names, and none has used them.
     const KeepError keep;
@@ -261,7 +270,8 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
     ranks_.resume(m.step);
     tables_.each_window([&](Window& w) { w.set_next_commit(m.step + 1); });
   }
-  if (info) *info = {m.sequence, m.step, m.name};
+  if (blobs) checkpoints_.restored(std::move(blobs));
+  if (info) *info = found;
   return FRUGAL_OK;
 }
 

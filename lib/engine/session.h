@@ -191,6 +191,16 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
   virtual Status step_end(AnyTrainer& t, uint64_t step, uint32_t flags) = 0;
   virtual Status abort_call(AnyTrainer& t) = 0;
   virtual Status read(AnyTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) = 0;
+  // Checkpoints. UNSUPPORTED, unless the session overrides it.
+  virtual Status open_folder(const char* path, const frugal_folder_config& config);
+  virtual Status close_folder();
+  virtual Status checkpoint(const frugal_checkpoint_config& config, uint64_t* number);
+  virtual Status await_checkpoint(uint64_t number, Deadline deadline, frugal_checkpoint_info* info);
+  virtual Status cancel_checkpoint(uint64_t number);
+  virtual Status delete_checkpoint(uint64_t number);
+  virtual Status checkpoint_due(AnyTrainer& t, bool* due);
+  virtual Status give_blob(AnyTrainer& t, const void* bytes, size_t size);
+  virtual Status restore(const frugal_restore_config& config, frugal_checkpoint_info* info);
   // The status that a trainer's call returns. If its GPU has failed, the other ranks must not wait
   // for it.
   virtual Status told(AnyTrainer& t, Status status) = 0;

@@ -48,7 +48,14 @@
   COUNTED(entry_ns, kTime, "Time spent on queue entries and queue, summed over threads.")        \
   COUNTED(apply_ns, kTime, "Time spent applying updates, summed over threads.")                  \
   COUNTED(cache_refreshes, kCount, "Refreshes of caches, one for each table.")                   \
-  COUNTED(cache_planned, kCount, "Of these, worked out while the step before was computed.")
+  COUNTED(cache_planned, kCount, "Of these, worked out while the step before was computed.")     \
+  COUNTED(checkpoints, kCount, "Checkpoints that were written.")                                 \
+  COUNTED(checkpoints_failed, kCount, "Checkpoints that failed or were cancelled.")              \
+  COUNTED(checkpoint_rows, kCount, "Rows written to parameter files.")                           \
+  COUNTED(checkpoint_bytes, kCount, "Bytes of these files, and of blobs.")                       \
+  COUNTED(checkpoint_copies, kCount, "Rows copied for a checkpoint before they changed.")        \
+  COUNTED(checkpoint_waits, kCount,                                                              \
+          "Calls of step_begin that waited for such copies to be written.")
 
 // The struct, made from the list: a counter that is in one of them alone does not compile.
 struct FrugalStatsOfTheList {

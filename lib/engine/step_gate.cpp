@@ -51,7 +51,7 @@ StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work))
        [this](Pass& p) REQUIRES(control) { return !work_.loading(p.step); },
        [](const Pass&) { return String("rows to be loaded"); },
        [this](const Pass&) { return work_.load(); }});
-  add({0, [this](Pass&) { return work_.copies(); },
+  add({waited_for(WaitedFor::kCopies), [this](Pass&) { return work_.copies(); },
        [](const Pass&) { return String("rows of a checkpoint to be written to disk"); }, nullptr});
   add({waited_for(WaitedFor::kAllPending),
        [this](Pass& p) REQUIRES(control) {

@@ -61,6 +61,7 @@ struct StepRecord {
   };
   Map<const Table*, TableGradients> rank_gradients;
   Vector<CreatedRows> created;
+  BlobsRef blobs;  // of ranks that have given one; or null
   Map<const Table*, PreparedUpdate> prepared;
   std::shared_ptr<RewarmRows> rewarm GUARDED_BY(control);  // or null
   bool prepare_scheduled = false;

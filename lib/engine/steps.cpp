@@ -76,6 +76,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       if (!t.abort_notice.load() && !t.closing.load() && health() == FRUGAL_OK &&
           phase_.may(Phase::kStep) && open_still(step)) {
         take_parts(t, step);
+        if (ranks_.begun() <= step) checkpoints_.beginning(step);
         ranks_.begin(t, step);
         if (t.remote_cached_rows.done == t.remote_cached_rows.refreshes) break;
         again = true;
@@ -204,6 +205,10 @@ DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& 
     make_room(r.to->ranks, 1);
   }
   make_room(record.created, t.created.size());
+  if (t.blob) {
+    if (!record.blobs) record.blobs = std::allocate_shared<Blobs>(HeapAllocator<Blobs>());
+    make_room(record.blobs->of_ranks, 1);
+  }
   if (t.gpu) {
     make_room(record.device_work, 1);
     if (DeviceWork* f = t.gpu->current_device_work())
@@ -212,6 +217,8 @@ DeviceWorkRef Engine::submit(Trainer& t, StepRecord& record, Vector<Submitted>& 
   for (Submitted& r : rank_gradients)
     r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
   for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
+  if (t.blob) record.blobs->of_ranks.push_back(std::move(*t.blob));
+  t.blob.reset();
   if (flags & FRUGAL_STEP_SKIP) record.skip = true;
   DeviceWorkRef work;
   if (t.gpu) work = t.gpu->take_device_work();

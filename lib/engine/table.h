@@ -21,6 +21,13 @@ namespace frugal {
 struct TrackedTable : HeapObject {
   RowTracker tracker;
   TableFiles files;
+  // Rows that were copied since the last call, before they changed.
+  uint64_t new_copies() {
+    const uint64_t all = tracker.counts().before_write.load(std::memory_order_relaxed) +
+                         tracker.counts().before_delete.load(std::memory_order_relaxed);
+    return all - std::exchange(copies, all);
+  }
+  uint64_t copies = 0;
   // The table's rows are those of the files.
   void restored() {
     files.begin(0);

@@ -8,6 +8,7 @@
 #include "base/buffer.h"
 #include "base/heap.h"
 #include "base/sync.h"
+#include "checkpoint/blobs.h"
 #include "engine/cache_refresh.h"
 #include "engine/control.h"
 #include "engine/counters.h"
@@ -151,6 +152,7 @@ struct Trainer : AnyTrainer {
   Vector<Late> backlog GUARDED_BY(control);  // committed updates that the caches have not applied
   // Guarded by call_mu (`caches` also by `refresh`, and outside steps):
   Vector<CreatedRows> created;
+  std::unique_ptr<Blob> blob;  // of the step; or null
   Map<const Table*, TableCache> caches;
   std::atomic<bool> has_cache{false};
 };

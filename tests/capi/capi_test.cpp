@@ -221,6 +221,24 @@ TEST(Library, InitFunctionsGiveTheSameBytesAsMacros) {
     EXPECT_TRUE(same(&a, &b, sizeof(a)));
   }
   {
+    frugal_folder_config a = FRUGAL_FOLDER_CONFIG_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_folder_config_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a)));
+  }
+  {
+    frugal_checkpoint_config a = FRUGAL_CHECKPOINT_CONFIG_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_checkpoint_config_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a)));
+  }
+  {
+    frugal_restore_config a = FRUGAL_RESTORE_CONFIG_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_restore_config_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a)));
+  }
+  {
     frugal_op a = FRUGAL_OP_INIT, b;
     std::memset(&b, 0x5a, sizeof(b));
     frugal_op_init(&b);
@@ -354,6 +372,17 @@ TEST(Handles, ClosedOnesAreRefusedEverywhere) {
   EXPECT_REFUSED(frugal_trace_start(engine, 10), bad);
   EXPECT_REFUSED(frugal_trace_stop(engine, nullptr), bad);
   EXPECT_REFUSED(frugal_serve(engine, "/tmp/none"), bad);
+  frugal_checkpoint_info checkpoint = {sizeof(frugal_checkpoint_info)};
+  bool due = false;
+  EXPECT_REFUSED(frugal_folder_open(engine, "/tmp/none", nullptr), bad);
+  EXPECT_REFUSED(frugal_folder_close(engine), bad);
+  EXPECT_REFUSED(frugal_checkpoint(engine, nullptr, &number), bad);
+  EXPECT_REFUSED(frugal_checkpoint_wait(engine, 1, 0, &checkpoint), bad);
+  EXPECT_REFUSED(frugal_checkpoint_cancel(engine, 1), bad);
+  EXPECT_REFUSED(frugal_checkpoint_delete(engine, 1), bad);
+  EXPECT_REFUSED(frugal_restore(engine, nullptr, &checkpoint), bad);
+  EXPECT_REFUSED(frugal_checkpoint_due(trainer, &due), bad);
+  EXPECT_REFUSED(frugal_checkpoint_blob(trainer, "", 0), bad);
   EXPECT_REFUSED(frugal_table_create(engine, &table_config, &table_out), bad);
   EXPECT_REFUSED(frugal_table_find(engine, "t", &table_out), bad);
   EXPECT_REFUSED(frugal_table_next(engine, &number, nullptr, 0, &size), bad);
@@ -409,6 +438,17 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   EXPECT_NULL_REFUSED(frugal_trace_start(nullptr, 10));
   EXPECT_NULL_REFUSED(frugal_trace_stop(nullptr, nullptr));
   EXPECT_NULL_REFUSED(frugal_serve(nullptr, "/tmp/none"));
+  frugal_checkpoint_info checkpoint = {sizeof(frugal_checkpoint_info)};
+  bool due = false;
+  EXPECT_NULL_REFUSED(frugal_folder_open(nullptr, "/tmp/none", nullptr));
+  EXPECT_NULL_REFUSED(frugal_folder_close(nullptr));
+  EXPECT_NULL_REFUSED(frugal_checkpoint(nullptr, nullptr, &number));
+  EXPECT_NULL_REFUSED(frugal_checkpoint_wait(nullptr, 1, 0, &checkpoint));
+  EXPECT_NULL_REFUSED(frugal_checkpoint_cancel(nullptr, 1));
+  EXPECT_NULL_REFUSED(frugal_checkpoint_delete(nullptr, 1));
+  EXPECT_NULL_REFUSED(frugal_restore(nullptr, nullptr, &checkpoint));
+  EXPECT_NULL_REFUSED(frugal_checkpoint_due(nullptr, &due));
+  EXPECT_NULL_REFUSED(frugal_checkpoint_blob(nullptr, "", 0));
   EXPECT_NULL_REFUSED(frugal_table_create(nullptr, &table_config, &table_out));
   EXPECT_NULL_REFUSED(frugal_table_find(nullptr, "t", &table_out));
   EXPECT_NULL_REFUSED(frugal_table_next(nullptr, &number, nullptr, 0, &size));
@@ -438,6 +478,23 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   EXPECT_REFUSED(frugal_metrics(engine, nullptr, 0, nullptr), invalid);
   EXPECT_REFUSED(frugal_metrics(engine, nullptr, 1, &size), invalid);
   EXPECT_REFUSED(frugal_serve(engine, nullptr), invalid);
+  EXPECT_REFUSED(frugal_folder_open(engine, nullptr, nullptr), invalid);
+  EXPECT_REFUSED(frugal_checkpoint(engine, nullptr, nullptr), invalid);
+  frugal_restore_config restore = FRUGAL_RESTORE_CONFIG_INIT;
+  restore.table_count = 1;
+  EXPECT_REFUSED(frugal_restore(engine, &restore, &checkpoint), invalid);
+  const char* tables[1] = {nullptr};
+  restore.tables = tables;
+  EXPECT_REFUSED(frugal_restore(engine, &restore, &checkpoint), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_due(trainer, nullptr), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_blob(trainer, nullptr, 1), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_next(nullptr, &number, &checkpoint), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_next("/tmp", nullptr, &checkpoint), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_next("/tmp", &number, nullptr), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_read_blob(nullptr, 1, 0, nullptr, 0, &size), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_read_blob("/tmp", 1, 0, nullptr, 1, &size), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_copy(nullptr, 1, "/tmp"), invalid);
+  EXPECT_REFUSED(frugal_checkpoint_copy("/tmp", 1, nullptr), invalid);
   EXPECT_REFUSED(frugal_table_create(engine, nullptr, &table_out), invalid);
   EXPECT_REFUSED(frugal_table_create(engine, &table_config, nullptr), invalid);
   EXPECT_REFUSED(frugal_table_find(engine, nullptr, &table_out), invalid);

@@ -16,8 +16,6 @@
 namespace frugal_test::jobs {
 namespace {
 
-using frugal::CheckpointInfo;
-
 // --- Power cuts ----------------------------------------------------------------------------------
 
 struct CutCounts {
@@ -34,8 +32,8 @@ void check_folder(const std::string& path, uint64_t acknowledged, bool goes_on,
     ++counts->nothing;
     return;
   }
-  ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
-  const int32_t status = job.inside().restore(nullptr, 0, &info);
+  ASSERT_OK(open_folder(job.engine(), path, 2));
+  const int32_t status = restore(job.engine(), nullptr, 0, &info);
   if (status == FRUGAL_ERR_NOT_FOUND && acknowledged == 0) {
     ++counts->nothing;
   } else {
@@ -54,7 +52,7 @@ void check_folder(const std::string& path, uint64_t acknowledged, bool goes_on,
   ASSERT_OK(job.checkpoint(&info));
   ASSERT_EQ(files_in(path), files_that_belong(path));
   CheckpointJob next;
-  ASSERT_OK(next.inside().restore(path.c_str(), 0, &info));
+  ASSERT_OK(restore(next.engine(), path.c_str(), 0, &info));
   ASSERT_EQ(info.step, steps + 1);
   next.make_tables();
   ASSERT_TRUE(next.state() == known[steps + 1]);
@@ -77,19 +75,19 @@ TEST(CheckpointCrashes, PowerCuts) {
     }
     for (uint64_t life = 0; life < kLives; ++life) {
       CheckpointJob job(flush_threads);
-      ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+      ASSERT_OK(open_folder(job.engine(), path, 2));
       CheckpointInfo info;
       if (life) {
-        ASSERT_OK(job.inside().restore(nullptr, 0, &info));
+        ASSERT_OK(restore(job.engine(), nullptr, 0, &info));
       }
       job.start();
       uint64_t s = life ? info.step : 0;
       for (uint64_t c = 0; c < kCheckpoints; ++c) {
         for (uint64_t i = 0; i < kEach; ++i) job.step(++s);
         uint64_t sequence = 0;
-        ASSERT_OK(job.checkpoints().request({}, &sequence));
+        ASSERT_OK(frugal_checkpoint(job.engine(), nullptr, &sequence));
         for (uint64_t i = 0; i < kEach; ++i) job.step(++s);
-        ASSERT_OK(job.checkpoints().wait(sequence, UINT64_MAX, &info));
+        ASSERT_OK(await_checkpoint(job.engine(), sequence, &info));
         record.mark(info.step);
       }
     }
@@ -140,15 +138,15 @@ uint64_t hash_of(const CheckpointJob::State& state) {
 [[noreturn]] void child(const std::string& path, int to, uint32_t flush_threads) {
   CheckpointJob job(flush_threads);
   CheckpointInfo info;
-  if (job.inside().open_folder(path.c_str(), 2)) _exit(1);
-  const int32_t status = job.inside().restore(nullptr, 0, &info);
+  if (open_folder(job.engine(), path, 2)) _exit(1);
+  const int32_t status = restore(job.engine(), nullptr, 0, &info);
   if (status != FRUGAL_OK && status != FRUGAL_ERR_NOT_FOUND) _exit(2);
   job.start();
   uint64_t s = steps_of(info);
   if (status) s = 0;
   for (;;) {
     uint64_t sequence = 0;
-    if (job.checkpoints().request({}, &sequence)) _exit(3);
+    if (frugal_checkpoint(job.engine(), nullptr, &sequence)) _exit(3);
     uint64_t steps = 0;  // while it is written
     for (int32_t waited = FRUGAL_ERR_TIMEOUT; waited != FRUGAL_OK;) {
       const bool trains = steps++ < 12 && s < kMostSteps;
@@ -208,9 +206,9 @@ TEST(CheckpointCrashes, Kills) {
     // A new engine can write the folder at once, and removes what the old one has left.
     if (files_in(path) != files_that_belong(path)) ++strays;
     CheckpointJob job;
-    ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+    ASSERT_OK(open_folder(job.engine(), path, 2));
     CheckpointInfo info;
-    const int32_t status = job.inside().restore(nullptr, 0, &info);
+    const int32_t status = restore(job.engine(), nullptr, 0, &info);
     if (acknowledged || status != FRUGAL_ERR_NOT_FOUND) {
       ASSERT_OK(status);
     }

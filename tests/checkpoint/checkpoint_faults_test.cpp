@@ -12,7 +12,6 @@
 namespace frugal_test::jobs {
 namespace {
 
-using frugal::CheckpointInfo;
 using frugal::TestFileCalls;
 
 constexpr uint64_t kCheckpoints = 4, kFaultSteps = 4 * kCheckpoints + 8;
@@ -30,16 +29,16 @@ bool is_named(int32_t status) {
 // Restores the newest checkpoint into a new engine, which then takes one more.
 void restore_newest(const std::string& path, const CheckpointInfo& acknowledged) {
   CheckpointJob job;
-  ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+  ASSERT_OK(open_folder(job.engine(), path, 2));
   CheckpointInfo info;
-  const int32_t status = job.inside().restore(nullptr, 0, &info);
-  if (acknowledged.sequence || status != FRUGAL_ERR_NOT_FOUND) {
+  const int32_t status = restore(job.engine(), nullptr, 0, &info);
+  if (acknowledged.number || status != FRUGAL_ERR_NOT_FOUND) {
     ASSERT_OK(status);
   }
-  ASSERT_GE(info.sequence, acknowledged.sequence);
+  ASSERT_GE(info.number, acknowledged.number);
   job.start();
   const uint64_t steps = status ? 0 : steps_of(info);
-  ASSERT_GE(steps, acknowledged.sequence ? steps_of(acknowledged) : 0);
+  ASSERT_GE(steps, acknowledged.number ? steps_of(acknowledged) : 0);
   ASSERT_TRUE(job.state() == known()[steps]) << "after step " << steps;
   job.step(steps + 1);
   ASSERT_OK(job.checkpoint(&info));
@@ -50,7 +49,7 @@ void restore_newest(const std::string& path, const CheckpointInfo& acknowledged)
 void restore_to(const std::string& path, uint64_t steps) {
   CheckpointJob job;
   CheckpointInfo info;
-  ASSERT_OK(job.inside().restore(path.c_str(), 0, &info));
+  ASSERT_OK(restore(job.engine(), path.c_str(), 0, &info));
   ASSERT_EQ(steps_of(info), steps);
   job.make_tables();
   ASSERT_TRUE(job.state() == known()[steps]);
@@ -59,7 +58,7 @@ void restore_to(const std::string& path, uint64_t steps) {
 // Steps 1 to 8 of a job, with a checkpoint of each, of which two are kept.
 void take_eight(const std::string& path) {
   CheckpointJob job;
-  ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+  ASSERT_OK(open_folder(job.engine(), path, 2));
   job.start();
   for (uint64_t s = 1; s <= 8; ++s) {
     job.step(s);
@@ -103,7 +102,7 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
     for (uint64_t c = 0; c < kCheckpoints; ++c) {
       for (int i = 0; i < 2; ++i) job.step(++s);
       if (!opened) {
-        const int32_t status = job.inside().open_folder(path.c_str(), 2);
+        const int32_t status = open_folder(job.engine(), path, 2);
         opened = status == FRUGAL_OK;
         if (!opened) {
           check(status);
@@ -112,13 +111,14 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
       }
       uint64_t sequence = 0;
       CheckpointInfo info;
-      int32_t status = opened ? job.checkpoints().request({}, &sequence) : int32_t{FRUGAL_ERR_IO};
+      int32_t status =
+          opened ? frugal_checkpoint(job.engine(), nullptr, &sequence) : int32_t{FRUGAL_ERR_IO};
       const bool requested = status == FRUGAL_OK;
       if (opened && !requested) check(status);
       const uint64_t at = s;
       for (int i = 0; i < 2; ++i) job.step(++s);
       if (!requested) continue;
-      status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+      status = await_checkpoint(job.engine(), sequence, &info);
       if (status == FRUGAL_OK) {
         EXPECT_EQ(info.step, at);
         acknowledged = info;
@@ -138,7 +138,7 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
     ++seen->runs;
     calls.fail(0, 0);
     if (!opened) {
-      ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+      ASSERT_OK(open_folder(job.engine(), path, 2));
     }
     job.step(++s);
     CheckpointInfo info;
@@ -148,10 +148,10 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
     } else {
       ++seen->poisoned;
       uint64_t sequence;
-      EXPECT_EQ(job.checkpoints().request({}, &sequence), FRUGAL_ERR_IO);
+      EXPECT_EQ(frugal_checkpoint(job.engine(), nullptr, &sequence), FRUGAL_ERR_IO);
       EXPECT_EQ(LastMessage(), first_failure);
-      ASSERT_OK(job.inside().close_folder());
-      ASSERT_OK(job.inside().open_folder(other.c_str(), 2));
+      ASSERT_OK(frugal_folder_close(job.engine()));
+      ASSERT_OK(open_folder(job.engine(), other, 2));
       ASSERT_OK(job.checkpoint(&info));
       restore_to(other, s);
     }
@@ -196,7 +196,7 @@ TEST(CheckpointFaults, InterruptedAndShort) {
         calls.shorten(bytes);
         calls.interrupt(2);
         CheckpointJob job(flush_threads);
-        ASSERT_OK(job.inside().open_folder(path.c_str(), 2));
+        ASSERT_OK(open_folder(job.engine(), path, 2));
         job.start();
         for (uint64_t s = 1; s <= 8; ++s) {
           job.step(s);
@@ -224,20 +224,20 @@ TEST(CheckpointFaults, EachCallOfARestoreFails) {
           TestFileCalls calls;
           CheckpointJob job;
           if (own) {
-            ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+            ASSERT_OK(open_folder(job.engine(), folder.path(), 2));
           }
           const size_t with_folder = open_descriptors();
           const char* const path = own ? nullptr : folder.path().c_str();
           calls.fail(n, EIO, forever);
           CheckpointInfo info;
-          const int32_t status = job.inside().restore(path, 0, &info);
+          const int32_t status = restore(job.engine(), path, 0, &info);
           more = calls.failed() > 0;
           calls.fail(0, 0);
           if (status != FRUGAL_OK) {
             EXPECT_EQ(status, FRUGAL_ERR_IO);
             EXPECT_NE(LastMessage().find(folder.path()), std::string::npos) << LastMessage();
             EXPECT_EQ(open_descriptors(), with_folder);
-            ASSERT_OK(job.inside().restore(path, 0, &info));
+            ASSERT_OK(restore(job.engine(), path, 0, &info));
           }
           EXPECT_EQ(info.step, 8u);
           job.start();
@@ -259,7 +259,7 @@ TEST(CheckpointFaults, EachCallOfASecondLifeFails) {
     CheckpointInfo info;
     {
       CheckpointJob job;
-      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 1));
+      ASSERT_OK(open_folder(job.engine(), folder.path(), 1));
       job.start();
       for (uint64_t s = 1; s <= 6; ++s) {
         job.step(s);
@@ -273,9 +273,9 @@ TEST(CheckpointFaults, EachCallOfASecondLifeFails) {
       TestFileCalls calls;
       CheckpointJob job;
       calls.fail(n, EIO);
-      for (int i = 0; job.inside().open_folder(folder.path().c_str(), 1) != FRUGAL_OK; ++i)
+      for (int i = 0; open_folder(job.engine(), folder.path(), 1) != FRUGAL_OK; ++i)
         ASSERT_LT(i, 1) << LastMessage();
-      for (int i = 0; job.inside().restore(nullptr, 0, &info) != FRUGAL_OK; ++i)
+      for (int i = 0; restore(job.engine(), nullptr, 0, &info) != FRUGAL_OK; ++i)
         ASSERT_LT(i, 1) << LastMessage();
       ASSERT_EQ(info.step, 6u);
       frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
@@ -311,19 +311,19 @@ TEST(CheckpointFaults, EachAllocationOfARestoreFails) {
       SCOPED_TRACE("allocation " + std::to_string(++n));
       CheckpointJob job;
       if (own) {
-        ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+        ASSERT_OK(open_folder(job.engine(), folder.path(), 2));
       }
       const char* const path = own ? nullptr : folder.path().c_str();
       CheckpointInfo info;
       try {
         const frugal::HeapFails fails(n);
-        status = job.inside().restore(path, 0, &info);
+        status = restore(job.engine(), path, 0, &info);
       } catch (const std::bad_alloc&) {
         status = FRUGAL_ERR_OUT_OF_MEMORY;  // as the C ABI reports it
       }
       if (status != FRUGAL_OK) {
         ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
-        ASSERT_OK(job.inside().restore(path, 0, &info));
+        ASSERT_OK(restore(job.engine(), path, 0, &info));
       }
       ASSERT_EQ(info.step, 8u);
       job.start();
@@ -343,7 +343,7 @@ TEST(CheckpointFaults, EachAllocationOfACheckpointFails) {
       CheckpointInfo info;
       {
         CheckpointJob job(flush_threads);
-        ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+        ASSERT_OK(open_folder(job.engine(), folder.path(), 2));
         job.start();
         for (uint64_t s = 1; s <= 6; ++s) {
           job.step(s);
@@ -357,7 +357,7 @@ TEST(CheckpointFaults, EachAllocationOfACheckpointFails) {
           const frugal::HeapFails fails(n);
           uint64_t sequence = 0;
           try {
-            status = job.checkpoints().request({}, &sequence);
+            status = frugal_checkpoint(job.engine(), nullptr, &sequence);
           } catch (const std::bad_alloc&) {
             status = FRUGAL_ERR_OUT_OF_MEMORY;
           }
@@ -365,7 +365,7 @@ TEST(CheckpointFaults, EachAllocationOfACheckpointFails) {
           for (bool again = status == FRUGAL_OK; again;) {
             again = false;
             try {
-              status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+              status = await_checkpoint(job.engine(), sequence, &info);
             } catch (const std::bad_alloc&) {
               again = true;
             }
@@ -403,7 +403,7 @@ TEST(CheckpointFaults, EachAllocationOfAStepDuringACheckpointFails) {
       SCOPED_TRACE("allocation " + std::to_string(++n));
       TemporaryFolder folder("/dev/shm");
       CheckpointJob job(flush_threads);
-      ASSERT_OK(job.inside().open_folder(folder.path().c_str(), 2));
+      ASSERT_OK(open_folder(job.engine(), folder.path(), 2));
       job.start();
       uint64_t s = 0;
       CheckpointInfo info;
@@ -411,13 +411,13 @@ TEST(CheckpointFaults, EachAllocationOfAStepDuringACheckpointFails) {
       ASSERT_OK(job.checkpoint(&info));
       for (int i = 0; i < 3; ++i) job.step(++s);
       uint64_t sequence = 0;
-      ASSERT_OK(job.checkpoints().request({}, &sequence));
+      ASSERT_OK(frugal_checkpoint(job.engine(), nullptr, &sequence));
       {
         const frugal::HeapFails fails(n);
         for (int i = 0; i < 2; ++i) job.step(++s, &repeated);
         more = frugal::heap_test_fail_after(0) <= 0;
       }
-      const int32_t status = job.checkpoints().wait(sequence, UINT64_MAX, &info);
+      const int32_t status = await_checkpoint(job.engine(), sequence, &info);
       if (status) {
         ++failed;
         ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();

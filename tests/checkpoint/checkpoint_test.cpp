@@ -11,6 +11,7 @@
 
 #include "engine/engine.h"
 #include "format/folder_check.h"
+#include "support/checkpoints.h"
 #include "support/engine.h"
 #include "support/inside.h"
 #include "support/temporary_folder.h"
@@ -19,6 +20,8 @@ namespace frugal {
 namespace {
 
 using OneEngine = frugal_test::Engine;
+using frugal_test::await_checkpoint, frugal_test::CheckpointInfo, frugal_test::open_folder,
+    frugal_test::restore;
 
 // The inside of an engine.
 Engine& in(const OneEngine& e) { return *static_cast<Engine*>(object_of<Session>(e.handle).get()); }
@@ -306,12 +309,12 @@ void one_seed(uint64_t seed, Totals* totals) {
   for (int lives = 0;; ++lives) {
     Life part(job, Setting(random));
     const std::string path = same_folder ? folder.path() : folder / std::to_string(lives);
-    ASSERT_OK(in(part.engine).open_folder(path.c_str(), 2));
+    ASSERT_OK(open_folder(part.engine, path, 2));
     if (sequence) {
       CheckpointInfo info;
       const std::string former = folder / std::to_string(lives - 1);
-      ASSERT_OK(in(part.engine).restore(same_folder ? nullptr : former.c_str(), sequence, &info));
-      ASSERT_EQ(info.sequence, sequence);
+      ASSERT_OK(restore(part.engine, same_folder ? nullptr : former.c_str(), sequence, &info));
+      ASSERT_EQ(info.number, sequence);
       from = info.step == kNoStep ? 3 : info.step + 1;
       ++totals->restores;
     }
@@ -334,20 +337,20 @@ void one_seed(uint64_t seed, Totals* totals) {
     std::thread asks([&] {
       Random mine(draw);
       while (!done.load()) {
-        CheckpointConfig config;
+        frugal_checkpoint_config config = FRUGAL_CHECKPOINT_CONFIG_INIT;
         if (mine.one_in(2)) config.step = part.at.load() + 1 + mine.below(3);
         uint64_t ticket = 0;
-        const Status s = in(part.engine).checkpoints().request(config, &ticket);
+        const Status s = frugal_checkpoint(part.engine, &config, &ticket);
         if (s == FRUGAL_ERR_STEP_RANGE) continue;
         ASSERT_OK(s);
         CheckpointInfo info;
         Status waited;
-        do waited = in(part.engine).checkpoints().wait(ticket, now_ns() + 1000000, &info);
+        do waited = frugal_checkpoint_wait(part.engine, ticket, 1, &info);
         while (waited == FRUGAL_ERR_TIMEOUT && !done.load());
         if (waited == FRUGAL_ERR_TIMEOUT) {
           // The step may never come.
-          (void)in(part.engine).checkpoints().cancel(ticket);
-          waited = in(part.engine).checkpoints().wait(ticket, UINT64_MAX, &info);
+          (void)frugal_checkpoint_cancel(part.engine, ticket);
+          waited = await_checkpoint(part.engine, ticket, &info);
         }
         // It was cancelled, or named a step before the first one.
         if (waited == FRUGAL_ERR_CLOSED || waited == FRUGAL_ERR_STEP_RANGE) continue;
@@ -367,15 +370,15 @@ void one_seed(uint64_t seed, Totals* totals) {
       compare(whole, part);
       break;
     }
-    if (newest.sequence) {
-      sequence = newest.sequence;
+    if (newest.number) {
+      sequence = newest.number;
       named = newest_named;
     } else if (!same_folder) {
       // Nothing is in the new folder: one more, of the last step.
       uint64_t ticket = 0;
-      ASSERT_OK(in(part.engine).checkpoints().request({}, &ticket));
-      ASSERT_OK(in(part.engine).checkpoints().wait(ticket, UINT64_MAX, &newest));
-      sequence = newest.sequence;
+      ASSERT_OK(frugal_checkpoint(part.engine, nullptr, &ticket));
+      ASSERT_OK(await_checkpoint(part.engine, ticket, &newest));
+      sequence = newest.number;
       named = false;
     }
     if (testing::Test::HasFatalFailure()) return;
@@ -403,7 +406,7 @@ TEST(Checkpoint, OfManyTables) {
   TemporaryFolder folder;
   constexpr int kTables = 700;
   OneEngine engine;
-  ASSERT_OK(in(engine).open_folder(folder.path().c_str(), 1));
+  ASSERT_OK(open_folder(engine, folder.path(), 1));
   std::vector<frugal_table*> tables;
   for (int i = 0; i < kTables; ++i)
     tables.push_back(engine.Table(("t" + std::to_string(i)).c_str(), FRUGAL_DENSE, 64, 4));
@@ -413,10 +416,10 @@ TEST(Checkpoint, OfManyTables) {
     ASSERT_OK(frugal_put(tables[i], &key, 1, 0, row.data(), 0));
   }
   uint64_t ticket = 0;
-  ASSERT_OK(in(engine).checkpoints().request({}, &ticket));
-  ASSERT_OK(in(engine).checkpoints().wait(ticket, UINT64_MAX, nullptr));
+  ASSERT_OK(frugal_checkpoint(engine, nullptr, &ticket));
+  ASSERT_OK(await_checkpoint(engine, ticket, nullptr));
   OneEngine again;
-  ASSERT_OK(in(again).restore(folder.path().c_str(), 0, nullptr));
+  ASSERT_OK(restore(again, folder.path().c_str(), 0, nullptr));
   frugal_table* last = nullptr;
   ASSERT_OK(frugal_table_find(again, "t699", &last));
   const uint64_t key = 699 % 64;
@@ -428,19 +431,19 @@ TEST(Checkpoint, OfManyTables) {
 TEST(Checkpoint, OfAStepThatNeverComes) {
   TemporaryFolder folder;
   OneEngine engine;
-  ASSERT_OK(in(engine).open_folder(folder.path().c_str(), 1));
+  ASSERT_OK(open_folder(engine, folder.path(), 1));
   frugal_trainer* trainer = engine.Trainer(0);
   uint64_t ticket = 0;
-  CheckpointConfig config;
+  frugal_checkpoint_config config = FRUGAL_CHECKPOINT_CONFIG_INIT;
   config.step = 5;
-  ASSERT_OK(in(engine).checkpoints().request(config, &ticket));
-  EXPECT_EQ(in(engine).checkpoints().request(config, &ticket), FRUGAL_ERR_BUSY);
+  ASSERT_OK(frugal_checkpoint(engine, &config, &ticket));
+  EXPECT_EQ(frugal_checkpoint(engine, &config, &ticket), FRUGAL_ERR_BUSY);
   ASSERT_OK(frugal_step_begin(trainer, 10, kNeverMs));
   ASSERT_OK(frugal_step_end(trainer, 10, 0));
-  EXPECT_EQ(in(engine).checkpoints().wait(ticket, UINT64_MAX, nullptr), FRUGAL_ERR_STEP_RANGE);
-  EXPECT_EQ(in(engine).checkpoints().request(config, &ticket), FRUGAL_ERR_STEP_RANGE);
-  ASSERT_OK(in(engine).checkpoints().request({}, &ticket));
-  ASSERT_OK(in(engine).checkpoints().wait(ticket, UINT64_MAX, nullptr));
+  EXPECT_EQ(await_checkpoint(engine, ticket, nullptr), FRUGAL_ERR_STEP_RANGE);
+  EXPECT_EQ(frugal_checkpoint(engine, &config, &ticket), FRUGAL_ERR_STEP_RANGE);
+  ASSERT_OK(frugal_checkpoint(engine, nullptr, &ticket));
+  ASSERT_OK(await_checkpoint(engine, ticket, nullptr));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes op scripts and compares the hashes of any runners with those of the reference.
 
-    compare.py [--seeds N] [--first SEED] [--processes | --together] BUILD_FOLDER RUNNER...
+    compare.py [--seeds N] [--first SEED] [--processes | --together | --resumes] BUILD_FOLDER RUNNER...
 
 A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's command, to which
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
@@ -10,6 +10,9 @@ tried again. Seeds count from 1; the last script is a long one.
 
 With --together a runner gets all scripts at once, one engine after the other. This is for languages
 whose compiler takes most of the time.
+
+With --resumes the scripts also close the engine, and another one goes on from its checkpoint, in
+the folder that the environment variable FRUGAL_FOLDER names.
 
 With --processes the runners are trainer processes, attached to a frugal-controller. Each runner
 replays each script alone. Then all runners together replay a script that is dealt to several
@@ -52,7 +55,7 @@ def pairs(text):
 
 def make(maker, seed, steps, prefix, *dealt):
     """Returns the script's set of (call, status). `dealt`: numbers of ranks and processes."""
-    command = [maker, str(seed), str(steps), prefix, *map(str, dealt)]
+    command = [*maker, str(seed), str(steps), prefix, *map(str, dealt)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {tuple(line.split()[:2]) for line in out.splitlines()}
 
@@ -200,14 +203,17 @@ def main():
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--processes", action="store_true")
     kind.add_argument("--together", action="store_true")
+    kind.add_argument("--resumes", action="store_true")
     parser.add_argument("build")
     parser.add_argument("runners", nargs="+")
     arguments = parser.parse_args()
     folder = os.path.join(os.path.abspath(arguments.build), "tests", "opscript")
-    maker = os.path.join(folder, "opscript_maker")
+    maker = [os.path.join(folder, "opscript_maker")]
     program = os.path.join(arguments.build, "tools", "controller", "frugal-controller")
-    if not os.path.exists(maker):
-        sys.exit(f"{maker} is not there: build the target opscript_maker")
+    if not os.path.exists(maker[0]):
+        sys.exit(f"{maker[0]} is not there: build the target opscript_maker")
+    if arguments.resumes:
+        maker.append("--resumes")
     runners = {}
     for runner in arguments.runners:
         name, _, command = runner.partition("=")
@@ -236,7 +242,9 @@ def main():
                 continue
             told = f"scripts {arguments.first} to {seed}" if arguments.together else f"script {seed} of {steps} steps"
             for name, command in list(runners.items()):
-                wrong, again = replay(command, scripts, all_expected)
+                with tempfile.TemporaryDirectory() as checkpoints:
+                    environment = {**os.environ, "FRUGAL_FOLDER": checkpoints}
+                    wrong, again = replay(command, scripts, all_expected, environment)
                 if wrong:
                     failures += 1
                     print(f"{told}, {name}: {wrong}", flush=True)
@@ -247,6 +255,8 @@ def main():
                 for name in ["reference", *runners]:
                     print(f"{name:10} {expected[-1]}")
         wanted = pairs(EXPECTED)
+        if arguments.resumes:
+            wanted |= {("resume", "0")}
         if arguments.seeds >= 8 and not wanted <= seen:
             failures += 1
             print("no script has:", ", ".join(" ".join(pair) for pair in sorted(wanted - seen)))

@@ -109,13 +109,16 @@ enum class Use { kDeclare, kLookup, kPush, kRead };
 
 class Maker {
  public:
-  Maker(uint64_t seed, size_t steps, const std::string& prefix, uint32_t ranks, uint32_t shares)
+  // `resumes`: engines are closed, and others go on from their checkpoints.
+  Maker(uint64_t seed, size_t steps, const std::string& prefix, uint32_t ranks, uint32_t shares,
+        bool resumes)
       : seed_(seed),
         steps_(steps),
         random_(seed),
         script_(prefix + ".jsonl"),
         reference_(EngineSeed(seed), ranks),
         ranks_(ranks),
+        resumes_(resumes),
         outputs_(shares),
         dead_(shares) {
     for (uint32_t i = 0; i < shares; ++i)
@@ -275,8 +278,20 @@ class Maker {
   // --- Engine, tables, ranks ---------------------------------------------------------------------
 
   void Open() {
+    Write(EngineLine("open"), FRUGAL_OK);
+    // The last needs all of its 64 bits.
+    first_step_ = random_.OneOf<uint64_t>(
+        {0, 0, random_.Between(1, 5000), (uint64_t{1} << 40) - 7, (uint64_t{1} << 62) + 3});
+  }
+
+  void Resume() {
+    Write(EngineLine("resume"), FRUGAL_OK);
+    for (uint32_t r = 0; r < ranks_.size(); ++r) Join(r);
+  }
+
+  JsonObject EngineLine(const char* what) {
     lookahead_ = static_cast<uint32_t>(random_.Between(2, 10));
-    JsonObject line = DoAll("open");
+    JsonObject line = DoAll(what);
     line.Number("world_size", static_cast<int64_t>(ranks_.size())).Number("lookahead", lookahead_);
     line.Number("flush_threads", static_cast<int64_t>(random_.Below(3)));
     line.Number("flush_mode", random_.OneOf<int32_t>({FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_DEFERRED,
@@ -285,10 +300,7 @@ class Maker {
                                                       FRUGAL_FLUSH_WRITE_THROUGH}));
     if (random_.Chance(0.3)) line.Big("pending_bytes", random_.OneOf<uint64_t>({0, 4096}));
     line.Big("seed", EngineSeed(seed_));
-    Write(line, FRUGAL_OK);
-    // The last needs all of its 64 bits.
-    first_step_ = random_.OneOf<uint64_t>(
-        {0, 0, random_.Between(1, 5000), (uint64_t{1} << 40) - 7, (uint64_t{1} << 62) + 3});
+    return line;
   }
 
   void MakeTables() {
@@ -945,6 +957,7 @@ class Maker {
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       if (!ranks_[r].open && random_.Chance(0.4)) Join(r);
     }
+    if (resumes_ && index_ > 0 && Present() == ranks_.size() && random_.Chance(0.1)) Resume();
     if (random_.Chance(steps_ < 100 ? 0.3 : 0.06)) Hash();
     if (!random_.Chance(0.3)) return;
     for (uint64_t n = random_.Between(1, 5); n > 0; --n) {
@@ -1068,6 +1081,7 @@ class Maker {
   Reference reference_;
   std::vector<Table> tables_;
   std::vector<Rank> ranks_;
+  const bool resumes_;
   std::vector<Fnv> outputs_;       // of each share
   std::vector<Declaration> dead_;  // of each share: a declaration of a step that has ended
   size_t share_ = 0, turn_ = 0;    // the share of the current line; that of lines without a rank
@@ -1082,17 +1096,20 @@ class Maker {
 };
 
 int Main(int argc, char** argv) {
+  const bool resumes = argc > 1 && std::string(argv[1]) == "--resumes";
+  argc -= resumes;
+  argv += resumes;
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
   const long ranks = argc == 6 ? std::strtol(argv[4], nullptr, 10) : Maker::World(seed);
   const long shares = argc == 6 ? std::strtol(argv[5], nullptr, 10) : 1;
   if ((argc != 4 && argc != 6) || ranks < 1 || ranks > 64 || shares < 1 || shares > ranks) {
-    std::cerr << "usage: opscript_maker SEED STEPS PREFIX [RANKS SHARES]\n"
+    std::cerr << "usage: opscript_maker [--resumes] SEED STEPS PREFIX [RANKS SHARES]\n"
                  "writes PREFIX.jsonl and PREFIX.expected; if there are several shares, "
                  "PREFIX.expected0, 1, …\n";
     return 2;
   }
   Maker maker(seed, std::strtoull(argv[2], nullptr, 10), argv[3], static_cast<uint32_t>(ranks),
-              static_cast<uint32_t>(shares));
+              static_cast<uint32_t>(shares), resumes);
   if (!maker.Make()) {
     std::cerr << "cannot write " << argv[3] << ".jsonl and .expected\n";
     return 1;

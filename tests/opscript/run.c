@@ -452,6 +452,32 @@ static int32_t hash_line(json_t *line) {
   return hash();
 }
 
+/* Another engine goes on from a checkpoint of this one. */
+static int32_t resume(json_t *line) {
+  static int has_folder;
+  const char *folder = getenv("FRUGAL_FOLDER");
+  if (folder == NULL) die("FRUGAL_FOLDER is not set");
+  uint64_t number;
+  int32_t status = has_folder ? FRUGAL_OK : frugal_folder_open(engine, folder, NULL);
+  if (status == FRUGAL_OK) status = frugal_checkpoint(engine, NULL, &number);
+  if (status == FRUGAL_OK) {
+    status = frugal_checkpoint_wait(engine, number, FRUGAL_TIMEOUT_INFINITE, NULL);
+  }
+  if (status == FRUGAL_OK) status = frugal_close(engine);
+  if (status == FRUGAL_OK) status = open_engine(line);
+  if (status == FRUGAL_OK) status = frugal_folder_open(engine, folder, NULL);
+  has_folder = 1;
+  if (status == FRUGAL_OK) status = frugal_restore(engine, NULL, NULL);
+  uint64_t cursor = 0;
+  for (size_t i = 0; status == FRUGAL_OK && i < table_count; ++i) {
+    char name[256];
+    size_t size;
+    status = frugal_table_next(engine, &cursor, name, sizeof(name), &size);
+    if (status == FRUGAL_OK) status = frugal_table_find(engine, name, &tables[i]);
+  }
+  return status;
+}
+
 static int32_t close_engine(json_t *line) {
   (void)line;
   return frugal_close(engine);
@@ -478,6 +504,7 @@ static const struct {
     {"delete", delete_rows},
     {"flush", flush},
     {"hash", hash_line},
+    {"resume", resume},
     {"close_trainer", close_trainer},
     {"close", close_engine},
 };

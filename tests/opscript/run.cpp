@@ -164,6 +164,8 @@ class Runner {
       engine_->Flush();
     } else if (what == "hash") {
       Hash();
+    } else if (what == "resume") {
+      Resume(line);
     } else if (what == "close_trainer") {
       TrainerOf(line).Close();
     } else if (what == "close") {
@@ -190,6 +192,21 @@ class Runner {
     Big(line, "seed", &config.seed);
     config.service = std::getenv("FRUGAL_SERVICE");
     engine_.emplace(config);
+  }
+
+  // Another engine goes on from a checkpoint of this one.
+  void Resume(const Json& line) {
+    const char* const folder = std::getenv("FRUGAL_FOLDER");
+    if (folder == nullptr) throw std::runtime_error("FRUGAL_FOLDER is not set");
+    if (!has_folder_) engine_->OpenFolder(folder);
+    engine_->AwaitCheckpoint(engine_->BeginCheckpoint());
+    const std::vector<std::string> names = engine_->TableNames();
+    engine_->Close();
+    Open(line);
+    engine_->OpenFolder(folder);
+    has_folder_ = true;
+    engine_->Restore();
+    for (size_t i = 0; i < names.size(); ++i) tables_.at(i) = engine_->FindTable(names[i].c_str());
   }
 
   void CreateTable(const Json& line) {
@@ -329,6 +346,7 @@ class Runner {
   }
 
   std::optional<frugal::Engine> engine_;
+  bool has_folder_ = false;
   std::vector<frugal::Table> tables_;
   std::map<uint32_t, frugal::Trainer> trainers_;
   std::map<int, Declaration> declarations_;

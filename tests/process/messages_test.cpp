@@ -508,6 +508,83 @@ TEST_P(Messages, OfObservation) {
   }
 }
 
+TEST_P(Messages, OfCheckpoints) {
+  Open(1);
+  const Folder folder;
+  const std::string path = folder.path();
+  uint64_t number = 0;
+  frugal_checkpoint_info info{};
+  info.struct_size = 1;
+  SAYS(frugal_checkpoint_wait(engine, 1, 0, &info), STRUCT_SIZE,
+       "frugal_checkpoint_info.struct_size is 1");
+  info.struct_size = sizeof info;
+  frugal_folder_config folder_config = FRUGAL_FOLDER_CONFIG_INIT;
+  folder_config.keep = 0;
+  SAYS(frugal_folder_open(engine, path.c_str(), &folder_config), INVALID_ARGUMENT, "keep is 0",
+       "1 or more");
+  frugal_checkpoint_config config = FRUGAL_CHECKPOINT_CONFIG_INIT;
+  config.name = "a/b";
+  SAYS(frugal_checkpoint(engine, &config, &number), INVALID_ARGUMENT, "'a/b'", "no slash");
+  config.name = nullptr;
+  config.blob_size = 3;
+  SAYS(frugal_checkpoint(engine, &config, &number), INVALID_ARGUMENT, "blob_size is 3", "NULL");
+  config.blob = "abc";
+  config.blob_rank = 1;
+  SAYS(frugal_checkpoint(engine, &config, &number), INVALID_ARGUMENT, "blob_rank is 1",
+       "world_size 1");
+  config.blob_rank = 0;
+  config.step = 7;
+  SAYS(frugal_checkpoint(engine, &config, &number), INVALID_ARGUMENT, "step 7",
+       "frugal_checkpoint_blob");
+  config.step = FRUGAL_NO_STEP;
+  frugal_trainer* const trainer = Join(0);
+  OK(frugal_step_begin(trainer, 0, -1));
+  if (attached()) {
+    bool due;
+    SAYS(frugal_folder_open(engine, path.c_str(), nullptr), UNSUPPORTED, "another process");
+    SAYS(frugal_folder_close(engine), UNSUPPORTED, "another process");
+    SAYS(frugal_checkpoint(engine, nullptr, &number), UNSUPPORTED, "another process");
+    SAYS(frugal_checkpoint_wait(engine, 1, 0, &info), UNSUPPORTED, "another process");
+    SAYS(frugal_checkpoint_cancel(engine, 1), UNSUPPORTED, "another process");
+    SAYS(frugal_checkpoint_delete(engine, 1), UNSUPPORTED, "another process");
+    SAYS(frugal_checkpoint_due(trainer, &due), UNSUPPORTED, "another process");
+    SAYS(frugal_checkpoint_blob(trainer, "", 0), UNSUPPORTED, "another process");
+    SAYS(frugal_restore(engine, nullptr, &info), UNSUPPORTED, "another process");
+    return;
+  }
+  SAYS(frugal_folder_open(engine, path.c_str(), nullptr), BUSY, "rank 0", "step 0");
+  OK(frugal_step_end(trainer, 0, 0));
+  SAYS(frugal_checkpoint_blob(trainer, "", 0), NOT_IN_STEP, "rank 0", "step_begin");
+  SAYS(frugal_checkpoint(engine, nullptr, &number), NOT_FOUND, "no folder", "open one");
+  SAYS(frugal_restore(engine, nullptr, &info), NOT_FOUND, "no folder", "name one");
+  OK(frugal_folder_open(engine, path.c_str(), nullptr));
+  SAYS(frugal_checkpoint_wait(engine, 0, 0, &info), NOT_FOUND, "no checkpoint was begun");
+  SAYS(frugal_restore(engine, nullptr, &info), NOT_FOUND, path, "no checkpoint");
+  SAYS(frugal_folder_open(engine, path.c_str(), nullptr), EXISTS, path, "close that");
+  config.step = 0;
+  config.blob = nullptr;
+  config.blob_size = 0;
+  SAYS(frugal_checkpoint(engine, &config, &number), STEP_RANGE, "step 0", "later");
+  config.step = 3;
+  OK(frugal_checkpoint(engine, &config, &number));
+  SAYS(frugal_checkpoint(engine, &config, &number), BUSY, "checkpoint 1", "cancel");
+  SAYS(frugal_folder_close(engine), BUSY, "checkpoint 1", "cancel");
+  SAYS(frugal_checkpoint_wait(engine, 1, 0, &info), TIMEOUT, "checkpoint 1", "call again");
+  SAYS(frugal_checkpoint_wait(engine, 2, 0, &info), NOT_FOUND, "checkpoint 2");
+  OK(frugal_checkpoint_cancel(engine, 1));
+  SAYS(frugal_checkpoint_wait(engine, 1, 0, &info), CLOSED, "cancelled");
+  SAYS(frugal_checkpoint_cancel(engine, 1), NOT_FOUND, "checkpoint 1");
+  SAYS(frugal_checkpoint_delete(engine, 1), NOT_FOUND, "1.checkpoint");
+  OK(frugal_checkpoint(engine, nullptr, &number));
+  OK(frugal_checkpoint_wait(engine, number, -1, nullptr));
+  SAYS(frugal_restore(engine, nullptr, &info), BUSY, "steps have begun");
+  char bytes[1];
+  SAYS(frugal_checkpoint_read_blob(path.c_str(), number, 0, bytes, 1, nullptr), NOT_FOUND, "rank 0",
+       "no blob");
+  SAYS(frugal_checkpoint_copy(path.c_str(), number, path.c_str()), BUSY, path);
+  SAYS(frugal_checkpoint_copy("/nowhere", number, path.c_str()), NOT_FOUND, "/nowhere");
+}
+
 TEST_P(Messages, OfMemory) {
   Open(1, [](frugal_config* c) { c->host_bytes = uint64_t{24} << 20; });
   frugal_table* t = nullptr;
@@ -609,15 +686,16 @@ TEST(Background, Failed) {
 
 #ifdef FRUGAL_CONTROLLER
 
-// The interface has no call for checkpoints as yet.
 TEST(Checkpoints, OfABadFolder) {
   const Folder folder;
   frugal_engine* e = nullptr;
   OK(frugal_open(nullptr, &e));
   const auto restore = [&] {
-    frugal::begin_call();
-    const auto engine = frugal::object_of<frugal::Session>(e)->here();
-    return frugal::end_call(engine->restore(folder.path().c_str(), 1, nullptr));
+    frugal_restore_config config = FRUGAL_RESTORE_CONFIG_INIT;
+    const std::string path = folder.path();
+    config.folder = path.c_str();
+    config.number = 1;
+    return frugal_restore(e, &config, nullptr);
   };
   SAYS(restore(), NOT_FOUND, folder.path(), "1.checkpoint");
   frugal::Manifest manifest;

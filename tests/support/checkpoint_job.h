@@ -11,6 +11,7 @@
 
 #include "engine/engine.h"
 #include "format/manifest.h"
+#include "support/checkpoints.h"
 #include "support/engine.h"
 #include "support/inside.h"
 #include "support/temporary_folder.h"
@@ -128,10 +129,10 @@ class CheckpointJob {
   }
 
   // A checkpoint of the last step, on disk.
-  int32_t checkpoint(frugal::CheckpointInfo* info = nullptr) {
+  int32_t checkpoint(CheckpointInfo* info = nullptr) {
     uint64_t sequence = 0;
-    FRUGAL_TRY(checkpoints().request({}, &sequence));
-    return checkpoints().wait(sequence, UINT64_MAX, info);
+    FRUGAL_TRY(frugal_checkpoint(engine(), nullptr, &sequence));
+    return await_checkpoint(engine(), sequence, info);
   }
 
   // The state after each step up to `last`; [0] is that before the first.
@@ -158,7 +159,7 @@ class CheckpointJob {
   frugal_trainer* trainer_ = nullptr;
 };
 
-inline uint64_t steps_of(const frugal::CheckpointInfo& info) {
+inline uint64_t steps_of(const CheckpointInfo& info) {
   return info.step == frugal::kNoStep ? 0 : info.step;
 }
 

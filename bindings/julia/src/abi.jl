@@ -160,6 +160,12 @@ Base.@kwdef struct Stats
     apply_ns::UInt64 = 0
     cache_refreshes::UInt64 = 0
     cache_planned::UInt64 = 0
+    checkpoints::UInt64 = 0
+    checkpoints_failed::UInt64 = 0
+    checkpoint_rows::UInt64 = 0
+    checkpoint_bytes::UInt64 = 0
+    checkpoint_copies::UInt64 = 0
+    checkpoint_waits::UInt64 = 0
 end
 
 Base.@kwdef struct Error

@@ -90,6 +90,7 @@ class Replay:
         self.batches: Dict[int, frugal.Batch] = {}
         self.outputs = Fnv()
         self.hashes = 0
+        self.has_folder = False
 
     def run(self, line: Dict[str, Any]) -> str:
         """Makes a line's call. Returns the name of its status."""
@@ -104,6 +105,20 @@ class Replay:
         options: Dict[str, Any] = {name: int(line[name]) for name in names if name in line}
         options["service"] = os.environ.get("FRUGAL_SERVICE")
         self.engine = frugal.Engine(flush_mode=FLUSH_MODES[line.get("flush_mode", 0)], **options)
+
+    def do_resume(self, line: Dict[str, Any]) -> None:
+        """Another engine goes on from a checkpoint of this one."""
+        folder = os.environ["FRUGAL_FOLDER"]
+        if not self.has_folder:
+            self.engine.open_folder(folder)
+        self.engine.checkpoint().wait()
+        self.engine.close()
+        self.do_open(line)
+        self.engine.open_folder(folder)
+        self.has_folder = True
+        self.engine.restore()
+        for number, table in self.tables.items():
+            self.tables[number] = self.engine.find_table(table.name)
 
     def do_close(self, line: Dict[str, Any]) -> None:
         self.engine.close()

@@ -27,6 +27,9 @@ INITIALIZED = {
     "frugal_table_config": "FRUGAL_TABLE_CONFIG_INIT",
     "frugal_trainer_config": "FRUGAL_TRAINER_CONFIG_INIT",
     "frugal_op": "FRUGAL_OP_INIT",
+    "frugal_folder_config": "FRUGAL_FOLDER_CONFIG_INIT",
+    "frugal_checkpoint_config": "FRUGAL_CHECKPOINT_CONFIG_INIT",
+    "frugal_restore_config": "FRUGAL_RESTORE_CONFIG_INIT",
 }
 
 
@@ -99,7 +102,7 @@ def test_structs_have_the_sizes_and_offsets_of_c(facts: Dict[str, str]) -> None:
         assert int(facts[f"sizeof {name}"]) == sizeof(struct), name
         body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", header(), re.S)
         assert body is not None
-        declared = re.findall(r"(\w+);", body[1])
+        declared = re.findall(r"(\w+)(?:\[\d+\])?;", body[1])
         assert declared == [field[0] for field in struct._fields_], name
         for field in struct._fields_:
             place = getattr(struct, field[0])

@@ -17,6 +17,7 @@ include/frugal.h defines each call, for all languages.
 
 from . import config, errors
 from ._buffers import Array
+from ._checkpoint import Checkpoint, CheckpointInfo, checkpoints, copy_checkpoint, read_blob
 from ._engine import STALENESS_ASYNC, Engine
 from ._lib import lib as _library
 from ._ops import Op
@@ -31,6 +32,8 @@ __all__ = [
     "STALENESS_ASYNC",
     "Array",
     "Batch",
+    "Checkpoint",
+    "CheckpointInfo",
     "Engine",
     "Memory",
     "Op",
@@ -38,7 +41,10 @@ __all__ = [
     "TableInfo",
     "Trainer",
     "__version__",
+    "checkpoints",
+    "copy_checkpoint",
     "memory_needed",
+    "read_blob",
     *config.__all__,
     *errors.__all__,
 ]

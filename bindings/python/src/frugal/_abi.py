@@ -10,6 +10,7 @@ import ctypes
 import struct
 from ctypes import (
     CFUNCTYPE,
+    c_char,
     c_char_p,
     c_double,
     c_float,
@@ -298,6 +299,59 @@ class frugal_stats(ctypes.Structure):
         ("apply_ns", c_uint64),
         ("cache_refreshes", c_uint64),
         ("cache_planned", c_uint64),
+        ("checkpoints", c_uint64),
+        ("checkpoints_failed", c_uint64),
+        ("checkpoint_rows", c_uint64),
+        ("checkpoint_bytes", c_uint64),
+        ("checkpoint_copies", c_uint64),
+        ("checkpoint_waits", c_uint64),
+    ]
+
+
+class frugal_folder_config(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("keep", c_uint32),
+        ("flags", c_uint32),
+        ("every_steps", c_uint64),
+        ("every_ms", c_uint64),
+    ]
+
+
+class frugal_checkpoint_config(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("step", c_uint64),
+        ("name", c_char_p),
+        ("blob", c_char_p),
+        ("blob_size", c_size_t),
+        ("blob_rank", c_uint32),
+        ("flags", c_uint32),
+    ]
+
+
+class frugal_checkpoint_info(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("number", c_uint64),
+        ("step", c_uint64),
+        ("created", c_uint64),
+        ("bytes", c_uint64),
+        ("tables", c_uint64),
+        ("world_size", c_uint32),
+        ("blobs", c_uint32),
+        ("name", c_char * 256),
+    ]
+
+
+class frugal_restore_config(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("folder", c_char_p),
+        ("number", c_uint64),
+        ("name", c_char_p),
+        ("tables", c_void_p),
+        ("table_count", c_size_t),
     ]
 
 
@@ -356,6 +410,21 @@ FUNCTIONS: Dict[str, Tuple[Any, List[Any]]] = {
     "frugal_metrics": (c_int32, [_P, _P, c_size_t, _P]),
     "frugal_trace_start": (c_int32, [_P, c_size_t]),
     "frugal_trace_stop": (c_int32, [_P, c_char_p]),
+    "frugal_folder_config_init": (None, [_P]),
+    "frugal_folder_open": (c_int32, [_P, c_char_p, _P]),
+    "frugal_folder_close": (c_int32, [_P]),
+    "frugal_checkpoint_config_init": (None, [_P]),
+    "frugal_checkpoint": (c_int32, [_P, _P, _P]),
+    "frugal_checkpoint_wait": (c_int32, [_P, c_uint64, c_int64, _P]),
+    "frugal_checkpoint_cancel": (c_int32, [_P, c_uint64]),
+    "frugal_checkpoint_due": (c_int32, [_P, _P]),
+    "frugal_checkpoint_blob": (c_int32, [_P, _P, c_size_t]),
+    "frugal_checkpoint_delete": (c_int32, [_P, c_uint64]),
+    "frugal_restore_config_init": (None, [_P]),
+    "frugal_restore": (c_int32, [_P, _P, _P]),
+    "frugal_checkpoint_next": (c_int32, [c_char_p, _P, _P]),
+    "frugal_checkpoint_read_blob": (c_int32, [c_char_p, c_uint64, c_uint32, _P, c_size_t, _P]),
+    "frugal_checkpoint_copy": (c_int32, [c_char_p, c_uint64, c_char_p]),
 }
 
 

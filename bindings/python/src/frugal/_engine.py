@@ -14,12 +14,13 @@ import time
 import warnings
 import weakref
 from contextlib import contextmanager
-from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer, sizeof
+from ctypes import addressof, byref, c_char_p, c_size_t, c_uint64, c_void_p, create_string_buffer, sizeof
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Type, Union, overload
 
 from . import _abi, _wait
 from ._buffers import HOST, AnyArray, Array, Pins, Place
+from ._checkpoint import NAMES, Checkpoint, CheckpointInfo, c_string, new_info, path_bytes, told
 from ._lib import lib
 from ._ops import READ, Op, choose, pack, uint32, uint64
 from ._single import Single
@@ -41,8 +42,6 @@ STALENESS_ASYNC = _abi.FRUGAL_STALENESS_ASYNC
 """Staleness without a bound."""
 
 SERVICE = "FRUGAL_SERVICE"  # environment variable
-
-_NAMES = "surrogateescape"  # tables that another language created may have any bytes in their names
 
 _BACKINGS: Dict[str, int] = {"private": _abi.FRUGAL_BACKING_PRIVATE, "shm": _abi.FRUGAL_BACKING_SHM}
 _STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
@@ -154,7 +153,7 @@ class Engine(Single):
         callback = None
         if log is not None:
             callback = config.log = _log_callback(log)
-        address = _path(os.environ.get(SERVICE, "") if service is None else service, "service")
+        address = path_bytes(os.environ.get(SERVICE, "") if service is None else service, "service")
         if address:
             config.service = address  # the struct keeps it alive
         self.service: str = os.fsdecode(address)
@@ -222,7 +221,7 @@ class Engine(Single):
         as it is. "accept": the optimizer computes with it.
         """
         config = table_config(rows, dim, hashed, lazy, init, optimizer, nan_policy)
-        config.name = _c_string(name, "name")
+        config.name = c_string(name, "name")
         handle = c_void_p()
         check(lib.frugal_table_create(self._handle, addressof(config), byref(handle)))
         return Table(self, handle.value or 0, name)
@@ -230,7 +229,7 @@ class Engine(Single):
     def find_table(self, name: str) -> Table:
         """Finds a table by name, or raises NotFound."""
         handle = c_void_p()
-        check(lib.frugal_table_find(self._handle, _c_string(name, "name"), byref(handle)))
+        check(lib.frugal_table_find(self._handle, c_string(name, "name"), byref(handle)))
         return Table(self, handle.value or 0, name)
 
     def tables(self) -> Dict[str, Table]:
@@ -241,7 +240,7 @@ class Engine(Single):
             check(lib.frugal_table_next(self._handle, byref(cursor), memory, len(memory), byref(size)))
             if not size.value:
                 return tables
-            name = memory.value.decode(errors=_NAMES)
+            name = memory.value.decode(errors=NAMES)
             try:
                 tables[name] = self.find_table(name)
             except NotFound:
@@ -275,7 +274,7 @@ class Engine(Single):
         config = _abi.frugal_trainer_config()
         lib.frugal_trainer_config_init(addressof(config))
         config.rank = uint32(rank, "rank")
-        config.device = _c_string(device, "device")
+        config.device = c_string(device, "device")
         config.cache_bytes = uint64(cache_bytes, "cache_bytes")
         config.cache_ratio = cache_ratio
         if replace:
@@ -409,12 +408,12 @@ class Engine(Single):
         The path None discards the recording. Raises NotFound if no trace was started. Raises InvalidArgument, with the
         cause in system_code, if the file cannot be written; then the events are kept for another call.
         """
-        check(lib.frugal_trace_stop(self._handle, None if path is None else _path(path, "path")))
+        check(lib.frugal_trace_stop(self._handle, None if path is None else path_bytes(path, "path")))
 
     @contextmanager
     def trace(self, path: Path, events: int = 1 << 17) -> Iterator[None]:
         """Records a `with` block. At its end, also after an exception, it writes the trace to a file."""
-        name = _path(path, "path")
+        name = path_bytes(path, "path")
         self.trace_start(events)
         try:
             yield
@@ -429,29 +428,92 @@ class Engine(Single):
             lib.frugal_trace_stop(self._handle, None)
             raise error
 
+    def open_folder(
+        self, path: Path, *, keep: int = 2, every_steps: int = 0, every_seconds: float = 0.0
+    ) -> None:
+        """Opens a folder, to which this engine writes its checkpoints from now on. It is created if it is missing.
+
+        keep: how many checkpoints without a name stay, the newest ones.
+        every_steps, every_seconds: a checkpoint is due by itself when so much has passed since the last one; 0: never.
+        Call it between steps. One engine at a time writes a folder; any number of processes read it meanwhile.
+        """
+        config = _abi.frugal_folder_config()
+        lib.frugal_folder_config_init(addressof(config))
+        config.keep = uint32(keep, "keep")
+        config.every_steps = uint64(every_steps, "every_steps")
+        if not 0 <= every_seconds < math.inf:
+            raise ValueError(f"every_seconds is {every_seconds}, and must be a number of seconds, 0 or more")
+        config.every_ms = math.ceil(every_seconds * 1000)
+        check(lib.frugal_folder_open(self._handle, path_bytes(path, "path"), addressof(config)))
+
+    def close_folder(self) -> None:
+        """Ends the use of the folder, which another engine may write then. Call it between steps."""
+        check(lib.frugal_folder_close(self._handle))
+
+    def checkpoint(
+        self, name: Optional[str] = None, *, step: Optional[int] = None, blob: Optional[bytes] = None, rank: int = 0
+    ) -> Checkpoint:
+        """Begins a checkpoint of all tables, and returns its ticket. Ranks may be inside of steps, and go on.
+
+        name: with one it is kept until delete_checkpoint().
+        step: the step whose state it has, one that is not committed yet; None: the last committed one.
+        blob: bytes of `rank` that belong to the last committed step, instead of those that it has given in the step
+        with Trainer.checkpoint_blob(). frugal.read_blob reads them.
+        """
+        config = _abi.frugal_checkpoint_config()
+        lib.frugal_checkpoint_config_init(addressof(config))
+        if name is not None:
+            config.name = c_string(name, "name")
+        if step is not None:
+            config.step = uint64(step, "step")
+        if blob is not None:
+            config.blob, config.blob_size, config.blob_rank = blob, len(blob), uint32(rank, "rank")
+        number = c_uint64()
+        check(lib.frugal_checkpoint(self._handle, addressof(config), byref(number)))
+        return Checkpoint(self, number.value)
+
+    def delete_checkpoint(self, number: int) -> None:
+        """Deletes a checkpoint of the engine's folder. Raises Busy while a process reads it."""
+        check(lib.frugal_checkpoint_delete(self._handle, uint64(number, "number")))
+
+    def restore(
+        self,
+        folder: Optional[Path] = None,
+        *,
+        number: int = 0,
+        name: Optional[str] = None,
+        tables: Optional[Sequence[str]] = None,
+    ) -> CheckpointInfo:
+        """Creates the tables of a checkpoint, with their rows, state and hyper-parameters.
+
+        folder: another one, which its writer may be writing; None: the folder of open_folder().
+        number: which checkpoint; 0: the newest one, or the newest that has `name`.
+        tables: the names of the tables to restore; None: all.
+        Call it before trainers join. create_table() with the same configuration then returns the restored table. The
+        next step is the one after the checkpoint's. Raises NotFound without a checkpoint.
+        """
+        config = _abi.frugal_restore_config()
+        lib.frugal_restore_config_init(addressof(config))
+        if folder is not None:
+            config.folder = path_bytes(folder, "folder")
+        config.number = uint64(number, "number")
+        if name is not None:
+            config.name = c_string(name, "name")
+        if tables is not None:
+            if isinstance(tables, str):
+                raise TypeError("tables must be a list of names, not a str")
+            names = (c_char_p * max(len(tables), 1))(*(c_string(t, "a table's name") for t in tables))
+            config.tables, config.table_count = addressof(names), len(tables)
+        info = new_info()
+        check(lib.frugal_restore(self._handle, addressof(config), addressof(info)))
+        return told(info)
+
     def serve(self, address: Path) -> None:
         """Lets other processes of this user attach to this engine, with Engine(service=address), until it is closed.
 
         `address` is the path of the socket that this call creates. The engine needs backing="shm".
         """
-        check(lib.frugal_serve(self._handle, _path(address, "address")))
-
-
-def _c_string(text: str, what: str) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError(f"{what} must be a str, not {type(text).__name__}")
-    if "\0" in text:
-        raise ValueError(f"{what} has a NUL in it")
-    return text.encode(errors=_NAMES)
-
-
-def _path(path: Path, what: str) -> bytes:
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{what} must be a path, not {type(path).__name__}")
-    name = os.fsencode(path)
-    if b"\0" in name:
-        raise ValueError(f"{what} has a NUL in it")
-    return name
+        check(lib.frugal_serve(self._handle, path_bytes(address, "address")))
 
 
 # The first finalizer ever made registers weakref's atexit function. Making one here puts it before the functions that

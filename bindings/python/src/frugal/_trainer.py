@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 import weakref
-from ctypes import addressof, byref, c_void_p, create_string_buffer
+from ctypes import addressof, byref, c_bool, c_void_p, create_string_buffer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Type, Union, overload
 
@@ -460,6 +460,35 @@ class Trainer(Single):
             raise self._refusal() from None
         try:
             check(lib.frugal_step_abort(self._handle))
+        finally:
+            self._turn.append(None)
+
+    def checkpoint_due(self) -> bool:
+        """Whether the step that the rank is inside of will be a checkpoint: then give its blob."""
+        due = c_bool()
+        try:
+            del self._turn[0]
+        except IndexError:
+            raise self._refusal() from None
+        try:
+            check(lib.frugal_checkpoint_due(self._handle, byref(due)))
+        finally:
+            self._turn.append(None)
+        return due.value
+
+    def checkpoint_blob(self, blob: Union[bytes, bytearray, memoryview]) -> None:
+        """Gives bytes that belong to the step: dense weights, the place of the data reader.
+
+        A checkpoint of this step has them, and frugal.read_blob reads them. A later call in the step replaces them; an
+        abort drops them. The library copies them.
+        """
+        memory = bytes(blob)
+        try:
+            del self._turn[0]
+        except IndexError:
+            raise self._refusal() from None
+        try:
+            check(lib.frugal_checkpoint_blob(self._handle, memory, len(memory)))
         finally:
             self._turn.append(None)
 

@@ -415,6 +415,18 @@ stats! {
     cache_refreshes,
     /// Of these: planned while the step before was computed.
     cache_planned,
+    /// Checkpoints that are on disk.
+    checkpoints,
+    /// Checkpoints that failed or were cancelled.
+    checkpoints_failed,
+    /// Records of parameter files that were written.
+    checkpoint_rows,
+    /// Bytes of these files, and of blobs.
+    checkpoint_bytes,
+    /// Of these rows: copied by a thread that was about to change them.
+    checkpoint_copies,
+    /// Calls of `step_begin` that waited for the disk, since copies were over their budget.
+    checkpoint_waits,
 }
 
 /// The version of the loaded library, as "major.minor.patch".

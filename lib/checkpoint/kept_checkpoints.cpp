@@ -1,0 +1,147 @@
+#include "checkpoint/kept_checkpoints.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "format/names.h"
+
+namespace frugal {
+namespace {
+
+bool has(const Vector<uint64_t>& ascending, uint64_t number) {
+  return std::binary_search(ascending.begin(), ascending.end(), number);
+}
+
+}  // namespace
+
+KeptCheckpoints::Kept KeptCheckpoints::kept_of(const Manifest& m) {
+  Kept kept;
+  kept.name = m.name;
+  for (const ManifestTable& t : m.tables)
+    for (const ManifestFile& f : t.files) kept.files.push_back(f.info.number);
+  std::sort(kept.files.begin(), kept.files.end());
+  kept.has_blobs = m.blob_bytes > 0;
+  return kept;
+}
+
+Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next* next) {
+  Lock lock(mu_);
+  folder_ = std::move(folder);
+  keep_ = keep;
+  kept_.clear();
+  used_.clear();
+  all_known_ = true;
+  Vector<String> names;
+  FRUGAL_TRY(folder_->list(&names));
+  Vector<uint64_t> sequences;
+  FRUGAL_TRY(list_manifests(*folder_, &sequences));
+  *next = {};
+  for (const uint64_t s : sequences) {
+    Manifest m;
+    File held;
+    const Status status = read_manifest(*folder_, s, &m, &held);
+    if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
+    if (status != FRUGAL_OK) {
+      all_known_ = false;  // no file is removed that it may need
+      continue;
+    }
+    kept_[s] = kept_of(m);
+    next->file = std::max(next->file, m.next_file);
+    next->table = std::max(next->table, m.next_table);
+  }
+  for (const String& name : names) {
+    uint64_t number;
+    if (parse_name(name.c_str(), &number) == FileKind::kRows)
+      next->file = std::max(next->file, number + 1);
+  }
+  if (!sequences.empty()) next->sequence = sequences.back() + 1;
+  remove_old();
+  return FRUGAL_OK;
+}
+
+void KeptCheckpoints::close() {
+  Lock lock(mu_);
+  folder_.reset();
+  kept_.clear();
+  expected_.clear();
+  used_.clear();
+}
+
+Status KeptCheckpoints::expect(const Manifest& m) try {
+  Lock lock(mu_);
+  expected_.clear();
+  expected_[m.sequence] = kept_of(m);
+  used_.reserve(expected_.begin()->second.files.size());
+  return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the list of files of checkpoint %llu",
+              static_cast<unsigned long long>(m.sequence));
+}
+
+void KeptCheckpoints::add() noexcept {
+  Lock lock(mu_);
+  used_ = expected_.begin()->second.files;
+  kept_.merge(expected_);
+  remove_old();
+}
+
+Status KeptCheckpoints::based_on(const Manifest& m) {
+  Lock lock(mu_);
+  used_ = kept_of(m).files;
+  return FRUGAL_OK;
+}
+
+bool KeptCheckpoints::needed(uint64_t file) const {
+  if (has(used_, file)) return true;
+  for (const auto& [s, k] : kept_)
+    if (has(k.files, file)) return true;
+  return false;
+}
+
+// Removes checkpoints beyond those that are kept, and files that no checkpoint has. What cannot be
+// removed now is removed by a later call.
+void KeptCheckpoints::remove_old() try {
+  const KeepError keep_error;
+  uint32_t unnamed = 0;
+  for (auto at = kept_.end(); at != kept_.begin();) {
+    --at;
+    if (!at->second.name.empty() || ++unnamed <= keep_) continue;
+    bool in_use = false;
+    if (delete_manifest(*folder_, at->first, &in_use) == FRUGAL_OK && !in_use) at = kept_.erase(at);
+  }
+  if (!all_known_) return;
+  Vector<String> names;
+  if (folder_->list(&names) != FRUGAL_OK) return;
+  for (const String& name : names) {
+    uint64_t number;
+    const FileKind kind = parse_name(name.c_str(), &number);
+    if (kind == FileKind::kNew || (kind == FileKind::kRows && !needed(number)) ||
+        (kind == FileKind::kBlob && !kept_.count(number)))
+      folder_->remove(name.c_str());
+  }
+} catch (const std::bad_alloc&) {
+}
+
+// Another checkpoint may be being written: only files of the removed one may go.
+Status KeptCheckpoints::remove(uint64_t sequence) {
+  Lock lock(mu_);
+  if (!folder_)
+    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+  const auto at = kept_.find(sequence);  // not of a manifest that cannot be read
+  bool in_use = false;
+  FRUGAL_TRY(delete_manifest(*folder_, sequence, &in_use));
+  if (in_use)
+    return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is open for reading: delete it later",
+                static_cast<unsigned long long>(sequence));
+  if (at == kept_.end()) return FRUGAL_OK;
+  const Kept old = std::move(at->second);
+  kept_.erase(at);
+  if (!all_known_) return FRUGAL_OK;
+  const KeepError keep_error;  // what is left is removed after the next checkpoint
+  for (const uint64_t file : old.files)
+    if (!needed(file)) folder_->remove(rows_name(file).c_str());
+  if (old.has_blobs) folder_->remove(blob_name(sequence).c_str());
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal
