@@ -9,7 +9,7 @@ target_include_directories(frugal_reference PUBLIC ${tests} ${CMAKE_SOURCE_DIR}/
 target_link_libraries(frugal_reference PUBLIC frugal_flags)
 
 # It gets memory of a device from lib/device/runtime.h, so it is linked with the library's objects.
-set(oracle_sources oracle.cpp driver.cpp processes.cpp replay.cpp script.cpp)
+set(oracle_sources oracle.cpp checkpoints.cpp driver.cpp processes.cpp replay.cpp script.cpp)
 list(TRANSFORM oracle_sources PREPEND ${tests}/oracle/)
 add_library(frugal_oracle OBJECT ${oracle_sources})
 target_link_libraries(frugal_oracle PUBLIC frugal_reference)

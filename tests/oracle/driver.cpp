@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "oracle/checkpoints.h"
 #include "oracle/device.h"
 #include "oracle/digest.h"
 #include "oracle/far.h"
@@ -179,6 +180,7 @@ class Run {
   }
   // What comes back is compared, or with recording() added to `digest`.
   void DoOutside(const OutsideAction& action, size_t index, Digest* digest);
+  void Resume(const OutsideAction& action, size_t index);
   void CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
                    const std::vector<uint8_t>& found, float missing, const char* call,
                    Digest* digest);
@@ -206,6 +208,10 @@ class Run {
   std::vector<std::unique_ptr<RankDriver>> ranks_;  // null: of another process
   std::map<size_t, Boundary> boundary_;
   std::mutex boundary_mutex_;
+  std::unique_ptr<RunCheckpoints> checkpoints_;  // null: the run has none
+  frugal_stats resumed_ = {};                    // of earlier engines
+  size_t resumed_at_ = 0;                        // the first step of this engine
+  uint64_t resumes_ = 0;
 };
 
 // One rank: a machine that makes one call at a time, so that one thread can drive all ranks too.
@@ -232,6 +238,20 @@ class RankDriver {
     }
     aborts_told_ = run_.meeting().aborts;
   }
+  // Another engine goes on from step `index`. A rank that has left joins it for a moment, since no
+  // step commits before each has joined once.
+  void Rejoin(size_t index) {
+    const bool present = trainer_ != nullptr;
+    trainer_ = nullptr;
+    Join();
+    if (!present) return Close();
+    const std::map<int, Batch> before = std::move(batches_);
+    batches_.clear();
+    for (const auto& [declaration, batch] : before) {
+      declared_.erase(declaration);
+      if (batch.target >= index) DoPrefetch(*batch.action);
+    }
+  }
   void Close() {
     if (trainer_ == nullptr) return;
     const int32_t status = frugal_trainer_close(trainer_);
@@ -248,6 +268,7 @@ class RankDriver {
   struct Batch {
     frugal_batch* handle;
     size_t target;
+    const Action* action;  // that has declared it
   };
 
   const RankStep& step() const { return spec_.steps[index_]; }
@@ -713,7 +734,7 @@ void RankDriver::DoPrefetch(const Action& action) {
   if (status == FRUGAL_ERR_STEP_RANGE && !run_.exact() && script_.aborts > 0) return;
   if (Check(status, FRUGAL_OK, "prefetch") != Result::kOk) return;
   if (batch == nullptr) run_.Fail(Where() + "prefetch gave a null batch");
-  batches_[action.declaration] = {batch, action.target};
+  batches_[action.declaration] = {batch, action.target, &action};
 }
 
 void RankDriver::DoLookup(const Action& action) {
@@ -1039,6 +1060,11 @@ bool Run::Open() {
   }
   if (!Expect(frugal_open(&config, &engine_), FRUGAL_OK, "frugal_open")) return false;
   std::memset(&config, 0xa5, sizeof(config));
+  if (script_.checkpoints) {
+    checkpoints_ = std::make_unique<RunCheckpoints>(
+        script_, [this](const std::string& message) { Fail(message); });
+    if (!checkpoints_->Open(engine_)) return false;
+  }
   for (const TableSpec& spec : script_.tables) {
     std::string name = spec.name;
     frugal_table_config table_config = spec.config;
@@ -1268,12 +1294,39 @@ void Run::DoOutside(const OutsideAction& action, size_t index, Digest* digest) {
     case Outside::kRejoin:
       ranks_[action.rank]->Join();
       break;
+    case Outside::kCheckpoint:
+      checkpoints_->Begin(engine_, action);
+      break;
+    case Outside::kResume:
+      Resume(action, index);
+      break;
   }
   std::fill(keys.begin(), keys.end(), 0xfeedfacefeedfaceu);
 }
 
+// All ranks are between steps, and wait for this thread.
+void Run::Resume(const OutsideAction& action, size_t index) {
+  frugal_stats stats = {};
+  stats.struct_size = sizeof(stats);
+  Expect(frugal_get_stats(engine_, &stats), FRUGAL_OK, "frugal_get_stats");
+  resumed_.checkpoint_rows += stats.checkpoint_rows;
+  resumed_.checkpoint_copies += stats.checkpoint_copies;
+  resumed_.checkpoint_waits += stats.checkpoint_waits;
+  resumed_.checkpoints += stats.checkpoints;
+  engine_ = checkpoints_->Resume(engine_, action);
+  if (failed()) return;
+  resumed_at_ = index;
+  ++resumes_;
+  for (size_t t = 0; t < tables_.size(); ++t)
+    if (!Expect(frugal_table_find(engine_, script_.tables[t].name.c_str(), &tables_[t]), FRUGAL_OK,
+                "frugal_table_find"))
+      return;
+  for (auto& rank : ranks_) rank->Rejoin(index);
+}
+
 void Run::CheckFinal() {
   progress_->Enter("comparing the final tables");
+  if (checkpoints_) checkpoints_->Finish(engine_);
   Random random(script_.seed * 99 + party_.process);
   if (script_.close_trainers && !script_.killed) {
     for (auto& rank : ranks_) {
@@ -1299,7 +1352,7 @@ void Run::CheckFinal() {
       Fail("after a flush " + std::to_string(stats.pending_rows) + " rows with " +
            std::to_string(stats.pending_bytes) + " bytes are pending");
     }
-    if (stats.steps_committed != script_.steps) {
+    if (stats.steps_committed != script_.steps - resumed_at_) {
       Fail("steps_committed is " + std::to_string(stats.steps_committed));
     }
   }
@@ -1340,6 +1393,11 @@ void Run::Do() {
   if (!failed() && !script_.killed && script_.seed % party_.processes == party_.process) {
     meeting_.stats.struct_size = sizeof(meeting_.stats);
     Expect(frugal_get_stats(engine_, &meeting_.stats), FRUGAL_OK, "frugal_get_stats");
+    meeting_.stats.checkpoints += resumed_.checkpoints;
+    meeting_.stats.checkpoint_rows += resumed_.checkpoint_rows;
+    meeting_.stats.checkpoint_copies += resumed_.checkpoint_copies;
+    meeting_.stats.checkpoint_waits += resumed_.checkpoint_waits;
+    meeting_.resumes = resumes_;
   }
   Meet(&meeting_.checked);
   progress_->Enter("closing");
@@ -1361,6 +1419,7 @@ Outcome OutcomeOf(const Meeting& meeting) {
   outcome.message = meeting.message;
   outcome.stats = meeting.stats;
   outcome.far = meeting.far;
+  outcome.resumes = meeting.resumes;
   outcome.rows_checked = meeting.rows_checked;
   outcome.older_rows = meeting.older_rows;
   outcome.lookups = meeting.lookups;

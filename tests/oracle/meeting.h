@@ -46,6 +46,7 @@ struct Meeting {
   std::atomic<uint64_t> outside{0};
   std::atomic<uint64_t> tables{0};
 
+  uint64_t resumes = 0;     // engines that went on from a checkpoint
   FarCounts far = {};       // of the process that has the engine, if it is one of several
   frugal_stats stats = {};  // at the end, by one of them
   std::atomic<uint32_t> failures{0};

@@ -4,6 +4,7 @@
 //     oracle --seeds 100 --processes      with processes that attach, in the place of threads
 //     oracle --seeds 240 --draw           each seed draws which kind of run it is, too
 //     oracle --processes --killed         the controller is killed at last, its tables are read out
+//     oracle --checkpoints                engines that go on from checkpoints of others
 //     oracle --draw --record              without the reference: a line with hashes for each seed
 //                                         (tests/record)
 //
@@ -23,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "oracle/checkpoints.h"
 #include "oracle/driver.h"
 #include "oracle/far.h"
 #include "oracle/processes.h"
@@ -75,6 +77,7 @@ struct Totals {
   std::map<std::string, uint64_t> left_out;
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;
+  uint64_t resumes = 0;
   frugal_stats stats = {};
   FarCounts far = {};  // of runs with processes
   // Tables with a storage tier, and those of them with memory for at most 5 % of the rows.
@@ -115,6 +118,7 @@ std::vector<std::string> OptionArguments(const Options& options) {
   if (options.killed) add("--killed", "");
   if (options.far) add("--far", "");
   if (options.record) add("--record", "");
+  if (options.checkpoints) add("--checkpoints", "");
   return list;
 }
 
@@ -228,6 +232,7 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
     outcome = RunLeader(list);
     CountRun(layout, &script, totals);
   } else {
+    if (options.checkpoints) AddCheckpoints(&script);
     frugal_reference::Reference reference(script.config.seed, script.config.world_size);
     if (options.record) {
       AddTables(script, &reference);
@@ -251,6 +256,7 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   totals->stale_runs += script.config.staleness != 0 ? 1 : 0;
   totals->rows_checked += outcome.rows_checked;
   totals->older_rows += outcome.older_rows;
+  totals->resumes += outcome.resumes;
   AddStats(outcome.stats, &totals->stats);
   totals->far.loaded += outcome.far.loaded;
   totals->far.left += outcome.far.left;
@@ -390,6 +396,19 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                 static_cast<unsigned long long>(totals.scarce), few ? "   TOO FEW" : "");
     enough = enough && !few;
   }
+  if (arguments.options.checkpoints) {
+    const std::pair<const char*, uint64_t> counts[] = {
+        {"checkpoints", s.checkpoints},
+        {"engines that went on", totals.resumes},
+        {"rows copied to be changed", s.checkpoint_copies},
+        {"rows saved in time", s.checkpoint_rows - s.checkpoint_copies}};
+    for (const auto& [name, value] : counts) {
+      const bool none = arguments.required && value == 0;
+      std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value),
+                  none ? "   NONE" : "");
+      enough = enough && !none;
+    }
+  }
   // Bounded staleness that is never used would be checked by nothing.
   if (totals.stale_runs >= 20 && totals.older_rows == 0) {
     std::printf("  no row was ever of an older step: the staleness bound is not used\n");
@@ -406,7 +425,8 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
                "              [--hang-seconds S] [--stop]\n"
                "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n"
-               "              [--draw] [--killed] [--record] [--far] [--require-far N]\n");
+               "              [--draw] [--killed] [--record] [--far] [--require-far N]\n"
+               "              [--checkpoints]\n");
   std::exit(2);
 }
 
@@ -464,6 +484,8 @@ Arguments Parse(int argc, char** argv) {
       arguments.options.far = true;
     } else if (name == "--record") {
       arguments.options.record = true;
+    } else if (name == "--checkpoints") {
+      arguments.options.checkpoints = true;
     } else if (name == "--lead") {
       arguments.lead = static_cast<int>(number());
     } else if (name == "--hang-seconds") {
@@ -473,6 +495,9 @@ Arguments Parse(int argc, char** argv) {
     }
   }
   if (arguments.options.killed && !arguments.processes && arguments.lead < 0) Usage();
+  if (arguments.options.checkpoints &&
+      (arguments.processes || arguments.draw || arguments.options.far || arguments.options.record))
+    Usage();
   if (arguments.options.far && !kFarStores) Usage();  // the C ABI alone has none
   if (arguments.controller.empty()) {                 // as the build has them
     char self[4096];

@@ -1,5 +1,7 @@
 #include "oracle/replay.h"
 
+#include "oracle/checkpoints.h"
+
 namespace frugal_oracle {
 
 using frugal_reference::Op;
@@ -42,7 +44,7 @@ void ReplayAttempt(const Attempt& attempt, uint32_t rank, uint64_t step, Referen
   }
 }
 
-void ReplayOutside(OutsideAction* action, uint64_t step, Reference* reference) {
+void ReplayOutside(OutsideAction* action, uint64_t step, size_t tables, Reference* reference) {
   switch (action->what) {
     case Outside::kGet:
     case Outside::kRead:
@@ -71,10 +73,22 @@ void ReplayOutside(OutsideAction* action, uint64_t step, Reference* reference) {
       action->expected_keys = reference->Keys(action->table);
       action->expected_count = action->expected_keys.size();
       break;
+    case Outside::kCheckpoint:
+    case Outside::kResume:
+      if (action->ahead == 0) action->expected_tables = SnapshotOf(*reference, tables);
+      break;
     case Outside::kFlush:
     case Outside::kRejoin:
       break;
   }
+}
+
+// The step is committed: checkpoints that were begun for it have its state.
+void TakeSnapshots(Script* script, size_t index, const Reference& reference) {
+  for (auto& [at, list] : script->boundaries)
+    for (OutsideAction& action : list)
+      if (action.what == Outside::kCheckpoint && action.ahead > 0 && at + action.ahead == index + 1)
+        action.expected_tables = SnapshotOf(reference, script->tables.size());
 }
 
 }  // namespace
@@ -96,7 +110,8 @@ void Replay(Script* script, Reference* reference) {
     const uint64_t step = script->StepNumber(i);
     const auto boundary = script->boundaries.find(i);
     if (boundary != script->boundaries.end()) {
-      for (OutsideAction& action : boundary->second) ReplayOutside(&action, step, reference);
+      for (OutsideAction& action : boundary->second)
+        ReplayOutside(&action, step, script->tables.size(), reference);
     }
     if (i == script->steps) break;
     for (uint32_t r = 0; r < script->ranks.size(); ++r) {
@@ -114,6 +129,7 @@ void Replay(Script* script, Reference* reference) {
       }
     }
     reference->Commit(step, script->skip[i]);
+    TakeSnapshots(script, i, *reference);
   }
 }
 

@@ -30,6 +30,7 @@ struct Options {
   bool killed = false;  // Script::killed
   bool far = false;     // hashed tables have a storage tier for rows that no step wants
   bool record = false;  // nothing is compared: what comes back is hashed
+  bool checkpoints = false;
 };
 
 enum class GradKind { kUniform, kWide, kTiny, kSparse };
@@ -111,7 +112,23 @@ struct RankSpec {
   std::vector<RankStep> steps;
 };
 
-enum class Outside { kGet, kPut, kDelete, kCount, kKeys, kRead, kFlush, kRejoin };
+// kCheckpoint: one begins; what it has is compared later. kResume: the engine is closed after a
+// checkpoint, and another one goes on.
+enum class Outside {
+  kGet,
+  kPut,
+  kDelete,
+  kCount,
+  kKeys,
+  kRead,
+  kFlush,
+  kRejoin,
+  kCheckpoint,
+  kResume
+};
+
+// Of each table, the rows with their state by key.
+using Snapshot = std::vector<std::map<uint64_t, std::vector<float>>>;
 
 struct OutsideAction {
   Outside what = Outside::kGet;
@@ -121,10 +138,13 @@ struct OutsideAction {
   bool with_state = false;
   size_t gap_floats = 0;
   std::vector<float> rows;  // put
+  size_t ahead = 0;         // checkpoint: how many more steps it has
+  uint64_t variant = 0;     // checkpoint, resume: of the other engine
   // Filled in by the reference:
   std::vector<std::vector<float>> expected_rows;  // empty row: missing
   uint64_t expected_count = 0;
   std::vector<uint64_t> expected_keys;
+  Snapshot expected_tables;
 };
 
 struct TableSpec {
@@ -151,6 +171,7 @@ struct Script {
   // The controller is killed when all ranks have done their last calls. The last step is not
   // committed then: a rank at least is inside it.
   bool killed = false;
+  bool checkpoints = false;  // there is a folder for them
   uint64_t aborts = 0;
   std::vector<TableSpec> tables;
   std::vector<RankSpec> ranks;
