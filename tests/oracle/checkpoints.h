@@ -17,7 +17,7 @@ class TemporaryFolder;
 namespace frugal_oracle {
 
 // Adds checkpoints, and moments at which the engine is closed and another one goes on, to the
-// boundaries of a script. What else it has stays.
+// actions between steps of a script. What else it has stays.
 void AddCheckpoints(Script* script);
 
 // All rows of all tables with their state, as the reference has them now.
