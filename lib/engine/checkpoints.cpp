@@ -103,7 +103,6 @@ Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
 Status Checkpoints::close() {
   if (!opened())
     return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
-  BlobsRef blobs;
   {
     Lock lock(mu_);
     if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
@@ -113,9 +112,7 @@ Status Checkpoints::close() {
     scheduled_.store(false);
     state_ = State::kIdle;
     opened_.store(false);
-    to_.folder.reset();
-    blobs.swap(blobs_);
-    has_blobs_.store(false);
+    to_.folder.reset();  // blobs of the last step stay, for another folder
     number_ = 0;
     for (Result& r : results_) r.number = 0;
   }

@@ -226,6 +226,10 @@ Status Folder::list(Vector<String>* out) const {
   // A descriptor of its own: each has one position.
   const int fd = open_at(fd_, ".", O_RDONLY | O_DIRECTORY);
   if (fd < 0) return refused(errno, "listed", "");
+  struct Close {
+    const int fd;
+    ~Close() { close_quietly(fd); }
+  } close{fd};
   Vector<String> names;
   alignas(dirent64) char entries[8192];
   Status status = FRUGAL_OK;
@@ -245,7 +249,6 @@ Status Folder::list(Vector<String>* out) const {
       if (is_file) names.emplace_back(entry->d_name);
     }
   }
-  close_quietly(fd);
   if (status == FRUGAL_OK) *out = std::move(names);
   return status;
 }

@@ -43,6 +43,7 @@ void check_folder(const std::string& path, uint64_t acknowledged, bool goes_on,
   const uint64_t steps = status ? 0 : steps_of(info);
   ASSERT_GE(steps, acknowledged);
   ASSERT_LT(steps, known.size());
+  if (status == FRUGAL_OK) CheckpointJob::check_blob(path, info);
   job.start();
   ASSERT_TRUE(job.state() == known[steps]) << "after step " << steps;
   ASSERT_EQ(files_in(path), files_that_belong(path));
@@ -212,6 +213,7 @@ TEST(CheckpointCrashes, Kills) {
     if (acknowledged || status != FRUGAL_ERR_NOT_FOUND) {
       ASSERT_OK(status);
     }
+    if (status == FRUGAL_OK) CheckpointJob::check_blob(path, info);
     const uint64_t steps = status ? 0 : steps_of(info);
     ASSERT_GE(steps, acknowledged);
     ++(steps > acknowledged ? later : newest);

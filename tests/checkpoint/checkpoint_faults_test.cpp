@@ -40,6 +40,7 @@ void restore_newest(const std::string& path, const CheckpointInfo& acknowledged)
   const uint64_t steps = status ? 0 : steps_of(info);
   ASSERT_GE(steps, acknowledged.number ? steps_of(acknowledged) : 0);
   ASSERT_TRUE(job.state() == known()[steps]) << "after step " << steps;
+  if (status == FRUGAL_OK) CheckpointJob::check_blob(path, info);
   job.step(steps + 1);
   ASSERT_OK(job.checkpoint(&info));
   ASSERT_EQ(info.step, steps + 1);
@@ -53,6 +54,7 @@ void restore_to(const std::string& path, uint64_t steps) {
   ASSERT_EQ(steps_of(info), steps);
   job.make_tables();
   ASSERT_TRUE(job.state() == known()[steps]);
+  CheckpointJob::check_blob(path, info);
 }
 
 // Steps 1 to 8 of a job, with a checkpoint of each, of which two are kept.
@@ -244,6 +246,48 @@ TEST(CheckpointFaults, EachCallOfARestoreFails) {
           ASSERT_TRUE(job.state() == known()[8]);
         }
         ASSERT_EQ(open_descriptors(), descriptors);
+      }
+      std::printf("%lld calls\n", static_cast<long long>(n));
+    }
+}
+
+// The n-th call on files, or the n-th allocation, fails while a checkpoint is copied: there is no
+// copy, and the next attempt makes it.
+TEST(CheckpointFaults, EachCallOfACopyFails) {
+  TemporaryFolder folder("/dev/shm"), elsewhere("/tmp");
+  ASSERT_NO_FATAL_FAILURE(take_eight(folder.path()));
+  const std::string copies[] = {folder / "copy", elsewhere / "copy"};
+  for (const std::string& to : copies)
+    for (const int code : {EIO, ENOSPC, 0}) {
+      int64_t n = 0;
+      for (bool more = true; more && !HasFailure();) {
+        SCOPED_TRACE(to + ", call " + std::to_string(++n) + " fails with " + std::to_string(code));
+        const size_t descriptors = open_descriptors();
+        std::filesystem::remove_all(to);
+        TestFileCalls calls;
+        const auto copy = [&] {
+          return frugal_checkpoint_copy(folder.path().c_str(), 0, to.c_str());
+        };
+        int32_t status;
+        if (code) {
+          calls.fail(n, code);
+          status = copy();
+          more = calls.failed() > 0;
+          calls.fail(0, 0);
+        } else {
+          const frugal::HeapFails fails(n);
+          status = copy();
+          more = status != FRUGAL_OK;
+        }
+        ASSERT_EQ(open_descriptors(), descriptors);
+        if (status != FRUGAL_OK) {
+          EXPECT_TRUE(is_named(status)) << status << ": " << LastMessage();
+          // After the last sync has failed the copy is whole.
+          if (copy() != FRUGAL_OK) {
+            EXPECT_EQ(copy(), FRUGAL_ERR_EXISTS);
+          }
+        }
+        restore_to(to, 8);
       }
       std::printf("%lld calls\n", static_cast<long long>(n));
     }

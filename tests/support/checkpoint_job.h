@@ -98,7 +98,27 @@ class CheckpointJob {
       op.grads = grads.data();
       call([&] { return frugal_push_grad(trainer_, &op, 1); });
     }
+    const std::vector<uint64_t> blob = blob_of(s);
+    call([&] {
+      return frugal_checkpoint_blob(trainer_, blob.data(), blob.size() * sizeof(uint64_t));
+    });
     call([&] { return frugal_step_end(trainer_, s, 0); });
+  }
+
+  // What its rank gives in a step.
+  static std::vector<uint64_t> blob_of(uint64_t step) {
+    return std::vector<uint64_t>(1 + step % 3 * 400, step);
+  }
+  // The checkpoint has the blob of its step.
+  static void check_blob(const std::string& path, const CheckpointInfo& info) {
+    if (info.step == FRUGAL_NO_STEP) return;
+    const std::vector<uint64_t> expected = blob_of(info.step);
+    std::vector<uint64_t> got(expected.size());
+    size_t size = 0;
+    EXPECT_OK(frugal_checkpoint_read_blob(path.c_str(), info.number, 0, got.data(),
+                                          got.size() * sizeof(uint64_t), &size));
+    EXPECT_EQ(size, got.size() * sizeof(uint64_t));
+    EXPECT_EQ(got, expected);
   }
 
   // All rows with their state, by key.
@@ -178,6 +198,7 @@ inline std::set<std::string> files_that_belong(const std::string& path) {
     for (const frugal::ManifestTable& t : m.tables)
       for (const frugal::ManifestFile& f : t.files)
         names.insert(frugal::rows_name(f.info.number).c_str());
+    if (m.blob_bytes) names.insert(frugal::blob_name(s).c_str());
   }
   return names;
 }
