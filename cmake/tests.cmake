@@ -104,13 +104,17 @@ const char frugal_top_path[] = \"${top}\";
 endfunction()
 
 # frugal_test_program(NAME name SOURCE file IN program LIBRARIES library...) adds a program of
-# GoogleTest's cases. In builds with a sanitizer the files with the same IN are one program, and the
+# GoogleTest's cases. With FRUGAL_TESTS_TOGETHER the files with the same IN are one program, and the
 # compiler reads several of them as one file: the headers that they include and the templates that
-# they instantiate take half of such a build's time. frugal_test() then runs the file's own suites.
-# So each file needs a namespace of its own.
+# they instantiate take most of its time. frugal_test() then runs the file's own suites. So each
+# file needs a namespace of its own.
+#
+# Mutants and the build clang have a program for each file: the former build few of them, the latter
+# shows that each file includes the headers that it needs.
+option(FRUGAL_TESTS_TOGETHER "One program of many test files" OFF)
 function(frugal_test_program)
   cmake_parse_arguments(PARSE_ARGV 0 p "" "NAME;SOURCE;IN" "LIBRARIES")
-  if(NOT FRUGAL_SANITIZE)
+  if(NOT FRUGAL_TESTS_TOGETHER)
     add_executable(${p_NAME} ${p_SOURCE})
     target_link_libraries(${p_NAME} PRIVATE ${p_LIBRARIES} GTest::gtest GTest::gtest_main)
     return()

@@ -11,8 +11,7 @@
 #include "peers.h"
 #include "proc.h"
 
-namespace frugal {
-namespace {
+namespace frugal::channel_test {
 
 using Peer = std::unique_ptr<Channel>;
 
@@ -512,5 +511,4 @@ TEST(Channel, HostileWriter) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::channel_test

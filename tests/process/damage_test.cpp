@@ -9,8 +9,7 @@
 #include "support/ledger.h"
 #include "window/apply.h"
 
-namespace frugal {
-namespace {
+namespace frugal::damage_test {
 
 constexpr uint32_t kDim = 5;
 constexpr uint64_t kRows = 100;
@@ -112,5 +111,4 @@ TEST_F(DamageTest, NumbersThatCannotBe) {
   EXPECT_EQ(read, std::vector<float>(rows.values(17), rows.values(17) + kDim));
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::damage_test

@@ -23,8 +23,7 @@
 #include "process/proc.h"
 #include "support/inside.h"
 
-namespace frugal {
-namespace {
+namespace frugal::regions_test {
 
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kRange = size_t{16} << 30;
@@ -431,5 +430,4 @@ TEST(Regions, WithoutMemory) {
   }
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::regions_test

@@ -14,8 +14,7 @@
 
 #include "peers.h"
 
-namespace frugal {
-namespace {
+namespace frugal::watch_test {
 
 struct Count {
   std::mutex mutex;
@@ -191,5 +190,4 @@ TEST(Watch, WithoutDescriptors) {
                }).Wait());
 }
 
-}  // namespace
-}  // namespace frugal
+}  // namespace frugal::watch_test
