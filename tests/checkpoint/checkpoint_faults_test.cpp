@@ -40,7 +40,8 @@ void restore_newest(const std::string& path, const CheckpointInfo& acknowledged)
   const uint64_t steps = status ? 0 : steps_of(info);
   ASSERT_GE(steps, acknowledged.number ? steps_of(acknowledged) : 0);
   ASSERT_TRUE(job.state() == known()[steps]) << "after step " << steps;
-  if (status == FRUGAL_OK) CheckpointJob::check_blob(path, info);
+  // It has none if the folder was opened after its step.
+  if (status == FRUGAL_OK && info.blobs > 0) CheckpointJob::check_blob(path, info);
   job.step(steps + 1);
   ASSERT_OK(job.checkpoint(&info));
   ASSERT_EQ(info.step, steps + 1);
