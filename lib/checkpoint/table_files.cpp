@@ -79,11 +79,13 @@ void TableFiles::now_old(uint32_t file) {
   ++files_[file].old;
 }
 
-void TableFiles::set(uint64_t slot, Directory::Place place) {
+void TableFiles::set(const uint32_t* slots, size_t n, Directory::Place first) {
   Lock lock(mu_);
-  now_old(directory_.at(slot).file);
-  directory_.set(slot, place);
-  --files_[place.file].old;
+  for (size_t i = 0; i < n; ++i) {
+    now_old(directory_.at(slots[i]).file);
+    directory_.set(slots[i], {first.file, first.record + static_cast<uint32_t>(i)});
+    --files_[first.file].old;
+  }
 }
 
 // --- Saving --------------------------------------------------------------------------------------

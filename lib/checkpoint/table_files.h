@@ -69,7 +69,8 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   // --- Restoring, before any thread uses the table
   // Adds a file; returns its number for set().
   Status add_file(const ParameterFileInfo& info, uint32_t* file);
-  void set(uint64_t slot, Directory::Place place);
+  // The newest records of these rows are `first` and those after it. Any threads, of distinct rows.
+  void set(const uint32_t* slots, size_t n, Directory::Place first);
 
   RowFormat format() const;  // of the rows as they are now
 
