@@ -61,7 +61,14 @@ Status CheckpointLoader::add(Table& table, const ManifestTable& manifest) {
   std::stable_sort(made->sources.begin(), made->sources.end(), [](const auto& a, const auto& b) {
     return a->listed->info.sequence < b->listed->info.sequence;
   });
-  record_bytes_ = std::max(record_bytes_, manifest.format.record_bytes());
+  record_memory_ = std::max(record_memory_, manifest.format.record_bytes());
+  Rows& rows = table.rows;
+  FRUGAL_TRY(rows.expect_keys(manifest.live_rows));
+  if (!rows.any_key() && !rows.lazy()) {
+    made->has_memory = Vector<std::atomic<bool>>(rows.capacity() / kMemoryRows + 1);
+    made->has_record = Vector<std::atomic<uint64_t>>((rows.capacity() + 63) / 64);
+    pieces_ += 1 + rows.capacity() / kNewRows;
+  }
   tables_.push_back(std::move(made));
   return FRUGAL_OK;
 }
@@ -71,15 +78,15 @@ Status CheckpointLoader::load() {
   const auto n = static_cast<uint32_t>(
       std::min<uint64_t>(pieces_, std::clamp(2 * cpu_count(), 2u, kMostThreads)));
   if (n == 0) return FRUGAL_OK;
-  const size_t bytes = std::max(kPieceBytes, record_bytes_) + 2 * kFileBlock;
-  List<Memory> memory;
-  for (uint32_t i = 0; i < n; ++i) memory.emplace_back(bytes);
+  List<PieceMemory> memory(n);
+  for (PieceMemory& m : memory)
+    FRUGAL_TRY(m.open(record_memory_ + (kColumnBlocks + 2) * kFileBlock));
   Vector<Thread> threads;
   threads.reserve(n - 1);
   Status status = FRUGAL_OK;
   try {
     for (auto m = std::next(memory.begin()); m != memory.end(); ++m)
-      threads.push_back(quiet_thread([this, m] { work(*m); }));
+      threads.push_back(quiet_thread([this, m] { work(m->at()); }));
   } catch (const std::system_error& e) {
     status = no_thread("threads that read a checkpoint", e.code().value());
   } catch (const std::bad_alloc&) {
@@ -89,7 +96,7 @@ Status CheckpointLoader::load() {
     Lock lock(mu_);
     error_ = recorded_error();
   }
-  work(memory.front());
+  work(memory.front().at());
   for (Thread& t : threads) t.join();
   Lock lock(mu_);
   return error_.status ? fail_as(error_) : FRUGAL_OK;
@@ -106,14 +113,17 @@ uint32_t CheckpointLoader::piece_entries(const ManifestTable& table) {
 
 // The table's next stage begins. False: it was the last one.
 bool CheckpointLoader::next_stage(Loaded& l) {
-  if (l.to > 0 && l.deletions) {
-    l.deletions = false;
-  } else {
-    const size_t end = l.sources.size();
-    if (l.to == end) return false;
+  const size_t end = l.sources.size();
+  if (l.stage == Stage::kDeletions) {
+    l.stage = Stage::kRecords;
+  } else if (l.to < end) {
     const auto sequence = [&](size_t i) { return l.sources[i]->listed->info.sequence; };
     for (l.from = l.to; l.to < end && sequence(l.to) == sequence(l.from);) ++l.to;
-    l.deletions = true;
+    l.stage = Stage::kDeletions;
+  } else if (l.stage == Stage::kRecords && l.blank()) {
+    l.stage = Stage::kNewRows;
+  } else {
+    return false;
   }
   l.at = l.from;
   l.next = 0;
@@ -122,17 +132,27 @@ bool CheckpointLoader::next_stage(Loaded& l) {
 
 // The next piece of the table's stage, if any is left.
 bool CheckpointLoader::take(Loaded& l, Piece* piece) {
+  if (l.stage == Stage::kNewRows) {
+    const uint64_t rows = l.table.rows.capacity();
+    if (l.next >= rows) return false;
+    *piece = {&l, l.stage, nullptr, static_cast<uint32_t>(l.next),
+              static_cast<uint32_t>(std::min<uint64_t>(kNewRows, rows - l.next))};
+    l.next += kNewRows;
+    ++l.running;
+    return true;
+  }
+  const bool deletions = l.stage == Stage::kDeletions;
   for (; l.at < l.to; ++l.at, l.next = 0) {
     Source& s = *l.sources[l.at];
     const ParameterFileInfo& info = s.listed->info;
-    const uint64_t at = l.next + (l.deletions ? info.records : 0);
-    const uint64_t end = l.deletions ? info.entries : info.records;
+    const uint64_t at = l.next + (deletions ? info.records : 0);
+    const uint64_t end = deletions ? info.entries : info.records;
     // A file without entries has a piece of none: its header is checked.
-    if (at >= end && (l.next > 0 || l.deletions || info.entries > 0)) continue;
-    uint64_t most = l.deletions ? kColumnBlocks * kEntries : piece_entries(l.manifest);
+    if (at >= end && (l.next > 0 || deletions || info.entries > 0)) continue;
+    uint64_t most = deletions ? kColumnBlocks * kEntries : piece_entries(l.manifest);
     if (most > kEntries) most -= at % kEntries;
     const uint64_t count = std::min(most, end - at);
-    *piece = {&l, &s, l.deletions, static_cast<uint32_t>(at), static_cast<uint32_t>(count)};
+    *piece = {&l, l.stage, &s, static_cast<uint32_t>(at), static_cast<uint32_t>(count)};
     l.next += std::max<uint64_t>(count, 1);
     ++l.running;
     return true;
@@ -168,7 +188,7 @@ void CheckpointLoader::ended(const Piece& piece, Status status) noexcept {
   changed_.notify_all();
 }
 
-void CheckpointLoader::work(Memory& memory) noexcept {
+void CheckpointLoader::work(char* memory) noexcept {
   for (Piece piece; take(&piece);) {
     Status status;
     try {
@@ -182,7 +202,8 @@ void CheckpointLoader::work(Memory& memory) noexcept {
 
 // --- Rows ----------------------------------------------------------------------------------------
 
-Status CheckpointLoader::read(const Piece& piece, Memory& memory) {
+Status CheckpointLoader::read(const Piece& piece, char* memory) {
+  if (piece.stage == Stage::kNewRows) return add_new_rows(piece);
   Use use(*this, piece);
   ParameterFile* file;
   FRUGAL_TRY(use.open(&file));
@@ -190,18 +211,19 @@ Status CheckpointLoader::read(const Piece& piece, Memory& memory) {
   const uint32_t from = piece.first, to = piece.first + piece.count;
   const auto first = static_cast<uint32_t>(from / kEntries);
   const auto blocks = static_cast<uint32_t>((to - 1) / kEntries + 1 - first);
-  auto* const column = reinterpret_cast<ColumnBlock*>(memory.columns.at);
+  char* const records = memory;
+  auto* const column = reinterpret_cast<ColumnBlock*>(memory + record_memory_ + 2 * kFileBlock);
   const IoRequest entries = file->column_request(first, blocks, column);
   FRUGAL_TRY(file->file()->read(entries.at, entries.bytes, entries.size));
-  if (!piece.deletions) FRUGAL_TRY(file->read_unverified(from, piece.count, memory.records.at));
+  const bool deletions = piece.stage == Stage::kDeletions;
+  if (!deletions) FRUGAL_TRY(file->read_unverified(from, piece.count, records));
   return file->each_entry(
       column, first, blocks, from, to, [&](uint64_t at, const ColumnEntry* e, size_t n) -> Status {
         for (size_t i = 0; i < n; ++i)
           if (e[i].sequence != file->info().sequence)
             return file->damaged(file->entry_at(at + i),
                                  "an entry is of another checkpoint than the file");
-        return piece.deletions ? erase(piece, *file, at, e, n)
-                               : put(piece, *file, memory.records.at, at, e, n);
+        return deletions ? erase(piece, *file, at, e, n) : put(piece, *file, records, at, e, n);
       });
 }
 
@@ -233,7 +255,9 @@ Status CheckpointLoader::put(const Piece& piece, const ParameterFile& file, cons
   for (size_t i = 0; i < n; ++i) keys[i] = entries[i].key;
   if (rows.check_ids(keys, n, nullptr) != FRUGAL_OK)
     return file.damaged(file.entry_at(at), "a key is no id of the table");
-  FRUGAL_TRY(rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, slots, nullptr));
+  FRUGAL_TRY(rows.resolve(keys, n, nullptr, Rows::Missing::kCreateBlank, slots, nullptr));
+  if (piece.of->blank())
+    for (size_t i = 0; i < n; ++i) FRUGAL_TRY(commit(*piece.of, slots[i], 1));
   {
     const RowWrite write(rows, slots, n, {RowWrite::What::kNew});
     const device::RowsRef& to = write.in_place();
@@ -245,10 +269,44 @@ Status CheckpointLoader::put(const Piece& piece, const ParameterFile& file, cons
       if (layout.state_floats) layout.import_state(values + layout.dim, to.state_row(slots[i]));
     }
   }
+  if (piece.of->blank())
+    for (size_t i = 0; i < n;) {
+      const uint32_t word = slots[i] / 64;
+      uint64_t mask = 0;
+      for (; i < n && slots[i] / 64 == word; ++i) mask |= uint64_t{1} << slots[i] % 64;
+      piece.of->has_record[word].fetch_or(mask, std::memory_order_relaxed);
+    }
   if (own_)
     table.tracked->files.set(slots, n, {piece.source->number, first});
   else if (table.tracked)
     for (size_t i = 0; i < n; ++i) table.tracked->tracker.mark_changed(slots[i]);
+  return FRUGAL_OK;
+}
+
+// Memory for rows of a dense table.
+Status CheckpointLoader::commit(Loaded& l, uint64_t first, uint64_t n) {
+  for (uint64_t at = first / kMemoryRows; at <= (first + n - 1) / kMemoryRows; ++at) {
+    if (l.has_memory[at].load(std::memory_order_acquire)) continue;
+    Lock lock(l.committing);
+    const uint64_t from = at * kMemoryRows, rows = l.table.rows.capacity();
+    FRUGAL_TRY(l.table.rows.commit_range(from, std::min(kMemoryRows, rows - from)));
+    l.has_memory[at].store(true, std::memory_order_release);
+  }
+  return FRUGAL_OK;
+}
+
+// Those of the piece that have no record.
+Status CheckpointLoader::add_new_rows(const Piece& piece) {
+  FRUGAL_TRY(commit(*piece.of, piece.first, piece.count));
+  const auto has_record = [&](uint64_t row) {
+    return piece.of->has_record[row / 64].load(std::memory_order_relaxed) >> row % 64 & 1;
+  };
+  const uint64_t end = uint64_t{piece.first} + piece.count;
+  for (uint64_t at = piece.first, next; at < end; at = next) {
+    const bool there = has_record(at);
+    for (next = at + 1; next < end && has_record(next) == there;) ++next;
+    if (!there) piece.of->table.rows.initialize_rows(at, next - at);
+  }
   return FRUGAL_OK;
 }
 

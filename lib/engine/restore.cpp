@@ -85,7 +85,7 @@ Status Engine::restore(const char* path, uint64_t sequence, CheckpointInfo* info
     }
     FRUGAL_TRY(check_rows(t));
     TableRef table;
-    FRUGAL_TRY(create_table(config, &table, false, own ? t.number : 0));
+    FRUGAL_TRY(create_table(config, &table, false, own ? t.number : 0, true));
     made.push_back(table);
     {
       ControlLock lock(mu_);

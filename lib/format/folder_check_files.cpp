@@ -11,7 +11,7 @@ namespace frugal {
 Status FolderChecker::check_file(const Of& of, const ManifestFile& f) {
   const auto [at, is_new] = files_.try_emplace(f.info.number, Known{f.info});
   Known& known = at->second;
-  if (!is_new && known.checked && known.info == f.info) return FRUGAL_OK;
+  if (!is_new && known.info == f.info) return FRUGAL_OK;
   const String name = rows_name(f.info.number);
   FolderFinding fault = finding(Found::kFault, name, &of.t);
   if (f.info.sequence > of.m.sequence)
@@ -20,13 +20,15 @@ Status FolderChecker::check_file(const Of& of, const ManifestFile& f) {
               f.info.sequence));
   ParameterFile file;
   const Status status = ParameterFile::open(folder_, f.info.number, true, &file);
-  const bool first = !std::exchange(known.checked, true);
   if (status == FRUGAL_ERR_NOT_FOUND) {
     tell(fault, {},
          text("there is no such file, and checkpoint %" PRIu64 " lists it", of.m.sequence));
     return FRUGAL_OK;
   }
-  if (status != FRUGAL_OK) return first ? failed(status, fault) : FRUGAL_OK;
+  if (status != FRUGAL_OK) {
+    if (is_new) return failed(status, fault);
+    return FRUGAL_OK;
+  }
   if (!as_listed(of, file, f)) {
     known.sound = false;
     return FRUGAL_OK;

@@ -7,7 +7,7 @@
 
 namespace frugal {
 
-// The keys of entries from .. to - 1.
+// The keys of entries from .. to - 1. A failure of `look` is returned.
 template <class Look>
 Status FolderChecker::each_key(ParameterFile& file, uint64_t from, uint64_t to, Look look) {
   constexpr uint64_t kEntries = ColumnBlock::kEntries, kBlocks = ReadAhead::kBlocks;
@@ -17,20 +17,18 @@ Status FolderChecker::each_key(ParameterFile& file, uint64_t from, uint64_t to, 
     return static_cast<uint32_t>(std::min(kBlocks, end - block_of(i)));
   };
   Status result = FRUGAL_OK;
-  ahead_.each(
-      (end - first + kBlocks - 1) / kBlocks,
-      [&](uint64_t i, char* at) {
-        return file.column_request(block_of(i), count_of(i), reinterpret_cast<ColumnBlock*>(at));
-      },
-      [&](uint64_t i, const char* at, Status status) {
-        if (result == FRUGAL_OK) result = status;
-        if (result != FRUGAL_OK) return;
-        result = file.each_entry(reinterpret_cast<const ColumnBlock*>(at), block_of(i), count_of(i),
-                                 from, to, [&](uint64_t, const ColumnEntry* e, size_t n) {
-                                   for (size_t k = 0; k < n; ++k) look(e[k].key);
-                                   return FRUGAL_OK;
-                                 });
-      });
+  ahead_.each((end - first + kBlocks - 1) / kBlocks,
+              [&](uint64_t i, char* at) {
+                return file.column_request(block_of(i), count_of(i),
+                                           reinterpret_cast<ColumnBlock*>(at));
+              },
+              [&](uint64_t i, const char* at, Status status) {
+                if (result == FRUGAL_OK) result = status;
+                if (result != FRUGAL_OK) return;
+                result = file.each_entry(
+                    reinterpret_cast<const ColumnBlock*>(at), block_of(i), count_of(i), from, to,
+                    [&](uint64_t, const ColumnEntry* e, size_t n) { return look(e, n); });
+              });
   return result;
 }
 
@@ -103,14 +101,18 @@ Status FolderChecker::count_live(const Of& of, SeenKeys* seen, Vector<uint64_t>*
           ParameterFile file;
           FRUGAL_TRY(ParameterFile::open(folder_, info.number, true, &file));
           FRUGAL_TRY(file.expect(info));
-          FRUGAL_TRY(each_key(file, begin, end, [&](uint64_t key) {
-            if (!seen->in_part(key)) return;
-            if (!deletions && !seen->has(key)) ++(*live)[order[i]];
-            if (!oldest) seen->add(key);
-          }));
+          FRUGAL_TRY(
+              each_key(file, begin, end, [&](const ColumnEntry* entries, size_t n) -> Status {
+                for (size_t k = 0; k < n; ++k) {
+                  const uint64_t key = entries[k].key;
+                  if (!seen->in_part(key)) continue;
+                  if (!deletions && !seen->has(key)) ++(*live)[order[i]];
+                  if (!oldest) seen->add(key);
+                }
+                return seen->full() ? FRUGAL_ERR_UNSUPPORTED : FRUGAL_OK;
+              }));
         }
     }
-    if (seen->full()) return FRUGAL_ERR_UNSUPPORTED;
   }
   return FRUGAL_OK;
 }

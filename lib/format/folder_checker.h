@@ -18,7 +18,6 @@ class FolderChecker : public HeapObject {
  private:
   struct Known {  // of a parameter file that some manifest lists
     ParameterFileInfo info;
-    bool checked = false;
     bool sound = false;  // its header and its column
   };
   // What is being checked.

@@ -228,6 +228,7 @@ class ManifestDecoder {
   uint64_t left_;  // words of the message that no list has claimed
 };
 
+// Only the system's malloc can fail here: GCOVR_EXCL_START
 bool manifest_may_throw() noexcept {
   try {
     (void)kj::getExceptionCallback();  // the first one of a thread takes memory
@@ -236,6 +237,7 @@ bool manifest_may_throw() noexcept {
     return false;
   }
 }
+// GCOVR_EXCL_STOP
 
 // `file_bytes`: the length of the whole file, which nothing that is allocated later exceeds.
 Status check_envelope(const char* where, uint64_t sequence, uint64_t file_bytes,
@@ -292,8 +294,10 @@ Status decode_message(const char* where, const ManifestEnvelope& e, const uint64
     return damaged_manifest(where, sizeof e,
                             "its message has %u more segments, and %u words in the first", head[0],
                             head[1]);
+  // The same: GCOVR_EXCL_START
   if (!touch_thread_locals(manifest_may_throw))
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%s", no_thread());
+  // GCOVR_EXCL_STOP
   Manifest made;
   made.sequence = e.sequence;
   try {

@@ -270,9 +270,9 @@ class ParameterFile : public HeapObject {
   Status read_column(uint32_t first, uint32_t count, ColumnBlock* to);
   IoRequest column_request(uint32_t first, uint32_t count, ColumnBlock* to);
   Status verify_block(uint32_t index, const ColumnBlock& block) const;
-  // Verifies `count` blocks from `first` on, which were read to `blocks`. Those of their entries
-  // that are in from .. to - 1 go to of(at, entries, n), in pieces of a block at most; `at` is the
-  // first one's number. A failure of `of` is returned.
+  // Verifies `count` blocks from `first` on, which were read to `blocks`, and all of which have
+  // some of the entries from .. to - 1. Calls of(at, entries, n) for these entries, a block's at a
+  // time; `at` is the first one's number. Returns what `of` returns if that is a failure.
   template <class Of>
   Status each_entry(const ColumnBlock* blocks, uint32_t first, uint32_t count, uint64_t from,
                     uint64_t to, Of of) const;
@@ -313,7 +313,7 @@ Status ParameterFile::each_entry(const ColumnBlock* blocks, uint32_t first, uint
     FRUGAL_TRY(verify_block(first + b, blocks[b]));
     const uint64_t begin = (first + uint64_t{b}) * ColumnBlock::kEntries;
     const uint64_t at = std::max(from, begin), end = std::min(to, begin + ColumnBlock::kEntries);
-    if (at < end) FRUGAL_TRY(of(at, blocks[b].entries + (at - begin), end - at));
+    FRUGAL_TRY(of(at, blocks[b].entries + (at - begin), end - at));
   }
   return FRUGAL_OK;
 }

@@ -15,7 +15,10 @@ class ReadAhead {
   static constexpr uint64_t kBlocks = kPieceBytes / kFileBlock;
   static constexpr uint32_t kPieces = 8;
 
-  Status open() { return queue_.open(kPieces - 1); }
+  Status open() {
+    FRUGAL_TRY(memory_.open(kPieces * kPieceBytes));
+    return queue_.open(kPieces - 1);
+  }
 
   // For i below n: the request of piece i is request(i, memory), and look(i, memory, status) gets
   // what was read.
@@ -24,30 +27,28 @@ class ReadAhead {
     struct Ended {  // no thread uses the memory afterwards, also if look() throws
       ReadAhead& ahead;
       ~Ended() {
-        for (Piece& p : ahead.pieces_) {
-          ahead.queue_.cancel(&p.batch);
-          (void)ahead.queue_.wait(&p.batch);
+        for (IoBatch& batch : ahead.batches_) {
+          ahead.queue_.cancel(&batch);
+          (void)ahead.queue_.wait(&batch);
         }
       }
     } const ended{*this};
     for (uint64_t i = 0, begun = 0; i < n; ++i) {
       for (; begun < std::min(n, i + kPieces); ++begun) {
-        Piece& p = pieces_[begun % kPieces];
-        p.batch.requests.assign(1, request(begun, p.memory.at));
-        queue_.submit(&p.batch);
+        IoBatch& batch = batches_[begun % kPieces];
+        batch.requests.assign(1, request(begun, piece(begun)));
+        queue_.submit(&batch);
       }
-      Piece& p = pieces_[i % kPieces];
-      const Status status = queue_.wait(&p.batch);
-      look(i, p.memory.at, status);
+      const Status status = queue_.wait(&batches_[i % kPieces]);
+      look(i, piece(i), status);
     }
   }
 
  private:
-  struct Piece {
-    IoBatch batch;
-    Blocks memory{kPieceBytes};
-  };
-  Piece pieces_[kPieces];
+  char* piece(uint64_t i) const { return memory_.at() + i % kPieces * kPieceBytes; }
+
+  PieceMemory memory_;
+  IoBatch batches_[kPieces];
   IoQueue queue_;  // ends before the memory
 };
 

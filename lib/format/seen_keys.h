@@ -20,6 +20,7 @@ class SeenKeys {
   // `entries`: that add() may be called for. False: that is too many.
   bool open(bool dense, uint64_t rows, uint64_t entries) {
     dense_ = dense;
+    full_ = false;
     bits_ = most_words_ * 64;
     const uint64_t most = dense ? bits_ : most_words_ / 8 * 5;  // a hash table is never full
     parts_ = std::max<uint64_t>(((dense ? rows : entries) + most - 1) / most, 1);
