@@ -1,8 +1,8 @@
 #!/bin/sh
 # Counts the branches of window, flush, cache, storage and format that their direct tests take.
-# These folders are compiled to count branches, and only those tests run. Branches of exceptions that
-# no test throws are left out (gcovr --exclude-throw-branches). So are those of lib/format that a
-# comment there says why no input reaches. All others of that folder must be taken.
+# These folders are compiled to count branches, and only those tests run. Branches of exceptions
+# that no test throws are left out (gcovr --exclude-throw-branches). So are branches of lib/format
+# that no input reaches: a comment at each says why. All others of that folder must be taken.
 #
 #   coverage.sh ROOT FOLDER [PERCENT [OPTIONS OF GCOVR...]]     fails below PERCENT (90)
 if ! command -v gcovr > /dev/null; then
@@ -20,7 +20,8 @@ tests="storage/holders storage/key_index storage/row_versions storage/row_write 
   window/window cache/row_cache
   format/names format/parameter_file format/manifest format/folder_check"
 mkdir -p schema
-capnp compile -oc++:schema --src-prefix="$root/lib/format" "$root/lib/format/manifest.capnp" || exit 1
+capnp compile -oc++:schema --src-prefix="$root/lib/format" "$root/lib/format/manifest.capnp" ||
+  exit 1
 echo 'extern "C" const char* frugal_version() { return "0"; }' > version.cpp
 
 # What is compiled, and how: lines "OBJECT FLAGS SOURCE".

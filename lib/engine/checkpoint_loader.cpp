@@ -111,17 +111,17 @@ uint32_t CheckpointLoader::piece_entries(const ManifestTable& table) {
       std::clamp<uint64_t>(blocks ? blocks * kEntries : most, 1, kColumnBlocks * kEntries));
 }
 
-// The table's next stage begins. False: it was the last one.
-bool CheckpointLoader::next_stage(Loaded& l) {
+// The table's next pass begins. False: it was the last one.
+bool CheckpointLoader::next_pass(Loaded& l) {
   const size_t end = l.sources.size();
-  if (l.stage == Stage::kDeletions) {
-    l.stage = Stage::kRecords;
+  if (l.pass == Pass::kDeletions) {
+    l.pass = Pass::kRecords;
   } else if (l.to < end) {
     const auto sequence = [&](size_t i) { return l.sources[i]->listed->info.sequence; };
     for (l.from = l.to; l.to < end && sequence(l.to) == sequence(l.from);) ++l.to;
-    l.stage = Stage::kDeletions;
-  } else if (l.stage == Stage::kRecords && l.blank()) {
-    l.stage = Stage::kNewRows;
+    l.pass = Pass::kDeletions;
+  } else if (l.pass == Pass::kRecords && l.blank()) {
+    l.pass = Pass::kNewRows;
   } else {
     return false;
   }
@@ -130,18 +130,18 @@ bool CheckpointLoader::next_stage(Loaded& l) {
   return true;
 }
 
-// The next piece of the table's stage, if any is left.
+// The next piece of the table's pass, if any is left.
 bool CheckpointLoader::take(Loaded& l, Piece* piece) {
-  if (l.stage == Stage::kNewRows) {
+  if (l.pass == Pass::kNewRows) {
     const uint64_t rows = l.table.rows.capacity();
     if (l.next >= rows) return false;
-    *piece = {&l, l.stage, nullptr, static_cast<uint32_t>(l.next),
+    *piece = {&l, l.pass, nullptr, static_cast<uint32_t>(l.next),
               static_cast<uint32_t>(std::min<uint64_t>(kNewRows, rows - l.next))};
     l.next += kNewRows;
     ++l.running;
     return true;
   }
-  const bool deletions = l.stage == Stage::kDeletions;
+  const bool deletions = l.pass == Pass::kDeletions;
   for (; l.at < l.to; ++l.at, l.next = 0) {
     Source& s = *l.sources[l.at];
     const ParameterFileInfo& info = s.listed->info;
@@ -152,7 +152,7 @@ bool CheckpointLoader::take(Loaded& l, Piece* piece) {
     uint64_t most = deletions ? kColumnBlocks * kEntries : piece_entries(l.manifest);
     if (most > kEntries) most -= at % kEntries;
     const uint64_t count = std::min(most, end - at);
-    *piece = {&l, l.stage, &s, static_cast<uint32_t>(at), static_cast<uint32_t>(count)};
+    *piece = {&l, l.pass, &s, static_cast<uint32_t>(at), static_cast<uint32_t>(count)};
     l.next += std::max<uint64_t>(count, 1);
     ++l.running;
     return true;
@@ -160,7 +160,7 @@ bool CheckpointLoader::take(Loaded& l, Piece* piece) {
   return false;
 }
 
-// Waits for the end of stages. False: no piece will be left for this thread.
+// Waits for the end of passes. False: no piece will be left for this thread.
 bool CheckpointLoader::take(Piece* piece) {
   UniqueLock lock(mu_);
   for (;;) {
@@ -169,7 +169,7 @@ bool CheckpointLoader::take(Piece* piece) {
       Loaded& l = *tables_[i];
       do {
         if (take(l, piece)) return true;
-      } while (l.running == 0 && next_stage(l));
+      } while (l.running == 0 && next_pass(l));
       if (l.running > 0)
         any = true;
       else if (i == first_)
@@ -203,7 +203,7 @@ void CheckpointLoader::work(char* memory) noexcept {
 // --- Rows ----------------------------------------------------------------------------------------
 
 Status CheckpointLoader::read(const Piece& piece, char* memory) {
-  if (piece.stage == Stage::kNewRows) return add_new_rows(piece);
+  if (piece.pass == Pass::kNewRows) return add_new_rows(piece);
   Use use(*this, piece);
   ParameterFile* file;
   FRUGAL_TRY(use.open(&file));
@@ -215,7 +215,7 @@ Status CheckpointLoader::read(const Piece& piece, char* memory) {
   auto* const column = reinterpret_cast<ColumnBlock*>(memory + record_memory_ + 2 * kFileBlock);
   const IoRequest entries = file->column_request(first, blocks, column);
   FRUGAL_TRY(file->file()->read(entries.at, entries.bytes, entries.size));
-  const bool deletions = piece.stage == Stage::kDeletions;
+  const bool deletions = piece.pass == Pass::kDeletions;
   if (!deletions) FRUGAL_TRY(file->read_unverified(from, piece.count, records));
   return file->each_entry(
       column, first, blocks, from, to, [&](uint64_t at, const ColumnEntry* e, size_t n) -> Status {

@@ -1,9 +1,9 @@
 // Reads the rows of a checkpoint into its tables. Several threads each read a piece of a file,
 // check it, and put its rows, so the disk always has reads to do.
 //
-// A later record of a key replaces an earlier one, so a table is loaded in *stages*: for each
-// checkpoint that wrote some of its files, the deletions in them, and then the records. A stage
-// begins when the table's former one has ended. The entries of a stage have distinct keys, so its
+// A later record of a key replaces an earlier one, so a table is loaded in *passes*: for each
+// checkpoint that wrote some of its files, the deletions in them, and then the records. A pass
+// begins when the table's former one has ended. The entries of a pass have distinct keys, so its
 // pieces are read in any order, and so are different tables. At last the rows of a dense table that
 // have no record become new rows.
 #pragma once
@@ -36,7 +36,7 @@ class CheckpointLoader {
     ParameterFile file GUARDED_BY(mu);
     uint32_t users GUARDED_BY(mu) = 0;
   };
-  enum class Stage { kDeletions, kRecords, kNewRows };
+  enum class Pass { kDeletions, kRecords, kNewRows };
   struct Loaded : HeapObject {
     Loaded(Table& t, const ManifestTable& m) : table(t), manifest(m) {}
     bool blank() const { return !has_record.empty(); }
@@ -50,8 +50,8 @@ class CheckpointLoader {
     Mutex committing;
     Vector<std::unique_ptr<Source>> sources;  // in the order of their checkpoints
     Mutex erasing;
-    // Guarded by the loader's mutex: the stage, and where its next piece begins.
-    Stage stage = Stage::kRecords;
+    // Guarded by the loader's mutex: the pass, and where its next piece begins.
+    Pass pass = Pass::kRecords;
     size_t from = 0, to = 0;  // its files
     size_t at = 0;
     uint64_t next = 0;
@@ -59,7 +59,7 @@ class CheckpointLoader {
   };
   struct Piece {
     Loaded* of;
-    Stage stage;
+    Pass pass;
     Source* source;         // null: new rows
     uint32_t first, count;  // entries of the file, or rows
   };
@@ -74,7 +74,7 @@ class CheckpointLoader {
                 size_t{64} << 20);
 
   static uint32_t piece_entries(const ManifestTable& table);
-  bool next_stage(Loaded& l) REQUIRES(mu_);
+  bool next_pass(Loaded& l) REQUIRES(mu_);
   bool take(Loaded& l, Piece* piece) REQUIRES(mu_);
   bool take(Piece* piece);
   void ended(const Piece& piece, Status status) noexcept;
@@ -94,7 +94,7 @@ class CheckpointLoader {
   size_t record_memory_ = kPieceBytes;  // for the records of a piece, but for two blocks
   Mutex mu_;
   Condition changed_;                   // ended_
-  uint64_t ended_ GUARDED_BY(mu_) = 0;  // stages, and pieces that failed
+  uint64_t ended_ GUARDED_BY(mu_) = 0;  // passes, and pieces that failed
   size_t first_ GUARDED_BY(mu_) = 0;    // tables before it have nothing left to take
   CallError error_ GUARDED_BY(mu_);     // the first failure
 };

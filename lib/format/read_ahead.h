@@ -1,4 +1,4 @@
-// Reads pieces of files while earlier ones are looked at.
+// Reads pieces of files while earlier ones are checked.
 #pragma once
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace frugal {
 
-// A ring of pieces of memory. One is looked at, and the others are read into. Each has a thread, so
+// A ring of pieces of memory. One is checked, and the others are read into. Each has a thread, so
 // the disk has work also while some of these threads wait for a processor.
 class ReadAhead {
  public:
