@@ -14,6 +14,7 @@ void record(Status status, int code, int device_code, const char* format, va_lis
   met.status = status;
   met.system_code = code;
   met.device_code = device_code;
+  met.offset = CallError::kNoOffset;
   int n = std::vsnprintf(met.message, sizeof met.message, format, args);
   if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof met.message) {
     char text[96] = "";
@@ -46,6 +47,11 @@ Status fail_device(Status status, int code, const char* format, ...) {
   va_start(args, format);
   record(status, 0, code, format, args);
   va_end(args);
+  return status;
+}
+
+Status fail_at(Status status, uint64_t offset) {
+  if (ThisThread* t = this_thread()) t->met.offset = offset;
   return status;
 }
 
@@ -82,6 +88,7 @@ Status fail_as(const frugal_error& error) {
   t->met.status = error.status;
   t->met.system_code = error.system_code;
   t->met.device_code = error.device_code;
+  t->met.offset = CallError::kNoOffset;
   std::snprintf(t->met.message, sizeof t->met.message, "%s", error.message ? error.message : "");
   return error.status;
 }

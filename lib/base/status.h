@@ -21,6 +21,8 @@ using Status = int32_t;
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
 // The same, with the device's error code.
 [[gnu::format(printf, 3, 4)]] Status fail_device(Status status, int code, const char* format, ...);
+// Adds the offset in a file to the failure that fail() has just recorded.
+Status fail_at(Status status, uint64_t offset);
 // Puts "where: " before the message of a failure that fail() has recorded.
 [[gnu::format(printf, 2, 3)]] Status fail_in(Status status, const char* where, ...);
 // Records a failure of another thread or process; its message has the texts of its codes already.

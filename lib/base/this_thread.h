@@ -10,9 +10,11 @@
 namespace frugal {
 
 struct CallError {
+  static constexpr uint64_t kNoOffset = UINT64_MAX;
   int32_t status = 0;
   int32_t system_code = 0;
   int32_t device_code = 0;
+  uint64_t offset = kNoOffset;  // of the byte of a file that it is about
   char message[512] = "";
 };
 

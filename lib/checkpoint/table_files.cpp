@@ -79,11 +79,13 @@ void TableFiles::now_old(uint32_t file) {
   ++files_[file].old;
 }
 
-void TableFiles::set(uint64_t slot, Directory::Place place) {
+void TableFiles::set(const uint32_t* slots, size_t n, Directory::Place first) {
   Lock lock(mu_);
-  now_old(directory_.at(slot).file);
-  directory_.set(slot, place);
-  --files_[place.file].old;
+  for (size_t i = 0; i < n; ++i) {
+    now_old(directory_.at(slots[i]).file);
+    directory_.set(slots[i], {first.file, first.record + static_cast<uint32_t>(i)});
+    --files_[first.file].old;
+  }
 }
 
 // --- Saving --------------------------------------------------------------------------------------
@@ -105,17 +107,38 @@ void TableFiles::failed() noexcept {
   if (error_.status == FRUGAL_OK) error_ = recorded_error();
 }
 
+Status TableFiles::open_writer(std::unique_ptr<Writing>* out) {
+  auto made = std::make_unique<Writing>();
+  FRUGAL_TRY(made->writer.open(to_->folder.get(), to_->next_file.fetch_add(1), number_, sequence_,
+                               format(), to_->direct, to_->queue, to_->buffers));
+  *out = std::move(made);
+  return FRUGAL_OK;
+}
+
+// Creates the next file while the present one is not full yet: a writer of rows that fills it does
+// not wait for that. If it cannot be created, that writer tries again.
+void TableFiles::prepare() noexcept try {
+  const KeepError keep;
+  {
+    Lock lock(mu_);
+    if (next_ || writing_.empty() || writing_.back()->writer.records() < kMostRecords / 2) return;
+  }
+  std::unique_ptr<Writing> made;
+  if (open_writer(&made) != FRUGAL_OK) return;
+  Lock lock(mu_);
+  next_ = std::move(made);
+} catch (const std::bad_alloc&) {
+}
+
 Status TableFiles::next_writer() try {
   uint32_t file;
   FRUGAL_TRY(new_file(&file));
   writing_.reserve(writing_.size() + 1);
-  auto made = std::make_unique<Writing>();
-  const uint64_t number = to_->next_file.fetch_add(1);
-  FRUGAL_TRY(made->writer.open(to_->folder.get(), number, number_, sequence_, format(), to_->direct,
-                               to_->queue, to_->buffers));
+  std::unique_ptr<Writing> made = std::move(next_);
+  if (!made) FRUGAL_TRY(open_writer(&made));
   made->file = file;
   files_[file] = {};
-  files_[file].info.number = number;
+  files_[file].info.number = made->writer.number();
   files_[file].listed = true;
   writing_.push_back(std::move(made));
   return FRUGAL_OK;
@@ -205,6 +228,7 @@ Status TableFiles::finish_one(Writing& w) {
 }
 
 Status TableFiles::finish_full() {
+  prepare();
   for (size_t i = 0;; ++i) {
     Writing* w;
     {
@@ -230,8 +254,10 @@ Status TableFiles::finish(ManifestTable* out) {
   FRUGAL_TRY(collect());
   FRUGAL_TRY(add_deletions());
   size_t n;
+  std::unique_ptr<Writing> unused;  // is removed without the lock
   {
     Lock lock(mu_);
+    unused = std::move(next_);
     n = writing_.size();
   }
   for (size_t i = 0; i < n; ++i) {
@@ -272,9 +298,11 @@ Status TableFiles::finish(ManifestTable* out) {
 
 void TableFiles::end(bool kept) noexcept {
   Vector<std::unique_ptr<Writing>> writing;
+  std::unique_ptr<Writing> unused;
   {
     Lock lock(mu_);
     writing.swap(writing_);
+    unused = std::move(next_);
     if (kept)
       spare_.splice(spare_.end(), deletions_);
     else

@@ -69,7 +69,8 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   // --- Restoring, before any thread uses the table
   // Adds a file; returns its number for set().
   Status add_file(const ParameterFileInfo& info, uint32_t* file);
-  void set(uint64_t slot, Directory::Place place);
+  // The newest records of these rows are `first` and those after it. Any threads, of distinct rows.
+  void set(const uint32_t* slots, size_t n, Directory::Place first);
 
   RowFormat format() const;  // of the rows as they are now
 
@@ -100,6 +101,8 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
     uint64_t key;
     uint32_t file;  // where its newest record was
   };
+  Status open_writer(std::unique_ptr<Writing>* out);
+  void prepare() noexcept;
   Status next_writer() REQUIRES(mu_);
   Status new_file(uint32_t* file) REQUIRES(mu_);
   void now_old(uint32_t file) REQUIRES(mu_);
@@ -117,6 +120,7 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   Directory directory_;  // a row's place is changed by the thread that has taken it, with mu_ held
   Vector<FileState> files_ GUARDED_BY(mu_);                   // [0] is none
   Vector<std::unique_ptr<Writing>> writing_ GUARDED_BY(mu_);  // the last one takes records
+  std::unique_ptr<Writing> next_ GUARDED_BY(mu_);             // the next one; or null
   List<Deletion> deleted_ GUARDED_BY(mu_);                    // since the last snapshot
   List<Deletion> deletions_ GUARDED_BY(mu_);                  // of the checkpoint
   List<Deletion> spare_ GUARDED_BY(mu_);

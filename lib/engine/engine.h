@@ -105,10 +105,11 @@ class Engine final : public Session, private DataPath {
   Status create_table(const frugal_table_config& config, AnyTableRef* out) override;
   // `here`: this process creates it, which it may do once; else another process. EXISTS with *out
   // set: that table exists and is the same.
-  // `number`: the table's in the folder of checkpoints; 0: a new one.
+  // `number`: the table's in the folder of checkpoints; 0: a new one. `blank`: the rows of an eager
+  // dense table have no memory yet. The caller commits it and writes all of them.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here,
-                      uint64_t number = 0);
-  Status open_table(const frugal_table_config& config, bool here, TableRef* out);
+                      uint64_t number = 0, bool blank = false);
+  Status open_table(const frugal_table_config& config, bool here, bool blank, TableRef* out);
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that has this handle in another process.
   Status table_of(uint64_t handle, TableRef* out) const;

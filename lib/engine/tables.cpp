@@ -220,7 +220,7 @@ static Status is_there(const TableRef& table, const frugal_table_config& config,
 }
 
 // A table and its rows, which no other thread sees yet.
-Status Engine::open_table(const frugal_table_config& config, bool here, TableRef* out) {
+Status Engine::open_table(const frugal_table_config& config, bool here, bool blank, TableRef* out) {
   auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
   table->session = shared_from_this();
   table->name = config.name;
@@ -258,6 +258,8 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
     FRUGAL_TRY(os_check_available(config.rows * rows.layout.bytes()));
+  }
+  if (!rows.hashed && !rows.lazy && !blank) {
     InitContext context{&table->rows, config.rows, nullptr, {}};
     size_t chunk = table->rows.chunk_rows();
     Status done = workers_.parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
@@ -278,7 +280,7 @@ Status Engine::open_table(const frugal_table_config& config, bool here, TableRef
 }
 
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here,
-                            uint64_t number) {
+                            uint64_t number, bool blank) {
   FRUGAL_TRY(check());
   {
     ControlLock lock(mu_);
@@ -289,7 +291,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                     t->rank, static_cast<unsigned long long>(t->step));
   }
   TableRef table;
-  FRUGAL_TRY(open_table(config, here, &table));
+  FRUGAL_TRY(open_table(config, here, blank, &table));
   const bool tracked = checkpoints_.opened();
   if (tracked) FRUGAL_TRY(checkpoints_.track(*table, config.optimizer.kind, true, number));
   ControlLock lock(mu_);

@@ -271,9 +271,10 @@ void File::swap(File& o) noexcept {
 
 Status File::failed(int code, const char* what, uint64_t at) const {
   const Status status = file_status(code);
-  return fail_errno(status == FRUGAL_ERR_INVALID_ARGUMENT ? FRUGAL_ERR_IO : status, code,
-                    "'%.300s/%.100s' cannot be %s at byte %llu%s", folder_->path(), name(), what,
-                    static_cast<unsigned long long>(at), remedy(status));
+  return fail_at(fail_errno(status == FRUGAL_ERR_INVALID_ARGUMENT ? FRUGAL_ERR_IO : status, code,
+                            "'%.300s/%.100s' cannot be %s at byte %llu%s", folder_->path(), name(),
+                            what, static_cast<unsigned long long>(at), remedy(status)),
+                 at);
 }
 
 Status File::end_direct() {
@@ -295,9 +296,10 @@ Status File::read(uint64_t at, void* to, size_t bytes) const {
     const ssize_t got = retry_interrupted([&] { return file_calls().read(fd_, next, bytes, at); });
     if (got < 0) return failed(errno, "read", at);
     if (got == 0)
-      return fail(FRUGAL_ERR_IO, "'%.300s/%.100s' ends at byte %llu, %llu bytes too early",
-                  folder_->path(), name(), static_cast<unsigned long long>(at),
-                  static_cast<unsigned long long>(bytes));
+      return fail_at(fail(FRUGAL_ERR_IO, "'%.300s/%.100s' ends at byte %llu, %llu bytes too early",
+                          folder_->path(), name(), static_cast<unsigned long long>(at),
+                          static_cast<unsigned long long>(bytes)),
+                     at);
     next += got;
     at += static_cast<uint64_t>(got);
     bytes -= static_cast<size_t>(got);

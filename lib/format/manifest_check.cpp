@@ -92,7 +92,9 @@ Wrong wrong_config(const frugal_table_config& c) {
 // All changes are for steps after `next`, the first one that the checkpoint does not have.
 Wrong wrong_later(const ManifestTable& t, uint64_t next) {
   FRUGAL_TRY_RIGHT(wrong_bound("the number of changes", t.later.size(), 0, kMostLaterOptimizers));
+  // Its kind was checked: GCOVR_EXCL_BR_START
   const arith::Optimizer is = arith::optimizer_of(t.optimizer.kind);
+  // GCOVR_EXCL_BR_STOP
   for (const LaterOptimizer& l : t.later) {
     FRUGAL_TRY_RIGHT(wrong_bound("the step of a change", l.first_step, next + 1, kLastStep));
     next = l.first_step;

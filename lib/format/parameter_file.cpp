@@ -50,8 +50,9 @@ uint64_t header_checksum(const ParameterFileHeader& header) {
 // --- The reader ----------------------------------------------------------------------------------
 
 Status ParameterFile::damaged(uint64_t at, const String& what) const {
-  return fail(FRUGAL_ERR_DAMAGED, "'%.300s/%.100s' is damaged at byte %" PRIu64 ": %s",
-              file_.folder()->path(), file_.name(), at, what.c_str());
+  return fail_at(fail(FRUGAL_ERR_DAMAGED, "'%.300s/%.100s' is damaged at byte %" PRIu64 ": %s",
+                      file_.folder()->path(), file_.name(), at, what.c_str()),
+                 at);
 }
 
 Status ParameterFile::open(const Folder& folder, uint64_t number, bool direct, ParameterFile* out) {
@@ -84,20 +85,23 @@ Status ParameterFile::check_header(const ParameterFileHeader& h, uint64_t number
   if (std::memcmp(h.magic, kParameterFileMagic, sizeof h.magic))
     return damaged(0, "it is no parameter file, or one that was not completed");
   if (h.byte_order == __builtin_bswap32(kByteOrderMark))
-    return fail(FRUGAL_ERR_UNSUPPORTED,
-                "'%.300s/%.100s' was written by a machine of another byte order: read it on such "
-                "a machine",
-                file_.folder()->path(), file_.name());
+    return fail_at(
+        fail(FRUGAL_ERR_UNSUPPORTED,
+             "'%.300s/%.100s' was written by a machine of another byte order: read it on such "
+             "a machine",
+             file_.folder()->path(), file_.name()),
+        offsetof(ParameterFileHeader, byte_order));
   if (h.byte_order != kByteOrderMark || h.checksum != header_checksum(h))
     return damaged(0, "its header has a wrong checksum");
   // Each version has the fields up to here, and the checksum.
   if (h.version != kParameterFileVersion || (h.features & ~kParameterFileFeatures))
-    return fail(FRUGAL_ERR_TOO_NEW,
-                "'%.300s/%.100s' has version %u and features %" PRIx64
-                " of parameter files, this library knows version %u and features %" PRIx64
-                ": use the library that wrote it",
-                file_.folder()->path(), file_.name(), h.version, h.features, kParameterFileVersion,
-                kParameterFileFeatures);
+    return fail_at(fail(FRUGAL_ERR_TOO_NEW,
+                        "'%.300s/%.100s' has version %u and features %" PRIx64
+                        " of parameter files, this library knows version %u and features %" PRIx64
+                        ": use the library that wrote it",
+                        file_.folder()->path(), file_.name(), h.version, h.features,
+                        kParameterFileVersion, kParameterFileFeatures),
+                   offsetof(ParameterFileHeader, version));
   if (h.number != number)
     return damaged(offsetof(ParameterFileHeader, number),
                    text("it is file %" PRIu64 ", under a wrong name", h.number));

@@ -4,6 +4,7 @@
 // Threads: the calls of a writer are made by one thread at a time, but any threads fill and seal
 // records meanwhile. A reader is immutable once it is open: any threads read.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstddef>
@@ -269,6 +270,16 @@ class ParameterFile : public HeapObject {
   Status read_column(uint32_t first, uint32_t count, ColumnBlock* to);
   IoRequest column_request(uint32_t first, uint32_t count, ColumnBlock* to);
   Status verify_block(uint32_t index, const ColumnBlock& block) const;
+  // Verifies `count` blocks from `first` on, which were read to `blocks`, and all of which have
+  // some of the entries from .. to - 1. Calls of(at, entries, n) for these entries, a block's at a
+  // time; `at` is the first one's number. Returns what `of` returns if that is a failure.
+  template <class Of>
+  Status each_entry(const ColumnBlock* blocks, uint32_t first, uint32_t count, uint64_t from,
+                    uint64_t to, Of of) const;
+  uint64_t entry_at(uint64_t index) const {
+    return column_at_ + index / ColumnBlock::kEntries * kFileBlock +
+           index % ColumnBlock::kEntries * sizeof(ColumnEntry);
+  }
 
   // Records [first, first + count): whole blocks of the file are read to `to`, which is aligned to
   // kFileBlock and has room for records_room() bytes. Record i is then at record_in(to, first, i).
@@ -282,15 +293,29 @@ class ParameterFile : public HeapObject {
   Status verify_record(uint32_t index, const char* record, const uint64_t* key) const;
   uint64_t record_at(uint32_t index) const { return kFileBlock + index * format_.record_bytes(); }
 
+  // DAMAGED, with a message that names the file and the offset.
+  Status damaged(uint64_t at, const String& what) const;
+
  private:
   Status read_header(uint64_t number);
   Status check_header(const ParameterFileHeader& header, uint64_t number, uint64_t size);
-  Status damaged(uint64_t at, const String& what) const;
   File file_;
   ParameterFileInfo info_;
   RowFormat format_{};
   uint64_t column_at_ = 0;
   ChecksumSeeds record_seeds_, column_seeds_;
 };
+
+template <class Of>
+Status ParameterFile::each_entry(const ColumnBlock* blocks, uint32_t first, uint32_t count,
+                                 uint64_t from, uint64_t to, Of of) const {
+  for (uint32_t b = 0; b < count; ++b) {
+    FRUGAL_TRY(verify_block(first + b, blocks[b]));
+    const uint64_t begin = (first + uint64_t{b}) * ColumnBlock::kEntries;
+    const uint64_t at = std::max(from, begin), end = std::min(to, begin + ColumnBlock::kEntries);
+    FRUGAL_TRY(of(at, blocks[b].entries + (at - begin), end - at));
+  }
+  return FRUGAL_OK;
+}
 
 }  // namespace frugal

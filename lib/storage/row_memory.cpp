@@ -41,6 +41,18 @@ Status RowMemory::initialize_range(uint64_t first, uint64_t n) {
   return FRUGAL_OK;
 }
 
+void RowMemory::initialize_rows(uint64_t first, uint64_t n) {
+  constexpr uint64_t kAtOnce = 256;
+  uint32_t slots[kAtOnce];
+  for (uint64_t at = first; at < first + n; at += kAtOnce) {
+    const uint64_t count = std::min(kAtOnce, first + n - at);
+    for (uint64_t i = 0; i < count; ++i) slots[i] = static_cast<uint32_t>(at + i);
+    const RowWrite write(*this, slots, count, {RowWrite::What::kNew});
+    device::kernels().initialize(write.in_place(), init_, nullptr, at, nullptr,
+                                 static_cast<uint32_t>(at), count);
+  }
+}
+
 uint64_t RowMemory::chunk_rows() const {
   // After so many rows both values and state are at the start of a slab: 2^21 records of a multiple
   // of 4 bytes are a multiple of 8 MiB.

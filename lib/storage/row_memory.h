@@ -76,6 +76,10 @@ class RowMemory : public HeapObject {
   // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
   // parallel if they do not share a slab (chunk_rows() rows and its multiples do not).
   Status initialize_range(uint64_t first, uint64_t n);
+  // The two halves of it, where rows are written in between: memory, under the same rules, and rows
+  // that were not written.
+  Status commit_range(uint64_t first, uint64_t n) { return ensure(first, n); }
+  void initialize_rows(uint64_t first, uint64_t n);
   uint64_t chunk_rows() const;
   Status open_state(State* state) const;
   Status fill_state(State* state, uint64_t first, uint64_t n) const;

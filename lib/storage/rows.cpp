@@ -119,9 +119,10 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
     return begin_rows(slots, n);
   }
   if (tier_) {
-    FRUGAL_ASSERT(missing != Missing::kCreate);
+    FRUGAL_ASSERT(missing == Missing::kLeave || missing == Missing::kReserve);
     return tier_->resolve(keys, n, padding, missing == Missing::kLeave, slots);
   }
+  const bool blank = missing == Missing::kCreateBlank;
   size_t i = 0;  // slots[0, i) are held
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += SlotMap::kAtOnce) try {
@@ -137,7 +138,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
         } else {
           // A duplicate within the chunk may have added it.
           if (s == KeyIndex::kNone) s = slots_.index().find(keys[i]);
-          if (s == KeyIndex::kNone && (status = slots_.add(keys[i], &s)) != FRUGAL_OK) break;
+          if (s == KeyIndex::kNone && (status = slots_.add(keys[i], &s, blank)) != FRUGAL_OK) break;
           // Few tables have reserved slots; the others skip this check.
           if (has_reserved() && slots_.flag(s) == SlotMap::kReserved) slots_.holders.hold(s);
         }
@@ -161,6 +162,11 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   } held{*this, slots, n};
   create_reserved(slots, n, created);
   return FRUGAL_OK;
+}
+
+Status Rows::expect_keys(uint64_t n) {
+  Lock lock(slots_.mu);
+  return hashed_ ? slots_.expect(n) : FRUGAL_OK;
 }
 
 void Rows::release_hold(const uint32_t* slots, size_t n, const uint32_t* start) {

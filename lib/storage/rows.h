@@ -30,7 +30,7 @@ Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint
 class Rows : public RowMemory {
  public:
   // What resolve() does with keys that have no row.
-  enum class Missing { kLeave, kReserve, kCreate };
+  enum class Missing { kLeave, kReserve, kCreate, kCreateBlank };
 
   // `tier`: the storage tier of a hashed table. With one, capacity() is the number of slots in
   // memory.
@@ -66,10 +66,13 @@ class Rows : public RowMemory {
   //   release_hold() must follow. Holds of existing rows are not counted.
   // - kCreate: all rows exist afterwards, and none is held. Slots that are new are appended to
   //   `created`.
+  // - kCreateBlank: the same, and the caller writes all values and state of the rows.
   //
   // After a failure no slot is held, and no row exists that did not exist before.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
+  // Memory for the keys of `n` more rows of a hashed table.
+  Status expect_keys(uint64_t n);
   // Releases one hold of each of `slots`; with `start`, start[i + 1] - start[i] holds of slots[i].
   // Reserved slots without holders become free. kNoSlot and kMissingSlot are ignored.
   void release_hold(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);

@@ -23,7 +23,7 @@ Status SlotMap::begin_dense(uint32_t s) {
   return FRUGAL_OK;
 }
 
-Status SlotMap::add(uint64_t key, uint32_t* slot) {
+Status SlotMap::add(uint64_t key, uint32_t* slot, bool blank) {
   uint32_t s = free_;
   if (s == kNoSlot) {
     if (next_slot_ >= capacity_)
@@ -42,7 +42,7 @@ Status SlotMap::add(uint64_t key, uint32_t* slot) {
     free_ = static_cast<uint32_t>(keys()[s]);
   else
     ++next_slot_;
-  begin_slot(s, key);
+  begin_slot(s, key, blank);
   if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
   reserved_.fetch_add(1, std::memory_order_relaxed);
   *slot = s;
@@ -67,11 +67,11 @@ Status SlotMap::add(uint64_t key, uint32_t* slot) {
 //   cached row.
 // - Caches: the cached row is dropped before the row is deleted. Uncommitted rows have none. Where
 //   rows may leave memory, a cached row holds the slot.
-void SlotMap::begin_slot(uint32_t slot, uint64_t key) {
+void SlotMap::begin_slot(uint32_t slot, uint64_t key, bool blank) {
   FRUGAL_ASSERT(flag(slot) == 0 && !holders.held(slot));
   index_.insert(key, slot);
   keys()[slot] = key;
-  memory_.initialize(slot, key);
+  if (!blank) memory_.initialize(slot, key);
   flags()[slot] = kReserved;
 }
 

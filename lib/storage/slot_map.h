@@ -58,8 +58,11 @@ class SlotMap {
 
   // The row of a lazy dense table becomes present.
   Status begin_dense(uint32_t slot) REQUIRES(mu);
-  // Reserves a free slot for the key, which must have none. TABLE_FULL: no slot is free.
-  Status add(uint64_t key, uint32_t* slot) REQUIRES(mu);
+  // Reserves a free slot for the key, which must have none. TABLE_FULL: no slot is free. `blank`:
+  // the caller writes the whole row, but for what no row writes, between and after its columns.
+  Status add(uint64_t key, uint32_t* slot, bool blank = false) REQUIRES(mu);
+  // Memory for the keys of `n` more rows, where there is an index.
+  Status expect(uint64_t n) REQUIRES(mu) { return index_.make_room(n); }
   // Reserved -> free. The slot must have no holder. Takes no memory.
   void free(uint32_t slot) REQUIRES(mu);
   // Reserved or loading -> present. Mark 0: no mark.
@@ -83,7 +86,7 @@ class SlotMap {
   }
 
  private:
-  void begin_slot(uint32_t slot, uint64_t key) REQUIRES(mu);
+  void begin_slot(uint32_t slot, uint64_t key, bool blank) REQUIRES(mu);
   uint64_t* keys() const { return reinterpret_cast<uint64_t*>(keys_.base()); }
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 

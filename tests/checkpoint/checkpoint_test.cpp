@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <barrier>
+#include <cstring>
 #include <map>
 #include <string>
 #include <thread>
@@ -426,6 +427,79 @@ TEST(Checkpoint, OfManyTables) {
   std::vector<float> got(4);
   ASSERT_OK(frugal_get(last, &key, 1, 0, got.data(), 0, nullptr));
   EXPECT_EQ(got, row);
+}
+
+// Files that threads read in many pieces: later records and deletions win, and rows that have no
+// record are new ones.
+TEST(Checkpoint, OfLargeTables) {
+  constexpr uint64_t kRows = 70000;
+  constexpr uint32_t kDim = 21;
+  constexpr size_t kFloats = 2 * kDim;  // with Adagrad's state
+  const auto make = [](OneEngine& e, frugal_table** tables) {
+    for (int t = 0; t < 2; ++t)
+      tables[t] = e.Table(t ? "hashed" : "dense", t ? FRUGAL_HASHED : FRUGAL_DENSE, kRows, kDim,
+                          [](frugal_table_config* c) {
+                            c->optimizer.kind = FRUGAL_ADAGRAD;
+                            c->init = FRUGAL_INIT_UNIFORM;
+                            c->init_a = -1;
+                            c->init_b = 1;
+                          });
+  };
+  const auto rows_of = [](frugal_table* table) {
+    std::map<uint64_t, std::vector<uint32_t>> rows;
+    std::vector<uint64_t> keys(kRows);
+    uint64_t cursor = 0;
+    size_t n = 0;
+    EXPECT_OK(frugal_table_keys(table, &cursor, keys.data(), kRows, &n));
+    std::vector<float> values(n * kFloats);
+    EXPECT_OK(frugal_get(table, keys.data(), n, FRUGAL_WITH_STATE, values.data(), 0, nullptr));
+    for (size_t i = 0; i < n; ++i) {
+      std::vector<uint32_t>& row = rows[keys[i]];
+      row.resize(kFloats);
+      std::memcpy(row.data(), &values[i * kFloats], kFloats * sizeof(float));
+    }
+    return rows;
+  };
+  TemporaryFolder folder;
+  OneEngine engine;
+  ASSERT_OK(open_folder(engine, folder.path(), 1));
+  frugal_table* tables[2];
+  make(engine, tables);
+  for (uint64_t round = 1; round <= 3; ++round) {
+    for (uint64_t t = 0; t < 2; ++t) {
+      std::vector<uint64_t> keys, gone;
+      for (uint64_t i = round; i < kRows; i += round) {
+        if (i % 7 == 0) continue;  // has no record
+        keys.push_back(t ? i * 0x9e3779b97f4a7c15u : i);
+        if (t && i % 10 == round) gone.push_back(keys.back());
+      }
+      std::vector<float> rows(keys.size() * kFloats);
+      for (size_t i = 0; i < rows.size(); ++i)
+        rows[i] = static_cast<float>((i * 31 + round * 1000003 + t) % 1048573) / 1024;
+      ASSERT_OK(frugal_put(tables[t], keys.data(), keys.size(), FRUGAL_WITH_STATE, rows.data(), 0));
+      if (t) {
+        ASSERT_OK(frugal_delete(tables[t], gone.data(), gone.size(), nullptr));
+      }
+    }
+    uint64_t ticket = 0;
+    ASSERT_OK(frugal_checkpoint(engine, nullptr, &ticket));
+    ASSERT_OK(await_checkpoint(engine, ticket, nullptr));
+  }
+  for (const bool own : {false, true}) {
+    if (own) {
+      ASSERT_OK(frugal_folder_close(engine));
+    }
+    OneEngine again;
+    if (own) {
+      ASSERT_OK(open_folder(again, folder.path(), 1));
+    }
+    ASSERT_OK(restore(again, own ? nullptr : folder.path().c_str(), 0, nullptr));
+    frugal_table* restored[2];
+    make(again, restored);
+    for (int t = 0; t < 2; ++t) {
+      EXPECT_TRUE(rows_of(restored[t]) == rows_of(tables[t])) << t;
+    }
+  }
 }
 
 TEST(Checkpoint, OfAStepThatNeverComes) {

@@ -622,6 +622,19 @@ TEST(FolderCheck, ManifestsThatDisagreeOnAFile) {
   EXPECT_EQ(lines_of(world), lists(is, 1));  // once
 }
 
+TEST(FolderCheck, AnUnreadableFileThatTwoManifestsList) {
+  TwoCheckpoints world;
+  world.flip("1.rows", 100);
+  ++world.second.tables[0].files[0].info.checksum;
+  world.remake(world.second);
+  const Found found = checked(world);
+  EXPECT_EQ(found.counts.faults, 1u) << found.lines;
+}
+
+TEST(FolderCheck, NamesInLines) {
+  EXPECT_EQ(std::string(quoted("a\"b\\c\x01\x7f\xc3").c_str()), "\"a\\\"b\\\\c\\x01\\x7f\xc3\"");
+}
+
 // --- Counts of live records ----------------------------------------------------------------------
 
 TEST(FolderCheck, LiveRecordsAreCounted) {
@@ -652,6 +665,47 @@ TEST(FolderCheck, LiveRecordsAreCounted) {
   // Where a column is damaged there is nothing to compare.
   world.flip("2.rows", world.second.tables[1].files[0].info.length - 1);
   EXPECT_EQ(checked(world).counts.faults, 1u);
+}
+
+TEST(FolderCheck, MoreKeysThanAllPartsHaveRoomFor) {
+  World world;
+  ManifestTable t = table(1, "t", FRUGAL_HASHED, 1000, 1, FRUGAL_SGD);
+  add(&t, world.write({1, 1, 1, t.format, {hashed(0)}, {}}), 0);
+  add(&t, world.write({2, 1, 2, t.format, hashed(0, 1000), {}}), 1000);
+  Manifest m;
+  m.sequence = 2;
+  m.next_table = 2;
+  m.next_file = 3;
+  m.tables = {t};
+  EXPECT_OK(write_manifest(*world.folder, m));
+  EXPECT_EQ(lines_of(world), "");
+  EXPECT_EQ(checked(world.place.path(), FolderRead::kAll, 512).counts.notes, 1u);
+}
+
+// Keys that all are in one of the parts in which they are counted.
+TEST(FolderCheck, KeysThatOnePartHasNoRoomFor) {
+  World world;
+  Keys keys;
+  for (uint64_t k = 1; keys.size() < 100; ++k)
+    if (arith::mix(k) < UINT64_MAX / 4) keys.push_back(k);
+  ManifestTable t = table(1, "t", FRUGAL_HASHED, 1000, 1, FRUGAL_SGD);
+  add(&t, world.write({1, 1, 1, t.format, {keys[0]}, {}}), 0);
+  add(&t, world.write({2, 1, 2, t.format, keys, {}}), 100);
+  ManifestTable other = table(2, "other", FRUGAL_HASHED, 1000, 1, FRUGAL_SGD);
+  add(&other, world.write({3, 2, 1, t.format, {1, 2}, {}}), 1);
+  add(&other, world.write({4, 2, 2, t.format, {2}, {}}), 1);
+  Manifest m;
+  m.sequence = 2;
+  m.next_table = 3;
+  m.next_file = 5;
+  m.tables = {t, other};
+  EXPECT_OK(write_manifest(*world.folder, m));
+  EXPECT_EQ(lines_of(world), "");
+  const Found little = checked(world.place.path(), FolderRead::kAll, 512);
+  EXPECT_EQ(
+      little.lines,
+      "note file=2.checkpoint table=1 name=\"t\": its counts of live records are not checked: "
+      "it has too many keys\n");
 }
 
 // Random files of a table, against a map of its newest entries. Little memory makes many parts.
@@ -864,6 +918,154 @@ TEST(FolderCheck, WithoutMemory) {
       return status;
     });
   EXPECT_GT(without.rounds(), 10);
+}
+
+TEST(FolderCheck, WithoutPages) {
+  const TwoCheckpoints world;
+  for (int64_t n = 1;; ++n) {
+    Found found;
+    os_test_fail_after(n);
+    const Status status =
+        check_folder(world.place.path().c_str(), FolderRead::kAll, &found, &found.counts);
+    if (os_test_fail_after(0) > 0) {
+      EXPECT_EQ(status, FRUGAL_OK);
+      EXPECT_EQ(n, 3);
+      break;
+    }
+    EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY);
+  }
+}
+
+TEST(FolderCheck, WhatAReportThrowsIsPassedOn) {
+  struct Thrown {};
+  struct Throws : FolderReport {
+    void found(const FolderFinding&) override { throw Thrown(); }
+  } report;
+  const TwoCheckpoints world;
+  world.flip("1.rows", 5000);
+  FolderCounts counts;
+  EXPECT_THROW(check_folder(world.place.path().c_str(), FolderRead::kAll, &report, &counts),
+               Thrown);
+}
+
+// A manifest that comes into being during the check.
+struct Appears : Found {
+  explicit Appears(const World& w, const std::string& b) : world(w), bytes(b) {}
+  ~Appears() override { unlink((world.place / "3.checkpoint").c_str()); }
+  void checkpoint(const Manifest& m) override {
+    Found::checkpoint(m);
+    const int fd = open((world.place / "3.checkpoint").c_str(), O_WRONLY | O_CREAT, 0600);
+    EXPECT_EQ(write(fd, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+    close(fd);
+  }
+  const World& world;
+  const std::string& bytes;
+};
+
+TEST(FolderCheck, AManifestThatAppearsIsNotChecked) {
+  TwoCheckpoints world;
+  Manifest third = world.second;
+  third.sequence = 3;
+  EXPECT_OK(write_manifest(*world.folder, third));
+  const std::string whole = world.place.Read("3.checkpoint");
+  EXPECT_OK(world.folder->remove("3.checkpoint"));
+  for (const std::string& bytes : {whole, whole.substr(0, 100)}) {
+    Appears found(world, bytes);
+    EXPECT_OK(check_folder(world.place.path().c_str(), FolderRead::kAll, &found, &found.counts));
+    EXPECT_EQ(found.lines, "");
+    EXPECT_EQ(found.counts.checkpoints, 2u);
+  }
+  {
+    struct : FileCalls {
+      int open(int folder, const char* name, int flags, mode_t mode) const override {
+        if (std::string(name) != "3.checkpoint") return FileCalls::open(folder, name, flags, mode);
+        errno = ENOMEM;
+        return -1;
+      }
+    } const calls;
+    test_file_calls(&calls);
+    Appears found(world, whole);
+    EXPECT_EQ(check_folder(world.place.path().c_str(), FolderRead::kAll, &found, &found.counts),
+              FRUGAL_ERR_OUT_OF_MEMORY);
+    test_file_calls(nullptr);
+  }
+  WithoutMemory without;
+  while (without.next())
+    without([&] {
+      Appears found(world, whole);
+      return check_folder(world.place.path().c_str(), FolderRead::kAll, &found, &found.counts, 512);
+    });
+}
+
+// The second time that a file is opened, it is not what it was.
+class ChangedFile : public FileCalls {
+ public:
+  enum Change { kMissing, kOther, kUnreadable };
+  ChangedFile(const char* name, Change change) : name_(name), change_(change) {
+    test_file_calls(this);
+  }
+  ~ChangedFile() override { test_file_calls(nullptr); }
+  int open(int folder, const char* name, int flags, mode_t mode) const override {
+    if (name != name_ || opened_ == 0) {
+      const int fd = FileCalls::open(folder, name, flags, mode);
+      opened_ += name == name_ && fd >= 0;
+      return fd;
+    }
+    if (change_ == kMissing) {
+      errno = ENOENT;
+      return -1;
+    }
+    const int fd = FileCalls::open(folder, change_ == kOther ? "other" : name, flags, mode);
+    if (change_ == kUnreadable) unreadable_ = fd;
+    return fd;
+  }
+  ssize_t read(int fd, void* to, size_t bytes, uint64_t at) const override {
+    if (fd == unreadable_ && at > 0) {
+      errno = EIO;
+      return -1;
+    }
+    return FileCalls::read(fd, to, bytes, at);
+  }
+
+ private:
+  const std::string name_;
+  const Change change_;
+  mutable std::atomic<int> opened_{0}, unreadable_{-1};
+};
+
+TEST(FolderCheck, AFileThatChangesBeforeItsKeysAreCounted) {
+  World world;
+  constexpr uint64_t kMany = 140'000;  // whose column is read in more than one piece
+  ManifestTable t = table(1, "t", FRUGAL_HASHED, kMany, 1, FRUGAL_SGD);
+  add(&t, world.write({1, 1, 1, t.format, hashed(0, kMany), {}}), kMany - 10);
+  add(&t, world.write({2, 1, 2, t.format, hashed(0, 10), {}}), 10);
+  Manifest m;
+  m.sequence = 2;
+  m.next_table = 2;
+  m.next_file = 3;
+  m.tables = {t};
+  EXPECT_OK(write_manifest(*world.folder, m));
+  EXPECT_EQ(lines_of(world), "");
+  {
+    const ChangedFile calls("1.rows", ChangedFile::kMissing);
+    EXPECT_NE(lines_of(world).find("1.rows' cannot be opened"), std::string::npos);
+  }
+  {
+    const ChangedFile calls("1.rows", ChangedFile::kUnreadable);
+    EXPECT_NE(lines_of(world).find("1.rows' cannot be read at byte"), std::string::npos);
+  }
+  World another;
+  another.write({1, 1, 1, t.format, hashed(0, 10), {}});
+  world.place.Write("other", another.place.Read("1.rows"));
+  {
+    const ChangedFile calls("1.rows", ChangedFile::kOther);
+    EXPECT_NE(lines_of(world).find("the manifest lists table 1"), std::string::npos);
+  }
+  world.place.Write("other", world.place.Read("1.rows"));
+  world.flip("other", t.files[0].info.length - 8192);
+  const ChangedFile calls("1.rows", ChangedFile::kOther);
+  EXPECT_NE(lines_of(world).find("of the column of table 1 has a wrong checksum"),
+            std::string::npos);
 }
 
 // --- With a writer -------------------------------------------------------------------------------

@@ -1088,4 +1088,55 @@ TEST(Checksums, AreTheSameEverywhere) {
   EXPECT_EQ(std::adjacent_find(seen.begin(), seen.end()), seen.end());
 }
 
+// --- Parts of a file -----------------------------------------------------------------------------
+
+TEST(RowFormats, DifferInAnyField) {
+  const RowFormat format = RowFormat::of(4, ElementType::kFloat32, FRUGAL_ADAM);
+  EXPECT_EQ(format, format);
+  for (uint32_t RowFormat::*field : {&RowFormat::dim, &RowFormat::state_columns,
+                                     &RowFormat::value_bytes, &RowFormat::state_column_bytes}) {
+    RowFormat other = format;
+    ++(other.*field);
+    EXPECT_FALSE(other == format);
+  }
+  RowFormat other = format;
+  other.element = ElementType::kBfloat16;
+  EXPECT_FALSE(other == format);
+  other = format;
+  other.optimizer = FRUGAL_FTRL;
+  EXPECT_FALSE(other == format);
+}
+
+TEST(ParameterFiles, EntriesOfSomeBlocks) {
+  World world;
+  Spec spec;
+  spec.records = 1000;
+  spec.deletions = 0;
+  ParameterFileInfo info;
+  ASSERT_OK(write_file(world, spec, &info));
+  ParameterFile file;
+  ASSERT_OK(ParameterFile::open(*world.folder, spec.number, false, &file));
+  const Blocks column(4 * kFileBlock);
+  auto* blocks = reinterpret_cast<ColumnBlock*>(column.at);
+  ASSERT_OK(file.read_column(0, 4, blocks));
+  uint64_t next = 300;
+  const auto look = [&](uint64_t at, const ColumnEntry* entries, size_t n) -> Status {
+    EXPECT_EQ(at, next);
+    for (size_t i = 0; i < n; ++i) EXPECT_EQ(entries[i].key, key_of(at + i));
+    next += n;
+    return FRUGAL_OK;
+  };
+  ASSERT_OK(file.each_entry(blocks + 1, 1, 3, 300, 900, look));
+  EXPECT_EQ(next, 900u);
+  const auto refuse = [](uint64_t, const ColumnEntry*, size_t) -> Status {
+    return FRUGAL_ERR_BUSY;
+  };
+  EXPECT_EQ(file.each_entry(blocks + 1, 1, 3, 300, 900, refuse), FRUGAL_ERR_BUSY);
+  ++blocks[2].entries[7].key;
+  next = 300;
+  EXPECT_EQ(file.each_entry(blocks + 1, 1, 3, 300, 900, look), FRUGAL_ERR_DAMAGED);
+  EXPECT_EQ(next, 510u);
+  EXPECT_EQ(recorded_error().offset, file.entry_at(510));
+}
+
 }  // namespace frugal::parameter_file_test

@@ -71,6 +71,7 @@ class Recorder : public kge::Backend {
             const float* relation_grads) override {
     engine_->Push(rank, batch, entity_grads, relation_grads);
   }
+  void Keep(uint32_t rank, uint64_t edges) override { engine_->Keep(rank, edges); }
   void End(uint32_t rank, const kge::Batch& batch) override { engine_->End(rank, batch); }
   void Leave(uint32_t rank) override { engine_->Leave(rank); }
   std::vector<float> Rows(kge::Table table, bool with_state) override {
