@@ -550,6 +550,68 @@ def test_a_function_of_a_caller_s_trains_what_ranks_share(controller: Any, tmp_p
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# Ranks that do not set the same: of the steps 0, 1, ..., in the last one. The rank that comes later is refused, and can
+# step when it has set what the other one has.
+RATES = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.EmbeddingBag(6, 4, mode="sum"), torch.nn.Linear(4, 1)])
+model.forward = lambda keys: model[2](model[0](keys) + model[1](keys[:, None]))
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+how = sys.argv[4]
+if how.startswith("Adam"):
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+else:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+group = optimizer.param_groups[0]
+def step(first):
+    optimizer.zero_grad()
+    ddp(torch.tensor([1, 2, 3 + rank])).square().sum().backward()
+    for each in (first, 1 - first) if number else (rank,):  # the first step takes both ranks
+        if rank == each:
+            optimizer.step()
+        dist.barrier()
+for number in range(4):
+    if how == "schedule":
+        group["lr"] = 0.1 / (number + 1)
+    step(number % 2)
+refused = ""
+if rank == 1 and modules is not torch.nn:
+    others = {name: group[name] for name in ("lr", "momentum", "betas") if name in group}
+    if how == "momentum":
+        group["momentum"] = 0.5
+    elif how == "Adam's betas":
+        group["betas"] = 0.5, 0.999
+    else:
+        group["lr"] = 0.01
+    real, optimizer.step = optimizer.step, lambda: None
+    step(0)
+    optimizer.step = real
+    try:
+        optimizer.step()
+    except ValueError as error:
+        refused = str(error)
+    group.update(others)
+    optimizer.step()
+else:
+    step(0)
+step(1)
+dist.barrier()
+torch.save([refused, *(p.detach().clone() for p in model.parameters())], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("how", ["constant", "schedule", "momentum", "Adam's rate", "Adam's betas"])
+def test_ranks_that_set_other_hyper_parameters_are_refused(controller: Any, tmp_path: Path, how: str) -> None:
+    theirs, ours = of_two_ranks(RATES, controller, tmp_path, how)
+    assert ours[0][0] == "" and ": rank 1 says" in ours[1][0] and "all ranks must say the same" in ours[1][0]
+    assert {"momentum": "momentum=0.5, rank 0 momentum=0.9", "constant": "lr=0.01, rank 0 lr=0.1;"}.get(how, "rank 0") in (
+        ours[1][0]
+    )
+    for expected, mine in zip(theirs, ours):
+        for a, b in zip(expected[1:], mine[1:]):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
 # One rank in turn has a gradient of a table. It is multiplied, and the learning rate goes back and forth.
 IN_TURN = """
 torch.manual_seed(0)
