@@ -923,6 +923,63 @@ def test_ranks_of_several_engines_share_tables(controller: Any) -> None:
         attached(controller.address, 1, lr=0.25)
 
 
+def test_what_ranks_say_is_compared_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(_ranks, "_key", lambda name: (store, name))
+
+    def say(board: _ranks.Board, step: int, **rates: float) -> None:
+        said = {name: {"lr": rate} for name, rate in rates.items()}
+        board.say(step, said, _ranks.write([(numbers, [name]) for name, numbers in said.items()]))
+
+    first, second = [_ranks.Board("here", rank, 3) for rank in range(2)]
+    say(first, 0, a=0.1, b=0.1)
+    say(second, 0, b=0.1)  # of the tables that both have
+    for step in range(1, 3):
+        say(second, step, b=0.2)
+        with pytest.raises(ValueError, match="table 'b', step .: rank 0 says lr=0.1, rank 1 lr=0.2; all ranks must"):
+            say(first, step, a=0.1, b=0.1)
+        say(first, step, a=0.5, b=0.2)
+    say(second, 4, b=0.3)  # another step
+    say(first, 3, a=0.1, b=0.1)
+    say(first, 4, a=0.1, b=0.3)
+    say(first, 5, a=0.1)
+    first.forget()
+    say(second, 5, a=0.2)
+    store.set("said by rank 2 at here", f"{'0' * 32} /dev/null")  # as in another PID namespace
+    with pytest.warns(UserWarning, match="rank 0 cannot read /dev/null of rank 2"):
+        say(first, 6, a=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        say(first, 7, a=0.2)
+
+
+def test_ranks_that_cannot_compare_rates_are_told_once(controller: Any) -> None:
+    (first, bags, tables), (second, more, others) = [attached(controller.address, rank) for rank in range(2)]
+    keys = torch.tensor([[1, 2]])
+
+    def step() -> None:
+        for module in (bags, more):
+            module(keys).sum().backward()
+        for optimizer in (tables, others):
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    for optimizer in (tables, others):
+        optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.warns(UserWarning, match="nothing compares them with those of the other ranks") as told:
+        step()
+    assert len(told) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (tables, others):
+            optimizer.param_groups[0]["lr"] = 0.125
+        step()
+    for trainer in (first, second):
+        trainer.close()
+
+
 def test_attach_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FRUGAL_SERVICE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
