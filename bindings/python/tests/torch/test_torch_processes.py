@@ -604,9 +604,8 @@ torch.save([refused, *(p.detach().clone() for p in model.parameters())], f"{sys.
 def test_ranks_that_set_other_hyper_parameters_are_refused(controller: Any, tmp_path: Path, how: str) -> None:
     theirs, ours = of_two_ranks(RATES, controller, tmp_path, how)
     assert ours[0][0] == "" and ": rank 1 says" in ours[1][0] and "all ranks must say the same" in ours[1][0]
-    assert {"momentum": "momentum=0.5, rank 0 momentum=0.9", "constant": "lr=0.01, rank 0 lr=0.1;"}.get(how, "rank 0") in (
-        ours[1][0]
-    )
+    values = {"momentum": "momentum=0.5, rank 0 momentum=0.9", "constant": "lr=0.01, rank 0 lr=0.1;"}
+    assert values.get(how, "rank 0") in ours[1][0]
     for expected, mine in zip(theirs, ours):
         for a, b in zip(expected[1:], mine[1:]):
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)

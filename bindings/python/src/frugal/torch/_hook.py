@@ -223,8 +223,8 @@ class _Own(Dict[str, Any]):
     def check_not_given(self) -> None:
         if self.given:
             raise NotImplementedError(
-                f"table {self.anchor.table.name!r}: its state in `optimizer.state` has been given to {self.given}, and a"
-                " table's state cannot be that of two parameters: give a copy of its tensors, or delete it here"
+                f"table {self.anchor.table.name!r}: its state in `optimizer.state` has been given to {self.given}, and"
+                " a table's state cannot be that of two parameters: give a copy of its tensors, or delete it here"
             )
 
     def take_out(self) -> None:
