@@ -782,7 +782,8 @@ def _update(
             state[_STEP] = _Count(count)
     if gradient is not None and factor != 1.0:
         gradient.rescale(factor)
-    return Update(table, gradient, group.with_scale(made, gradient))
+    counted = int(count) + 1 if group.made.by_step else 0
+    return Update(table, gradient, group.with_scale(made, gradient), counted)
 
 
 def _has_moments(state: Dict[str, Any]) -> bool:

@@ -123,13 +123,18 @@ class Load:
 # By table, the hyper-parameters that a rank has for a step of it.
 Said = Dict[str, Dict[str, Any]]
 
+COUNT = "count of steps"
+_OF_COUNT = (COUNT, "lr", "eps", "weight_decay")  # differ where an optimizer has counted other steps
 
-def compare(step: int, rank: int, said: Said, other: int, theirs: Said) -> None:
-    """An error, where two ranks have other hyper-parameters for one step of a table."""
+
+def compare(step: int, rank: int, said: Said, other: int, theirs: Said, counts: bool = True) -> None:
+    """An error, where two ranks have other hyper-parameters for one step of a table. `counts` False: ranks may count
+    their steps alone, of which a warning tells."""
     for name in said.keys() & theirs.keys():
         mine, its = said[name], theirs[name]
-        for what in mine.keys() & its.keys() if mine != its else ():
-            if mine[what] != its[what]:
+        alone = not counts and mine.get(COUNT) != its.get(COUNT)
+        for what in mine if mine != its else ():
+            if what in its and mine[what] != its[what] and not (alone and what in _OF_COUNT):
                 raise ValueError(
                     f"table {name!r}, step {step}: rank {rank} says {what}={mine[what]}, rank {other}"
                     f" {what}={its[what]}; all ranks must say the same"
@@ -181,7 +186,7 @@ class Board:
             theirs = os.pread(file, length, _NONCE + _HEAD.size)
             if theirs != written:
                 try:
-                    compare(step, self._rank, said, other, _read(theirs))
+                    compare(step, self._rank, said, other, _read(theirs), counts=False)
                 except ValueError:
                     self.forget()
                     raise

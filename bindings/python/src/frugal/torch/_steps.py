@@ -734,7 +734,7 @@ class Steps:
         """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing:
         so are steps of `others`, which are made between what this one pushes and its end."""
         with self.lock:
-            for table, _, optimizer in updates:
+            for table, _, optimizer, _ in updates:
                 if optimizer is not table.optimizer:
                     table.choose(optimizer)
             if not self.open:
@@ -742,7 +742,7 @@ class Steps:
             pushing = False
             try:
                 some = [update for update in updates if update.gradient is not None and update.gradient.parts]
-                for table, gradient, optimizer in updates if self.world_size > 1 else ():
+                for table, gradient, optimizer, _ in updates if self.world_size > 1 else ():
                     # Another rank sets what this one, which has no gradient, does not.
                     if not (gradient is not None and gradient.parts) and optimizer != table.optimizer:
                         table.left_out = True
@@ -750,7 +750,7 @@ class Steps:
                     self._say(updates)
                 if some and not skip:
                     ops, alive = _pushes(some)
-                    for table, _, optimizer in some:
+                    for table, _, optimizer, _ in some:
                         if optimizer is not table.optimizer or table.left_out:
                             table.change(optimizer, self.next)
                     pushing = True
@@ -776,13 +776,13 @@ class Steps:
             self._has_board = True
             if _ranks.are_told(self.rank, self.world_size) and hasattr(os, "memfd_create"):
                 self._board = _ranks.Board(str(self.trainer.engine.service), self.rank, self.world_size)
-        now = [(u.table, u.optimizer, bool(u.gradient.parts)) for u in updates if u.gradient is not None]
+        now = [(u.table, u.optimizer, bool(u.gradient.parts), u.counted) for u in updates if u.gradient is not None]
         before, said, written = self._said
         if now != before:
-            groups: Dict[Tuple[frugal.Optimizer, bool], List[str]] = {}
-            for table, optimizer, whole in now:
-                groups.setdefault((optimizer, whole), []).append(table.name)
-            each = [(_numbers(optimizer, whole), names) for (optimizer, whole), names in groups.items()]
+            groups: Dict[Tuple[frugal.Optimizer, bool, int], List[str]] = {}
+            for table, optimizer, whole, counted in now:
+                groups.setdefault((optimizer, whole, counted), []).append(table.name)
+            each = [(_numbers(*what), names) for what, names in groups.items()]
             said, written = {name: numbers for numbers, names in each for name in names}, _ranks.write(each)
             self._said = now, said, written
             if before and self._board is None and self.trainer.engine.service:
@@ -1043,6 +1043,7 @@ class Update(NamedTuple):
     table: Table
     gradient: Optional[Gradient]
     optimizer: frugal.Optimizer  # of this step; without the gradient's factor
+    counted: int = 0  # the step of the table that this is under torch's optimizer, from 1; 0: what it is does not say
 
 
 def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
@@ -1050,7 +1051,7 @@ def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
     another thread's backward sums what a table's gradient holds. The factor that a table's gradients share is its
     optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
-    for _, gradient, _ in updates:
+    for _, gradient, *_ in updates:
         if gradient is not None:
             common = gradient.common()
             for part in gradient.parts:
@@ -1072,9 +1073,9 @@ def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.
     return dataclasses.replace(optimizer, grad_scale=optimizer.grad_scale * gradient.common(), clip_value=clip)
 
 
-def _numbers(optimizer: frugal.Optimizer, whole: bool) -> Dict[str, Any]:
-    """What ranks must say alike. `whole`: this one has a gradient, and its factor."""
-    numbers: Dict[str, Any] = {"optimizer": type(optimizer).__name__}
+def _numbers(optimizer: frugal.Optimizer, whole: bool, count: int) -> Dict[str, Any]:
+    """What ranks must say alike. `whole`: this one has a gradient, and its factor. `count`: see Update."""
+    numbers: Dict[str, Any] = {"optimizer": type(optimizer).__name__, _ranks.COUNT: count}
     for field in dataclasses.fields(optimizer):
         if whole or field.name not in ("grad_scale", "clip_value"):
             numbers[field.name] = float(getattr(optimizer, field.name))
