@@ -550,6 +550,67 @@ def test_a_function_of_a_caller_s_trains_what_ranks_share(controller: Any, tmp_p
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+# Ranks that do not set the same: of the steps 0, 1, ..., in the last one. The rank that comes later is refused, and can
+# step when it has set what the other one has.
+RATES = """
+torch.manual_seed(0)
+model = torch.nn.ModuleList([modules.Embedding(6, 4), modules.EmbeddingBag(6, 4, mode="sum"), torch.nn.Linear(4, 1)])
+model.forward = lambda keys: model[2](model[0](keys) + model[1](keys[:, None]))
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+how = sys.argv[4]
+if how.startswith("Adam"):
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+else:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+group = optimizer.param_groups[0]
+def step(first):
+    optimizer.zero_grad()
+    ddp(torch.tensor([1, 2, 3 + rank])).square().sum().backward()
+    for each in (first, 1 - first) if number else (rank,):  # the first step takes both ranks
+        if rank == each:
+            optimizer.step()
+        dist.barrier()
+for number in range(4):
+    if how == "schedule":
+        group["lr"] = 0.1 / (number + 1)
+    step(number % 2)
+refused = ""
+if rank == 1 and modules is not torch.nn:
+    others = {name: group[name] for name in ("lr", "momentum", "betas") if name in group}
+    if how == "momentum":
+        group["momentum"] = 0.5
+    elif how == "Adam's betas":
+        group["betas"] = 0.5, 0.999
+    else:
+        group["lr"] = 0.01
+    real, optimizer.step = optimizer.step, lambda: None
+    step(0)
+    optimizer.step = real
+    try:
+        optimizer.step()
+    except ValueError as error:
+        refused = str(error)
+    group.update(others)
+    optimizer.step()
+else:
+    step(0)
+step(1)
+dist.barrier()
+torch.save([refused, *(p.detach().clone() for p in model.parameters())], f"{sys.argv[3]}/{sys.argv[2]}{rank}")
+"""
+
+
+@pytest.mark.parametrize("how", ["constant", "schedule", "momentum", "Adam's rate", "Adam's betas"])
+def test_ranks_that_set_other_hyper_parameters_are_refused(controller: Any, tmp_path: Path, how: str) -> None:
+    theirs, ours = of_two_ranks(RATES, controller, tmp_path, how)
+    assert ours[0][0] == "" and ": rank 1 says" in ours[1][0] and "all ranks must say the same" in ours[1][0]
+    values = {"momentum": "momentum=0.5, rank 0 momentum=0.9", "constant": "lr=0.01, rank 0 lr=0.1;"}
+    assert values.get(how, "rank 0") in ours[1][0]
+    for expected, mine in zip(theirs, ours):
+        for a, b in zip(expected[1:], mine[1:]):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
 # One rank in turn has a gradient of a table. It is multiplied, and the learning rate goes back and forth.
 IN_TURN = """
 torch.manual_seed(0)
@@ -859,6 +920,63 @@ def test_ranks_of_several_engines_share_tables(controller: Any) -> None:
     assert torch.equal(third.weight, saved["weight"] * 2)
     with pytest.raises(ValueError, match="all must say the same"):
         attached(controller.address, 1, lr=0.25)
+
+
+def test_what_ranks_say_is_compared_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = getattr(dist, "HashStore")()  # which torch does not export to mypy
+    monkeypatch.setattr(_ranks, "_key", lambda name: (store, name))
+
+    def say(board: _ranks.Board, step: int, **rates: float) -> None:
+        said = {name: {"lr": rate} for name, rate in rates.items()}
+        board.say(step, said, _ranks.write([(numbers, [name]) for name, numbers in said.items()]))
+
+    first, second = [_ranks.Board("here", rank, 3) for rank in range(2)]
+    say(first, 0, a=0.1, b=0.1)
+    say(second, 0, b=0.1)  # of the tables that both have
+    for step in range(1, 3):
+        say(second, step, b=0.2)
+        with pytest.raises(ValueError, match="table 'b', step .: rank 0 says lr=0.1, rank 1 lr=0.2; all ranks must"):
+            say(first, step, a=0.1, b=0.1)
+        say(first, step, a=0.5, b=0.2)
+    say(second, 4, b=0.3)  # another step
+    say(first, 3, a=0.1, b=0.1)
+    say(first, 4, a=0.1, b=0.3)
+    say(first, 5, a=0.1)
+    first.forget()
+    say(second, 5, a=0.2)
+    store.set("said by rank 2 at here", f"{'0' * 32} /dev/null")  # as in another PID namespace
+    with pytest.warns(UserWarning, match="rank 0 cannot read /dev/null of rank 2"):
+        say(first, 6, a=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        say(first, 7, a=0.2)
+
+
+def test_ranks_that_cannot_compare_rates_are_told_once(controller: Any) -> None:
+    (first, bags, tables), (second, more, others) = [attached(controller.address, rank) for rank in range(2)]
+    keys = torch.tensor([[1, 2]])
+
+    def step() -> None:
+        for module in (bags, more):
+            module(keys).sum().backward()
+        for optimizer in (tables, others):
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    for optimizer in (tables, others):
+        optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.warns(UserWarning, match="nothing compares them with those of the other ranks") as told:
+        step()
+    assert len(told) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (tables, others):
+            optimizer.param_groups[0]["lr"] = 0.125
+        step()
+    for trainer in (first, second):
+        trainer.close()
 
 
 def test_attach_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,28 @@ def test_a_state_that_is_kept_goes_along(make: Any, to: str) -> None:
     check(kept, make, to)
 
 
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("to", ["table", "layer", "another optimizer"])
+def test_a_state_is_not_that_of_two_parameters(make: Any, to: str) -> None:
+    modules, head = tables(ft.Embedding), torch.nn.Linear(DIM, ROWS, bias=False)
+    first, second = [module.weight for module in modules]
+    optimizer, other = [make([first, second, head.weight]) for _ in range(2)]
+    train(optimizer, *modules)
+    if to == "another optimizer":
+        other.state[second] = optimizer.state[first]
+        train(other, modules[1])
+    else:
+        optimizer.state[head.weight if to == "layer" else second] = optimizer.state[first]
+        train(optimizer, head if to == "layer" else modules[1])
+    before = first.detach().clone()
+    with pytest.raises(NotImplementedError, match="cannot be that of two parameters"):
+        train(optimizer, modules[0], steps=1)
+    assert torch.equal(first, before)
+    del optimizer.state[first]
+    train(optimizer, modules[0])
+    assert not torch.equal(first, before)
+
+
 # --- exchanges with what is no table's ---
 
 

@@ -86,6 +86,7 @@ class _Own(Dict[str, Any]):
         self.shown: Dict[str, TensorWeakRef] = {}  # by name, what a caller may have read and kept
         self.new: Optional[float] = None  # what all rows have until the first step
         self.lost = False  # another optimizer has stepped the table, and what this had of the rows is nowhere
+        self.given = ""  # what else has got this state; the two would share it
         for name, value in has.items():  # what is kept of another's state that has come here
             seen = _seen(value)
             if seen is not None and seen.own is None:
@@ -212,6 +213,19 @@ class _Own(Dict[str, Any]):
             if seen is not None and seen.own is self:
                 seen.own = None  # until another has it
         return found
+
+    def give(self, to: torch.Tensor, state: Dict[str, Any]) -> None:
+        """Another parameter has this state from now on. Where this one is still its table's, no step can be of both."""
+        self.given = f"table {to.table.name!r}" if isinstance(to, Anchor) else f"a parameter of {tuple(to.shape)}"
+        self.update({name: value for name, value in state.items() if name != _STEP})
+        self._let_go()
+
+    def check_not_given(self) -> None:
+        if self.given:
+            raise NotImplementedError(
+                f"table {self.anchor.table.name!r}: its state in `optimizer.state` has been given to {self.given}, and"
+                " a table's state cannot be that of two parameters: give a copy of its tensors, or delete it here"
+            )
 
     def take_out(self) -> None:
         """What the table has of the rows is here from now on, and no longer the table's."""
@@ -645,8 +659,9 @@ def _bring_home(optimizer: torch.optim.Optimizer) -> None:
     states = optimizer.state
     moved = [(to, own) for to, own in states.items() if type(own) is _Own and own.anchor is not to]
     found = [own.for_another() for _, own in moved]  # before any is another's
-    for (to, _), state in zip(moved, found):
+    for (to, own), state in zip(moved, found):
         states[to] = state
+        own.give(to, state)
 
 
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
@@ -767,7 +782,8 @@ def _update(
             state[_STEP] = _Count(count)
     if gradient is not None and factor != 1.0:
         gradient.rescale(factor)
-    return Update(table, gradient, group.with_scale(made, gradient))
+    counted = int(count) + 1 if group.made.by_step else 0
+    return Update(table, gradient, group.with_scale(made, gradient), counted)
 
 
 def _has_moments(state: Dict[str, Any]) -> bool:
@@ -778,6 +794,7 @@ def _has_moments(state: Dict[str, Any]) -> bool:
 def _settle(optimizer: torch.optim.Optimizer, table: Table, state: _Own, made: frugal.Optimizer) -> None:
     """The table has this state of its rows when an optimizer steps it. What it had of another goes aside. Where there
     is none, it is that of new rows, as PyTorch's optimizers begin."""
+    state.check_not_given()
     holder = table.holder()
     if holder is not None and (holder is not state or (state.is_in_table() and not table.is_of(made))):
         # (Its own, where a group's momentum is 0 from now on: PyTorch's buffers stay as they are meanwhile.)

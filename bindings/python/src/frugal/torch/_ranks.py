@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import time
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import (
+    TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple,
+)  # fmt: skip
 
 import torch
 
@@ -113,6 +118,113 @@ class Load:
                 f"the state that rank {rank} has loaded lacks table {self._table!r}, and that of rank {self._rank} has"
                 " it: load the same state on all ranks"
             )
+
+
+# By table, the hyper-parameters that a rank has for a step of it.
+Said = Dict[str, Dict[str, Any]]
+
+COUNT = "count of steps"
+_OF_COUNT = (COUNT, "lr", "eps", "weight_decay")  # differ where an optimizer has counted other steps
+
+
+def compare(step: int, rank: int, said: Said, other: int, theirs: Said, counts: bool = True) -> None:
+    """An error, where two ranks have other hyper-parameters for one step of a table. `counts` False: ranks may count
+    their steps alone, of which a warning tells."""
+    for name in said.keys() & theirs.keys():
+        mine, its = said[name], theirs[name]
+        alone = not counts and mine.get(COUNT) != its.get(COUNT)
+        for what in mine if mine != its else ():
+            if what in its and mine[what] != its[what] and not (alone and what in _OF_COUNT):
+                raise ValueError(
+                    f"table {name!r}, step {step}: rank {rank} says {what}={mine[what]}, rank {other}"
+                    f" {what}={its[what]}; all ranks must say the same"
+                )
+
+
+_NONCE = 32  # bytes, by which a file is known
+_HEAD = struct.Struct("<QQQ")  # a step, how often what is said has changed, and its bytes, which come after this
+_NO_STEP = 2**64 - 1
+
+
+class Board:
+    """Where ranks in processes compare what each says of a step. Each rank has a file without a name, which it alone
+    writes, and reads those of the others: a step asks no server."""
+
+    def __init__(self, service: str, rank: int, size: int) -> None:
+        self._rank = rank
+        self._said = b""
+        self._version = 0
+        self._files: Dict[int, int] = {}  # of the others, by rank
+        self._alike: Dict[int, Tuple[int, int]] = {}  # by rank, its version, and which of this one's says the same
+        keys = {each: _key(f"said by rank {each} at {service}") for each in range(size)}
+        store, key = keys.pop(rank)
+        self._missing = keys
+        self._own = os.memfd_create("frugal_torch_said")
+        nonce = os.urandom(_NONCE // 2).hex()
+        os.pwrite(self._own, nonce.encode() + _HEAD.pack(_NO_STEP, 0, 0), 0)
+        store.set(key, f"{nonce} /proc/{os.getpid()}/fd/{self._own}")
+
+    def __del__(self) -> None:
+        for file in [self._own, *self._files.values()]:
+            os.close(file)
+
+    def say(self, step: int, said: Said, written: bytes) -> None:
+        """An error, where a rank that has come to this step says something else. `written`: what is said, as `write`
+        makes it."""
+        if written != self._said:
+            self._said = written
+            self._version += 1
+            os.pwrite(self._own, written, _NONCE + _HEAD.size)
+        os.pwrite(self._own, _HEAD.pack(step, self._version, len(written)), _NONCE)
+        # A rank that comes at the same time sees this one: each writes before it reads.
+        if self._missing:
+            self._find()
+        for other, file in self._files.items():
+            their_step, version, length = _HEAD.unpack(os.pread(file, _HEAD.size, _NONCE))
+            if their_step != step or self._alike.get(other) == (version, self._version):
+                continue
+            theirs = os.pread(file, length, _NONCE + _HEAD.size)
+            if theirs != written:
+                try:
+                    compare(step, self._rank, said, other, _read(theirs), counts=False)
+                except ValueError:
+                    self.forget()
+                    raise
+            self._alike[other] = version, self._version
+
+    def forget(self) -> None:
+        """The step was undone."""
+        os.pwrite(self._own, _HEAD.pack(_NO_STEP, 0, 0), _NONCE)
+
+    def _find(self) -> None:
+        for other, (store, key) in list(self._missing.items()):
+            if not store.check([key]):
+                continue  # it has made no step
+            del self._missing[other]
+            nonce, path = store.get(key).decode().split(" ", 1)
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                file = -1
+            if file < 0 or os.pread(file, _NONCE, 0) != nonce.encode():
+                if file >= 0:
+                    os.close(file)
+                warnings.warn(
+                    f"rank {self._rank} cannot read {path} of rank {other}, as in another PID namespace: learning rates"
+                    " of the two are not compared, and all ranks must set the same",
+                    stacklevel=2,
+                )
+                continue
+            self._files[other] = file
+
+
+def write(groups: Iterable[Tuple[Dict[str, Any], Sequence[str]]]) -> bytes:
+    """What is said of tables, of which some have the same hyper-parameters."""
+    return json.dumps(list(groups)).encode()
+
+
+def _read(written: bytes) -> Said:
+    return {name: numbers for numbers, names in json.loads(written) for name in names}
 
 
 def meet(name: str, size: int, tell: Callable[[], None], load: Optional[Load] = None) -> None:

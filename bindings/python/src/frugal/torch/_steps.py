@@ -438,7 +438,7 @@ class Shared:
         self._lock: Any = threading.RLock()
         self._optimizers: Dict[str, frugal.Optimizer] = {}
         self._made: Dict[str, Optional[int]] = {}  # tables of modules here, and the step that was committed last then
-        self._said: Dict[int, Dict[int, Dict[str, Dict[str, float]]]] = {}  # by step, rank, table
+        self._said: Dict[int, Dict[int, _ranks.Said]] = {}  # by step and rank
 
     def knows(self, name: str) -> bool:
         """Whether a module of some rank here has the table."""
@@ -465,21 +465,16 @@ class Shared:
         with self._lock:
             return self._made[name]
 
-    def say(self, step: int, rank: int, tables: Dict[str, Dict[str, float]]) -> None:
+    def say(self, step: int, rank: int, said: _ranks.Said) -> None:
         """Hyper-parameters that a rank wants for a step: those of the other ranks."""
         with self._lock:
             for old in [number for number in self._said if number < step - 1]:
                 del self._said[old]  # committed
             ranks = self._said.setdefault(step, {})
             for other, theirs in ranks.items():
-                for name in tables.keys() & theirs.keys() if other != rank else ():
-                    for what, value in tables[name].items():
-                        if value != theirs[name][what]:
-                            raise ValueError(
-                                f"table {name!r}, step {step}: rank {rank} says {what}={value}, rank {other}"
-                                f" {what}={theirs[name][what]}; all ranks must say the same"
-                            )
-            ranks[rank] = tables
+                if other != rank:
+                    _ranks.compare(step, rank, said, other, theirs)
+            ranks[rank] = said
 
     def forget(self, step: int, rank: int) -> None:
         """The rank's step was undone."""
@@ -511,7 +506,11 @@ class Steps:
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self.trials: Dict[Any, Any] = {}  # what Lookaheads have found about the loop of now
         self._interrupted = False
-        self._told_of_wait = self._told_of_part = False
+        self._told_of_wait = self._told_of_part = self._told_of_rates = False
+        # What this rank has said last, of which tables' optimizers, and where ranks in processes compare it.
+        self._said: Tuple[List[Any], _ranks.Said, bytes] = [], {}, b""
+        self._board: Optional[_ranks.Board] = None
+        self._has_board = False  # or has found that there can be none
         self.muted: Optional[bool] = None  # in `muting`: whether another rank writes for this one
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
@@ -735,7 +734,7 @@ class Steps:
         """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing:
         so are steps of `others`, which are made between what this one pushes and its end."""
         with self.lock:
-            for table, _, optimizer in updates:
+            for table, _, optimizer, _ in updates:
                 if optimizer is not table.optimizer:
                     table.choose(optimizer)
             if not self.open:
@@ -743,16 +742,15 @@ class Steps:
             pushing = False
             try:
                 some = [update for update in updates if update.gradient is not None and update.gradient.parts]
-                for table, gradient, optimizer in updates if self.world_size > 1 else ():
+                for table, gradient, optimizer, _ in updates if self.world_size > 1 else ():
                     # Another rank sets what this one, which has no gradient, does not.
                     if not (gradient is not None and gradient.parts) and optimizer != table.optimizer:
                         table.left_out = True
+                if self.world_size > 1 and not skip:
+                    self._say(updates)
                 if some and not skip:
-                    if self.world_size > 1:
-                        said = {u.table.name: _numbers(u.optimizer) for u in some}
-                        self.shared.say(self.next, self.rank, said)
                     ops, alive = _pushes(some)
-                    for table, _, optimizer in some:
+                    for table, _, optimizer, _ in some:
                         if optimizer is not table.optimizer or table.left_out:
                             table.change(optimizer, self.next)
                     pushing = True
@@ -770,6 +768,45 @@ class Steps:
                 if self.open and pushing:
                     self._abort()
                 raise
+
+    def _say(self, updates: Sequence["Update"]) -> None:
+        """An error, where this rank and another have other hyper-parameters for the step. The engine takes those that
+        come last."""
+        if not self._has_board:
+            self._has_board = True
+            if _ranks.are_told(self.rank, self.world_size) and hasattr(os, "memfd_create"):
+                self._board = _ranks.Board(str(self.trainer.engine.service), self.rank, self.world_size)
+        now = [(u.table, u.optimizer, bool(u.gradient.parts), u.counted) for u in updates if u.gradient is not None]
+        before, said, written = self._said
+        if now != before:
+            groups: Dict[Tuple[frugal.Optimizer, bool, int], List[str]] = {}
+            for table, optimizer, whole, counted in now:
+                groups.setdefault((optimizer, whole, counted), []).append(table.name)
+            each = [(_numbers(*what), names) for what, names in groups.items()]
+            said, written = {name: numbers for numbers, names in each for name in names}, _ranks.write(each)
+            self._said = now, said, written
+            if before and self._board is None and self.trainer.engine.service:
+                self._tell_of_rates()
+        self.shared.say(self.next, self.rank, said)
+        if self._board is not None:
+            self._board.say(self.next, said, written)
+
+    def _tell_of_rates(self) -> None:
+        """One warning, where ranks in processes have no way to compare what they say."""
+        if not self._told_of_rates:
+            self._told_of_rates = True
+            warnings.warn(
+                f"rank {self.rank} changes hyper-parameters of tables, and nothing compares them with those of the"
+                " other ranks, which torch.distributed does not know: set the same on all ranks, or call"
+                " init_process_group() before the first step",
+                stacklevel=2,
+            )
+
+    def _forget(self) -> None:
+        """The step was undone."""
+        self.shared.forget(self.next, self.rank)
+        if self._board is not None:
+            self._board.forget()
 
     def read(self, ops: Sequence[bytes]) -> Moment:
         """Reads rows and changes nothing. Returns when."""
@@ -977,7 +1014,7 @@ class Steps:
 
     def _abort(self) -> None:
         self._tried(self.trainer.step_abort)
-        self.shared.forget(self.next, self.rank)
+        self._forget()
         self.open = False
 
     def _tried(self, call: Callable[..., None], *args: Any) -> None:
@@ -989,7 +1026,7 @@ class Steps:
         except (frugal.StepAborted, frugal.NotInStep, frugal.PeerLost):
             # Undone, by another rank, with a process that was lost, or by a call past this object: the step after the
             # last committed one is begun again.
-            self.shared.forget(self.next, self.rank)
+            self._forget()
             self.open = False
             try:
                 committed = self.trainer.engine.committed_step()
@@ -1006,6 +1043,7 @@ class Update(NamedTuple):
     table: Table
     gradient: Optional[Gradient]
     optimizer: frugal.Optimizer  # of this step; without the gradient's factor
+    counted: int = 0  # the step of the table that this is under torch's optimizer, from 1; 0: what it is does not say
 
 
 def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
@@ -1013,7 +1051,7 @@ def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
     another thread's backward sums what a table's gradient holds. The factor that a table's gradients share is its
     optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
-    for _, gradient, _ in updates:
+    for _, gradient, *_ in updates:
         if gradient is not None:
             common = gradient.common()
             for part in gradient.parts:
@@ -1035,8 +1073,13 @@ def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.
     return dataclasses.replace(optimizer, grad_scale=optimizer.grad_scale * gradient.common(), clip_value=clip)
 
 
-def _numbers(optimizer: frugal.Optimizer) -> Dict[str, float]:
-    return {name: float(value) for name, value in dataclasses.asdict(optimizer).items()}
+def _numbers(optimizer: frugal.Optimizer, whole: bool, count: int) -> Dict[str, Any]:
+    """What ranks must say alike. `whole`: this one has a gradient, and its factor. `count`: see Update."""
+    numbers: Dict[str, Any] = {"optimizer": type(optimizer).__name__, _ranks.COUNT: count}
+    for field in dataclasses.fields(optimizer):
+        if whole or field.name not in ("grad_scale", "clip_value"):
+            numbers[field.name] = float(getattr(optimizer, field.name))
+    return numbers
 
 
 def _exists(engine: frugal.Engine, name: str) -> bool:
