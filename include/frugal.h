@@ -1777,7 +1777,7 @@ FRUGAL_API int32_t frugal_checkpoint_wait(const frugal_engine *engine, uint64_t 
 FRUGAL_API int32_t frugal_checkpoint_cancel(frugal_engine *engine, uint64_t number);
 
 /* Reports whether the step that the rank is inside of will be a checkpoint.
- * It will if its number was named, or if a checkpoint was due by itself (frugal_folder_config) when
+ * It will if a call has named it, or if a checkpoint was due by itself (frugal_folder_config) when
  * the first rank began the step and none was being written. All ranks get the same result, unless
  * a call names the step when ranks are inside of it.
  *

@@ -96,8 +96,11 @@ Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
   if (status != FRUGAL_OK) {
     const KeepError keep_error;
     close();
+    return status;
   }
-  return status;
+  Lock lock(mu_);
+  accepting_ = true;
+  return FRUGAL_OK;
 }
 
 Status Checkpoints::close() {
@@ -108,6 +111,7 @@ Status Checkpoints::close() {
     if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
       return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
                   static_cast<unsigned long long>(number_));
+    accepting_ = false;
     wanted_.store(kNoStep);
     scheduled_.store(false);
     state_ = State::kIdle;
@@ -170,7 +174,7 @@ Status Checkpoints::request(const frugal_checkpoint_config& config, uint64_t* nu
     }
   } end_phase{of_.phase, now};
   Lock mine(mu_);
-  if (!to_.folder)
+  if (!accepting_)
     return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
   FRUGAL_TRY(to_.folder->may_write());
   const uint64_t last = of_.ranks.committed();
@@ -277,7 +281,7 @@ void Checkpoints::beginning(uint64_t step) noexcept {
   if (!scheduled_.load(std::memory_order_relaxed)) return;
   Lock lock(mu_);
   if (schedule_.next_step == kNoStep) schedule_.next_step = step;
-  if (state_ != State::kIdle || !to_.folder || !schedule_.due(step)) return;
+  if (state_ != State::kIdle || !accepting_ || !schedule_.due(step)) return;
   const KeepError keep_error;
   if (to_.folder->may_write() == FRUGAL_OK) begin(step, "", true);
 }
@@ -373,6 +377,8 @@ void Checkpoints::main() {
     if (status == FRUGAL_OK) {
       kept_.add();
       for (const TableRef& t : tables) t->tracked->files.clean();
+    } else if (manifest.blob_bytes > 0) {
+      to_.folder->remove(blob_name(manifest.sequence).c_str());
     }
     span.more(count(tables, manifest, status == FRUGAL_OK));
     blobs.reset();

@@ -115,6 +115,7 @@ class Checkpoints {
 
   Mutex mu_;
   Condition changed_;
+  bool accepting_ GUARDED_BY(mu_) = false;  // a folder is open, and no call opens or closes it
   State state_ GUARDED_BY(mu_) = State::kIdle;
   bool by_itself_ GUARDED_BY(mu_) = false;  // the present one; no call has asked for it
   uint64_t number_ GUARDED_BY(mu_) = 0;     // of the present checkpoint, or the last one

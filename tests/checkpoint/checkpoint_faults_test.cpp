@@ -129,6 +129,11 @@ void one_fault(const Fault& fault, int64_t n, bool* more, Seen* seen) {
         check(status);
         ++seen->failed_checkpoints;
       }
+      if (opened && job.checkpoints().folder()->may_write() == FRUGAL_OK && status != FRUGAL_OK &&
+          !fault.forever) {
+        // Nothing of it stays, though no other checkpoint has been written since.
+        EXPECT_EQ(files_in(path), files_that_belong(path));
+      }
       if (opened && job.checkpoints().folder()->may_write()) {
         const std::string said = LastMessage();
         if (first_failure.empty()) first_failure = said;
