@@ -129,7 +129,7 @@ _OF_COUNT = (COUNT, "lr", "eps", "weight_decay")  # differ where an optimizer ha
 
 def compare(step: int, rank: int, said: Said, other: int, theirs: Said, counts: bool = True) -> None:
     """An error, where two ranks have other hyper-parameters for one step of a table. `counts` False: ranks may count
-    their steps alone, of which a warning tells."""
+    their steps alone, and there is a warning."""
     for name in said.keys() & theirs.keys():
         mine, its = said[name], theirs[name]
         alone = not counts and mine.get(COUNT) != its.get(COUNT)
