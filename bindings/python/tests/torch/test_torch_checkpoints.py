@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -91,7 +92,7 @@ class Run:
     def step(self, i: int) -> float:
         keys = torch.randint(1, ROWS - 1, (6, 3), generator=torch.Generator().manual_seed(i))
         loss = torch.nn.functional.cross_entropy(self.model(keys), keys[:, 2])
-        loss.backward()
+        torch.autograd.backward(loss)
         *optimizers, scheduler = self.parts
         for optimizer in optimizers:
             optimizer.step()
@@ -319,7 +320,7 @@ def test_a_weight_of_torch_takes_its_place_as_before(folder: Path) -> None:
 
 
 def test_states_that_no_table_has_are_saved_as_they_are(folder: Path) -> None:
-    """Loaded and not settled, new, put aside, and a caller's own entry."""
+    """Loaded and not taken in, new, put aside, and a caller's own entry."""
 
     def world() -> Tuple[Any, Any, List[Any]]:
         checkpoints, model, adam = plain(folder, bags("a", "b"))
@@ -370,7 +371,7 @@ def test_lookahead_goes_on_over_a_checkpoint(folder: Path) -> None:
                 ticket = checkpoints.save(model, optimizer, extra=i + 1)
         if save_at:
             ticket.wait()
-        rows = model["a"].weight.detach().clone()
+        rows: torch.Tensor = model["a"].weight.detach().clone()
         checkpoints._engine.close()
         return rows
 
@@ -403,6 +404,7 @@ def test_only_plain_types_are_saved(folder: Path) -> None:
     checkpoints, model, optimizer = plain(folder, bags("a"))
     checkpoints.load(model, optimizer)
     train(model, optimizer)
+    extra: Any
     for extra, where in (
         ({"x": [1, numpy.zeros(2)]}, r"extra\['x'\]\[1\] is a numpy.ndarray"),
         ({folder: 1}, r"a key of extra is a pathlib"),
@@ -521,7 +523,8 @@ def test_a_killed_process_goes_on(folder: Path, tmp_path: Path) -> None:
     program.write_text(PROGRAM)
 
     def run(where: str, kill: int, seed: int) -> str:
-        assert forked.run([str(program), where, str(kill), str(seed), str(out)], [dict(os.environ)]) == [-9 if kill else 0]
+        arguments = [str(program), where, str(kill), str(seed), str(out)]
+        assert forked.run(arguments, [dict(os.environ)]) == [-9 if kill else 0]
         return "" if kill else out.read_text()
 
     _, whole = run("", 0, 1).split("\n", 1)
@@ -530,3 +533,16 @@ def test_a_killed_process_goes_on(folder: Path, tmp_path: Path) -> None:
     assert begin == "20" and again == whole
     (_, last) = frugal.checkpoints(folder)
     assert last.step == 39  # for which the exit has waited
+
+
+def test_the_guide_s_recipe_resumes(tmp_path: Path) -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
+    _, recipe = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(
+        "import os, sys\nos.chdir(sys.argv[1])\n" + recipe + "open('out', 'a').write(f'{begin} {loss.item()}\\n')\n"
+    )
+    for _ in range(2):
+        assert forked.run([str(program), str(tmp_path)], [dict(os.environ)]) == [0]
+    first, second = out.read_text().splitlines()
+    assert first.split()[0] == "0" and second.split()[0] == "200" and first.split()[1] == second.split()[1]

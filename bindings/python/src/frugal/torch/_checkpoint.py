@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _FORMAT, _VERSION = b"frugal.torch\n", 1
 _UNSUPPORTED, _TOO_NEW = _abi.STATUS["FRUGAL_ERR_UNSUPPORTED"], _abi.STATUS["FRUGAL_ERR_TOO_NEW"]
-_PAUSE = 0.001  # seconds between two looks at what a GPU has not finished
+_PAUSE = 0.001  # seconds between two questions whether a GPU has finished
 
 
 class Checkpoints:
@@ -81,7 +81,7 @@ class Checkpoints:
             if found is not None and state is not None:
                 self.restored = engine.restore(number=found.number)
                 self._shared.restored = {name: _restored(table) for name, table in state["tables"].items()}
-                self._shared.unloaded = True
+                _steps.unloaded.append(self._shared)
         except BaseException:
             if self._own:
                 _default.close_engine()
@@ -157,7 +157,7 @@ class Checkpoints:
         self._loaded, self._state = True, None
         # A module that is made from here on finds a table that was restored as one that exists.
         self._shared.restored.clear()
-        self._shared.unloaded = False
+        _steps.unloaded.remove(self._shared)
         return state["extra"]
 
     def wait(self, timeout: Optional[float] = None) -> Optional[frugal.CheckpointInfo]:

@@ -652,7 +652,7 @@ def _bring_home(optimizer: torch.optim.Optimizer) -> None:
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
     if known.hidden:
         _show(known)  # of a step that has failed
-    for entry in known.entries:
+    for entry in known.entries if _steps.unloaded else ():
         check_loaded(entry.table.steps.shared)
     if _usual.step(optimizer, known):
         if kept:
@@ -998,7 +998,7 @@ def load_without_tables(optimizer: torch.optim.Optimizer, saved: Dict[str, Any])
     groups, kind = saved["groups"], type(optimizer).__name__
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(f"{kind} was saved with {len(groups)} groups, and has {len(optimizer.param_groups)}")
-    # As torch's would be of the parameters of now: those that are no tables are told by their order, tables by name.
+    # As torch's would be of the parameters of now: tables are found by name, the others by their order.
     state, packed, found = {}, [], {}
     for i, (group, was) in enumerate(zip(optimizer.param_groups, groups)):
         dense = [p for p in group["params"] if not isinstance(p, Anchor)]

@@ -246,7 +246,7 @@ class Table:
     def awaits_load(self) -> bool:
         """Whether it has the rows of a checkpoint of which the rest is to come by Checkpoints.load(). What is written
         before, as initial rows by torch.nn.init, a load would overwrite: it is dropped."""
-        return self.was_restored and self.steps.shared.unloaded
+        return self.was_restored and self.steps.shared in unloaded
 
     @contextlib.contextmanager
     def uncounted(self, uncounted: bool) -> Iterator[None]:
@@ -468,7 +468,6 @@ class Shared:
         self._made: Dict[str, Optional[int]] = {}  # tables of modules here, and the step that was committed last then
         self._said: Dict[int, Dict[int, Dict[str, Dict[str, float]]]] = {}  # by step, rank, table
         self.restored: Dict[str, Restored] = {}  # tables that no module has opened yet
-        self.unloaded = False  # there is a checkpoint that Checkpoints.load() has not loaded
 
     def knows(self, name: str) -> bool:
         """Whether a module of some rank here has the table."""
@@ -1098,9 +1097,12 @@ _counter: Iterator[int] = itertools.count()
 _steps_lock = threading.RLock()
 
 
+unloaded: List[Shared] = []  # of engines with a checkpoint that Checkpoints.load() has not loaded
+
+
 def check_loaded(shared: Shared) -> None:
     """An error for a step before Checkpoints.load()."""
-    if shared.unloaded:
+    if shared in unloaded:
         raise RuntimeError(
             "the tables are those of a checkpoint, and the rest of it is not loaded: call load() of"
             " frugal.torch.Checkpoints before the first step"
