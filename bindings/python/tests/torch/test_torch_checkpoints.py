@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import re
@@ -79,7 +80,7 @@ class Run:
 
     def __init__(self, kind: str, folder: Optional[Path], seed: int = 1) -> None:
         torch.manual_seed(seed)
-        self.engine = frugal.Engine(seed=1, timeout=30)
+        self.engine = frugal.Engine(seed=1)
         self.checkpoints = None if folder is None else ft.Checkpoints(folder, engine=self.engine)
         self.model = Model(self.engine.create_trainer(), OURS.get(kind))
         self.parts = KINDS[kind](self.model)
@@ -196,7 +197,7 @@ def test_no_row_is_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def plain(folder: Path, make: Callable[[frugal.Trainer], Any], kind: Any = torch.optim.Adam) -> Tuple[Any, Any, Any]:
-    engine = frugal.Engine(seed=1, timeout=30)
+    engine = frugal.Engine(seed=1)
     checkpoints = ft.Checkpoints(folder, engine=engine)
     model = make(engine.create_trainer())
     optimizer = kind(model.parameters(), lr=0.1)
@@ -267,13 +268,52 @@ def test_what_is_missing_is_named(saved: Path) -> None:
         load(bags("a", "b", "c"))
 
 
-def test_a_new_table_begins_and_the_others_go_on(saved: Path) -> None:
-    checkpoints, model, optimizer = plain(saved, bags("c", "a", "b"))
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+def test_a_new_table_begins_and_the_others_go_on(folder: Path, kind: Any) -> None:
+    checkpoints, model, optimizer = plain(folder, bags("a", "b"), kind)
+    train(model, optimizer)
+    step = optimizer.state[model["a"].weight]["step"]
+    checkpoints.save(model, optimizer).wait()
+    checkpoints._engine.close()
+    checkpoints, model, optimizer = plain(folder, bags("c", "a", "b"), kind)
     with pytest.warns(UserWarning, match="lacks"):
         checkpoints.load(model, optimizer)
-    assert [int(optimizer.state[model[name].weight].get("step", 0)) for name in "abc"] == [1, 1, 0]
+    states = [optimizer.state[model[name].weight] for name in "abc"]
+    assert same(states[0]["step"], step) and type(states[0]["step"]) is type(step)
+    assert [int(state.get("step", 0)) for state in states] == [1, 1, 0]
+    assert ("sum" in states[2]) == (kind is torch.optim.Adagrad)  # which makes it before the first step
     train(model, optimizer)
     assert [int(optimizer.state[model[name].weight]["step"]) for name in "abc"] == [2, 2, 1]
+    checkpoints._engine.close()
+
+
+def test_an_optimizer_that_went_back_counts_its_own_steps(folder: Path) -> None:
+    def world() -> Tuple[Any, Any, Any]:
+        checkpoints, model, _ = plain(
+            folder, lambda trainer: ft.EmbeddingBag(8, 2, trainer=trainer, name="a", optimizer=frugal.Adam())
+        )
+        optimizer = ft.Optimizer(model)
+        checkpoints.load(model, optimizer)
+        return checkpoints, model, optimizer
+
+    def goes_on(model: Any, optimizer: Any) -> torch.Tensor:
+        model(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        rows: torch.Tensor = model.weight.detach().clone()
+        return rows
+
+    checkpoints, model, optimizer = world()
+    before = optimizer.state_dict()
+    for _ in range(3):
+        goes_on(model, optimizer)
+    optimizer.load_state_dict(before)
+    goes_on(model, optimizer)
+    checkpoints.save(model, optimizer).wait()
+    expected = goes_on(model, optimizer)
+    checkpoints._engine.close()
+    checkpoints, model, optimizer = world()
+    assert optimizer.state_dict()["step"] == 1
+    assert torch.equal(goes_on(model, optimizer), expected)
     checkpoints._engine.close()
 
 
@@ -398,6 +438,21 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(folder: Path) -> None:
     with pytest.warns(UserWarning, match="has failed"):
         checkpoints.save(model, optimizer).wait()
     checkpoints._engine.close()
+
+
+def test_the_exit_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: List[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    checkpoints, model, optimizer = plain(folder, bags("a"))
+    checkpoints._own = True  # as if the process's own engine, which closes at exit
+    checkpoints.load(model, optimizer)
+    train(model, optimizer)
+    ticket = checkpoints.save(model, optimizer)
+    (call,) = at_exit
+    call()
+    checkpoints._engine.close()
+    assert [found.number for found in frugal.checkpoints(folder)] == [ticket.number]
+    call()  # of an engine that is closed
 
 
 def test_only_plain_types_are_saved(folder: Path) -> None:
@@ -535,14 +590,19 @@ def test_a_killed_process_goes_on(folder: Path, tmp_path: Path) -> None:
     assert last.step == 39  # for which the exit has waited
 
 
-def test_the_guide_s_recipe_resumes(tmp_path: Path) -> None:
+def test_the_guide_s_recipe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
     _, recipe = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
-    program, out = tmp_path / "program.py", tmp_path / "out"
-    program.write_text(
-        "import os, sys\nos.chdir(sys.argv[1])\n" + recipe + "open('out', 'a').write(f'{begin} {loss.item()}\\n')\n"
-    )
-    for _ in range(2):
-        assert forked.run([str(program), str(tmp_path)], [dict(os.environ)]) == [0]
-    first, second = out.read_text().splitlines()
-    assert first.split()[0] == "0" and second.split()[0] == "200" and first.split()[1] == second.split()[1]
+    monkeypatch.chdir(tmp_path)
+    ended: List[Dict[str, Any]] = []
+    for _ in range(2):  # as two processes, each with an engine of its own
+        monkeypatch.setattr(_default, "_engine", None)
+        monkeypatch.setattr(_default, "_trainer", None)
+        names: Dict[str, Any] = {}
+        exec(recipe, names)
+        names["checkpoints"].wait()
+        assert _default._engine is not None
+        _default._close(_default._engine, _default._trainer, os.getpid())
+        ended.append(names)
+    first, second = ended
+    assert first["begin"] == 0 and second["begin"] == 200 and first["loss"].item() == second["loss"].item()
