@@ -12,6 +12,7 @@ for keys, offsets, grad in loader:
 from torch._dynamo import trace_rules
 
 from . import _gradient, _hook, _lookup, _usual  # with _hook PyTorch's optimizers step tables from here on
+from ._checkpoint import Checkpoints
 from ._convert import convert
 from ._default import trainer as default_trainer
 from ._lookahead import Lookahead
@@ -21,14 +22,15 @@ from ._ranks import attach
 
 _usual.tell(_gradient.Held, _gradient.Part, _gradient.Gradient, _lookup.Lookup, _hook._Count)
 
-__all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig",
+__all__ = ["Checkpoints", "Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer",
+    "TableConfig",
     "attach",
     "convert",
     "default_trainer"]
 
 # torch.compile reads the forward of a module alone, and breaks the graph there. What runs then is left as it is.
 for _file in (
-    "anchor", "computed", "convert", "default", "gradient", "hook", "inputs", "lookahead", "lookup", "native",
-    "optimizer", "renorm", "state", "steps", "usual", "weight",
+    "anchor", "checkpoint", "computed", "convert", "default", "gradient", "hook", "inputs", "lookahead", "lookup",
+    "native", "optimizer", "renorm", "state", "steps", "usual", "weight",
 ):  # fmt: skip
     trace_rules.add(f"{__name__}._{_file}")

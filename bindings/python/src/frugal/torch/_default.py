@@ -15,6 +15,7 @@ import frugal
 from ._ranks import world
 
 _lock = threading.Lock()
+_engine: Optional[frugal.Engine] = None  # that has opened before its trainer
 _trainer: Optional[frugal.Trainer] = None
 _pid = 0
 
@@ -35,6 +36,32 @@ def trainer(device: object = None) -> frugal.Trainer:
         if _trainer is None or _pid != os.getpid():
             _trainer, _pid = _open(place_of(device)), os.getpid()
         return _trainer
+
+
+def engine(seed: Optional[int] = None) -> frugal.Engine:
+    """The process's own engine, of one rank, before its trainer joins. `seed`: of rows that modules do not draw."""
+    global _engine
+    with _lock:
+        if _trainer is not None or _engine is not None:
+            raise RuntimeError(
+                "the process's engine is open: make frugal.torch.Checkpoints before the first module, and once"
+            )
+        _engine = frugal.Engine(seed=_seed() if seed is None else seed, service="")
+        atexit.register(_close, _engine, None, os.getpid())
+        return _engine
+
+
+def close_engine() -> None:
+    """Takes back what engine() has opened, if no trainer has joined."""
+    global _engine
+    with _lock:
+        if _engine is not None and _trainer is None:
+            _engine.close()
+            _engine = None
+
+
+def _seed() -> int:
+    return torch.initial_seed() % 2**64
 
 
 def place_of(device: object) -> torch.device:
@@ -67,8 +94,9 @@ def in_fake_mode() -> bool:
 def _open(device: torch.device) -> frugal.Trainer:
     place = world(alone=True)
     # Ranks of a script that seeds them apart share the tables.
-    seed = torch.initial_seed() % 2**64 if place.size == 1 else 0
-    engine = frugal.Engine(world_size=place.size, seed=seed)
+    engine = _engine
+    if engine is None:
+        engine = frugal.Engine(world_size=place.size, seed=_seed() if place.size == 1 else 0)
     replace = place.again and bool(engine.service)
     trainer = None
     if engine.service and device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -82,20 +110,21 @@ def _open(device: torch.device) -> frugal.Trainer:
     return trainer
 
 
-def _close(engine: frugal.Engine, trainer: frugal.Trainer, pid: int) -> None:
-    global _trainer
+def _close(engine: frugal.Engine, trainer: Optional[frugal.Trainer], pid: int) -> None:
+    global _engine, _trainer
     if pid == os.getpid():
-        _trainer = None
+        _engine = _trainer = None
         try:
-            trainer.close()
+            if trainer is not None:
+                trainer.close()
         except frugal.Error:
             pass  # it was lost, and so the engine ends
         engine.close()
 
 
 def _forked() -> None:
-    global _lock, _trainer
-    _lock, _trainer = threading.Lock(), None
+    global _engine, _lock, _trainer
+    _engine, _lock, _trainer = None, threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_forked)

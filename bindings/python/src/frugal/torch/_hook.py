@@ -33,7 +33,7 @@ from . import _ranks, _state, _steps, _usual
 from ._anchor import Anchor
 from ._computed import SHAPE, flat, in_place, without_writes
 from ._gradient import Gradient, get_grad, set_grad
-from ._steps import Steps, Table, Update, changed, count_optimizer_step, kept, scaled
+from ._steps import Steps, Table, Update, changed, check_loaded, count_optimizer_step, kept, scaled
 from ._weight import arguments, refresh
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
@@ -667,6 +667,8 @@ def _bring_home(optimizer: torch.optim.Optimizer) -> None:
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
     if known.hidden:
         _show(known)  # of a step that has failed
+    for entry in known.entries if _steps.unloaded else ():
+        check_loaded(entry.table.steps.shared)
     if _usual.step(optimizer, known):
         if kept:
             changed([anchor.table for anchor, _ in known.hidden])
@@ -943,6 +945,9 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
     numbers = {id(p): number for group, saved in groups for p, number in zip(group["params"], saved["params"])}
     for entry in _known_of(optimizer).look(optimizer):
         number = numbers[id(entry.anchor)]
+        if _state.are_tables_left_out():
+            state_dict["state"].pop(number, None)
+            continue
         saved = _saved(optimizer, entry.table, optimizer.state.get(entry.anchor) or {})
         if saved:
             state_dict["state"][number] = saved
@@ -967,6 +972,92 @@ def _steps_as_theirs(optimizer: torch.optim.Optimizer, steps: Any) -> Any:
     if isinstance(optimizer, torch.optim.SparseAdam):
         return int(steps)
     return steps if isinstance(steps, torch.Tensor) else _number(steps)  # as it was loaded
+
+
+# What a checkpoint of the engine lacks of an optimizer: its groups, what it has of parameters that are no table's, and
+# the steps that it has counted of each table.
+
+
+def saved_without_tables(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+    with _state.without_tables():
+        whole = optimizer.state_dict()
+    groups = []
+    for group, saved in zip(optimizer.param_groups, whole["param_groups"]):
+        values = {name: value for name, value in saved.items() if name not in ("params", "param_names")}
+        parameters = list(zip(group["params"], saved["params"]))
+        groups.append(
+            {
+                "values": values,
+                "dense": [number for p, number in parameters if not isinstance(p, Anchor)],
+                "tables": {p.table.name: _of_table(optimizer, p) for p, _ in parameters if isinstance(p, Anchor)},
+            }
+        )
+    others = {name: value for name, value in whole.items() if name not in ("state", "param_groups")}
+    return {"state": dict(whole["state"]), "groups": groups, "others": others}
+
+
+def _of_table(optimizer: torch.optim.Optimizer, anchor: Anchor) -> Optional[Dict[str, Any]]:
+    own = optimizer.state.get(anchor)
+    if own is None:
+        return None
+    count = dict.get(own, _STEP)
+    return {
+        "state": {name: int(value) if value is count and type(count) is _Count else value
+                  for name, value in dict.items(own)},
+        "counted": type(count) is _Count,
+        "own": type(own) is _Own,
+        "new": own.new if type(own) is _Own else None,
+        "holds": anchor.table.holder() is own,
+    }  # fmt: skip
+
+
+def load_without_tables(optimizer: torch.optim.Optimizer, saved: Dict[str, Any]) -> None:
+    groups, kind = saved["groups"], type(optimizer).__name__
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"{kind} was saved with {len(groups)} groups, and has {len(optimizer.param_groups)}")
+    # As torch's would be of the parameters of now: tables are found by name, the others by their order.
+    state, packed, found = {}, [], {}
+    for i, (group, was) in enumerate(zip(optimizer.param_groups, groups)):
+        dense = [p for p in group["params"] if not isinstance(p, Anchor)]
+        names = {p.table.name for p in group["params"] if isinstance(p, Anchor) and p.table.was_restored}
+        if names != was["tables"].keys():
+            raise ValueError(
+                f"group {i} of {kind} was saved with the tables {sorted(was['tables'])}, and has {sorted(names)} of the"
+                " checkpoint's"
+            )
+        if len(dense) != len(was["dense"]):
+            raise ValueError(
+                f"group {i} of {kind} was saved with {len(was['dense'])} parameters that are no tables, and has"
+                f" {len(dense)}"
+            )
+        numbers = {id(p): number for p, number in zip(dense, was["dense"])}
+        found.update(was["tables"])
+        params = [numbers.get(id(p), -1) for p in group["params"]]  # no state has this number
+        own = {"param_names": group["param_names"]} if "param_names" in group else {}
+        packed.append({**was["values"], **own, "params": params})
+    state = {**saved["others"], "state": saved["state"], "param_groups": packed}
+    anchors = [entry.anchor for entry in _known_of(optimizer).look(optimizer)]
+    new = {anchor: optimizer.state[anchor] for anchor in anchors if anchor in optimizer.state}
+    with _state.without_tables():
+        optimizer.load_state_dict(state)
+    for anchor in anchors:
+        if anchor.table.name not in found:
+            optimizer.state.update({anchor: new[anchor]} if anchor in new else {})
+        elif found[anchor.table.name] is not None:
+            _give(optimizer, anchor, found[anchor.table.name])
+
+
+def _give(optimizer: torch.optim.Optimizer, anchor: Anchor, saved: Dict[str, Any]) -> None:
+    state = dict(saved["state"])
+    if saved["counted"]:
+        state[_STEP] = _Count(state[_STEP])
+    if saved["own"]:
+        own = _Own(state, anchor, optimizer)
+        own.new = saved["new"]
+        if saved["holds"]:
+            anchor.table.state_of = weakref.ref(own)
+        state = own
+    optimizer.state[anchor] = state
 
 
 def _number(steps: int) -> torch.Tensor:

@@ -213,7 +213,7 @@ class _Module(torch.nn.Module):
         said = {"init": init, "nan_policy": nan_policy, "lazy": lazy}
         init = init or frugal.Normal(0.0, 1.0)
         table = self._steps.table(name, rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed)
-        if table.created or not table.made_with:
+        if table.begins or not table.made_with:
             table.made_with = said
         else:
             self._warn_of_others(table, said)
@@ -233,7 +233,7 @@ class _Module(torch.nn.Module):
 
     def _warn_of_found(self, table: _steps.Table, has_weight: bool, stacklevel: int) -> None:
         """Of rows that are not new."""
-        if table.created:
+        if table.begins:
             return
         trained = self._steps.trained(table)
         if trained or (has_weight and self._steps.world_size == 1):
@@ -317,14 +317,15 @@ class _Module(torch.nn.Module):
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._check_anchors()
         super()._save_to_state_dict(destination, prefix, keep_vars)  # what a subclass has
-        tables = self._tables()
+        left_out = _state.are_tables_left_out()
+        tables = {} if left_out else self._tables()
         held = [table.held_anchor() for table in tables.values()]  # while another thread assigns to weight
         rows = {prefix + name + key: value for name, table in tables.items() for key, value in saved(table).items()}
         del held
         for key in self._anchor_keys(prefix) - rows.keys():
             del destination[key]
         destination.update(rows)
-        if keep_vars:
+        if keep_vars and not left_out:
             destination.update((prefix + name + "weight", table.anchor) for name, table in self._tables().items())
 
     def _anchor_keys(self, prefix: str) -> Set[str]:
@@ -342,6 +343,8 @@ class _Module(torch.nn.Module):
     ) -> None:
         self._check_anchors()
         tables = {prefix + name: table for name, table in self._tables().items()}
+        if _state.are_tables_left_out():
+            tables = {}
         known = {begin + what for begin in tables for what in ("weight", "keys")}
         rows: Dict[str, Any] = {}
 
@@ -473,7 +476,7 @@ class _Single(_Module):
                 name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed, table.mean_ranks,
                 table.nan_policy, table.lazy,
             )  # fmt: skip
-            self._table.goes |= table.name is None and self._table.created and alone
+            self._table.goes |= table.name is None and self._table.begins and alone
             self._make_lookup(pooling)
             self._parameters = _Parameters()
             self._parameters.table = self._table.name
@@ -626,7 +629,8 @@ class _Single(_Module):
         mine = self._table
         stays = mine.hashed or not mine.goes
         # (All ranks find the same: each has made the steps.)
-        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and not mine.stepped:
+        new = not mine.stepped or mine.awaits_load()
+        if stays and len(mine.modules) == 1 and not self._steps.trained(mine) and new:
             return mine
         if stays:
             raise NotImplementedError(
@@ -639,7 +643,7 @@ class _Single(_Module):
             self._steps.name(self._kind), mine.capacity, mine.dim, mine.said, said["init"], False, mine.said.mean_ranks,
             said["nan_policy"], said["lazy"],
         )  # fmt: skip
-        table.goes, table.device = table.created, mine.device
+        table.goes, table.device = table.begins, mine.device
         return table
 
     def __setattr__(self, name: str, value: Any) -> None:

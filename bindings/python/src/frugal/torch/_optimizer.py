@@ -12,7 +12,7 @@ import frugal
 
 from . import _hook, _state
 from ._modules import _Module
-from ._steps import Steps, Table, Update, scaled
+from ._steps import Steps, Table, Update, check_loaded, scaled
 
 # What a table's optimizer has for good.
 _FIXED = ("initial_accumulator", "mean_ranks")
@@ -78,6 +78,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
         """Ends the engine's step: gradients become updates. Begins it, if no forward did."""
         self._check_owner()
+        check_loaded(self._steps.shared)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,11 +103,29 @@ class Optimizer(torch.optim.Optimizer):
         with self._steps.still():
             state = {i: _state.optimizer_state(self._steps, table) for i, table in enumerate(self._tables)}
             step = self._steps.next + self._shift
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [i]}
-            for i, group in enumerate(self.param_groups)
-        ]
+        groups = [{**group, "params": [i]} for i, group in enumerate(self._saved_groups())]
         return {"state": state, "param_groups": groups, "step": step}
+
+    def _saved_groups(self) -> List[Dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def _without_tables(self) -> Dict[str, Any]:
+        """What a checkpoint of the engine lacks."""
+        return {"groups": self._saved_groups(), "kinds": _names(self._kinds), "shift": self._shift}
+
+    def _load_without_tables(self, saved: Dict[str, Any]) -> None:
+        groups = {group["name"]: (group, kind) for group, kind in zip(saved["groups"], saved["kinds"])}
+        names = {table.name for table in self._tables if table.was_restored}
+        if names != groups.keys():
+            raise ValueError(f"the saved tables are {sorted(groups)}, those of now {sorted(names)}")
+        for table, kind in zip(self._tables, _names(self._kinds)):
+            was = groups[table.name][1] if table.name in groups else kind
+            if was != kind:
+                raise ValueError(f"table {table.name!r} was saved with the optimizer {was}, and now has {kind}")
+        self._shift = saved["shift"]
+        for group in self.param_groups:
+            if group["name"] in groups:
+                group.update(groups[group["name"]][0])
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Takes what `state_dict` returned, of tables of the same names in the same order."""
@@ -134,6 +153,10 @@ class Optimizer(torch.optim.Optimizer):
         for table in self._tables:
             if table.kept_by() is not self:
                 raise RuntimeError(f"a newer Optimizer has taken this one's place as that of table {table.name!r}")
+
+
+def _names(kinds: List[frugal.Optimizer]) -> List[str]:
+    return [type(kind).__name__ for kind in kinds]
 
 
 def _hyper_parameters(optimizer: frugal.Optimizer) -> Dict[str, Any]:

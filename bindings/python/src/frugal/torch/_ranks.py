@@ -64,6 +64,12 @@ def world(service: Optional[Path] = None, *, alone: bool = False) -> World:
     return World(rank, size, _number("TORCHELASTIC_RESTART_COUNT", 0) > 0)
 
 
+def size() -> int:
+    """How many ranks the environment says, or torch.distributed."""
+    group = _group()
+    return _number("WORLD_SIZE", 1 if group is None else group[1])
+
+
 def _group() -> Optional[Tuple[int, int]]:
     """Rank and number of ranks that a script has told torch.distributed, as one without torchrun does."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -10,6 +12,28 @@ from . import _native
 from ._steps import Steps, Table
 
 _CHUNK = 65536  # rows that are held twice while state is put in or out
+
+
+class _Asked(threading.local):
+    for_rows = True
+
+
+_asked = _Asked()
+
+
+@contextlib.contextmanager
+def without_tables() -> Iterator[None]:
+    """In it state_dict() and load_state_dict() of this thread leave out what tables have: an engine's checkpoint has
+    that."""
+    before, _asked.for_rows = _asked.for_rows, False
+    try:
+        yield
+    finally:
+        _asked.for_rows = before
+
+
+def are_tables_left_out() -> bool:
+    return not _asked.for_rows
 
 
 def _empty(rows: int, columns: int) -> torch.Tensor:
@@ -199,5 +223,5 @@ def _keys_of_load(table: Table, at: Optional[torch.Tensor], count: int) -> torch
 def _delete_others(table: Table, at: torch.Tensor) -> None:
     there = keys(table)
     others = there[~torch.isin(there, at)]
-    if others.numel() and not table.steps.muted:
+    if others.numel() and not table.steps.muted and not table.awaits_load():
         table.steps.patiently(lambda: _native.delete(table.table, others))

@@ -95,6 +95,8 @@ class Table:
         self.handle = table.handle
         self.name = table.name
         self.created = created
+        self.restored = False  # from a checkpoint, for the module that has opened it last
+        self.was_restored = False
         self.info = info = table.describe()  # of then
         # Who wants no rows, or rows of no columns, has an engine's table of one, which is never read or written.
         there = info.capacity, info.dim
@@ -106,6 +108,7 @@ class Table:
         self.lacked = False  # this rank had no gradient in a step, and others may have had one
         self.told_of_count = False
         self.said = optimizer  # what the module was made with
+        self.made_as = optimizer  # what the engine has made it with, maybe before a checkpoint
         # What of that holds with torch's optimizers, too, which have no word for it.
         self.common = optimizer.mean_ranks, optimizer.clip_value, optimizer.clip_norm, optimizer.weight_bound
         self.made_with: Dict[str, Any] = {}  # what the module that made it has said but the optimizer
@@ -127,6 +130,11 @@ class Table:
         self._backwards = 0  # before the first step
         self._first_at = 0  # the steps' count of writes, when the first of them came
         self._seen = optimizer_steps  # of them all, by the last backward
+
+    @property
+    def begins(self) -> bool:
+        """Whether the module that has opened it last is the first that has its rows."""
+        return self.created or self.restored
 
     def held_anchor(self) -> Optional[Anchor]:
         """The anchor, if there is one."""
@@ -230,10 +238,15 @@ class Table:
         with self.steps.still():
             self.steps.writes += 1
             self.written_at = self.steps.writes
-            if not self.empty and not self.steps.muted:
+            if not self.empty and not self.steps.muted and not self.awaits_load():
                 self.steps.patiently(lambda: _native.put(self.table, keys, rows, with_state))
         if kept and self.counts:
             changed([self])
+
+    def awaits_load(self) -> bool:
+        """Whether it has the rows of a checkpoint of which the rest is to come by Checkpoints.load(). What is written
+        before, as initial rows by torch.nn.init, a load would overwrite: it is dropped."""
+        return self.was_restored and self.steps.shared in unloaded
 
     @contextlib.contextmanager
     def uncounted(self, uncounted: bool) -> Iterator[None]:
@@ -280,6 +293,12 @@ class Table:
                 " frugal.torch.Optimizer, and call step(); or freeze the module",
                 stacklevel=2,
             )
+
+    def restore(self, restored: "Restored") -> None:
+        """It has come from a checkpoint."""
+        self.restored = self.was_restored = True
+        self.optimizer, self.made_as = restored.optimizer, restored.made_as
+        self.stepped, self.written = restored.stepped, restored.written
 
     def keep(self, optimizer: Any) -> None:
         """A frugal.torch.Optimizer makes the table's steps from now on."""
@@ -431,6 +450,15 @@ class _ParentsLock:
         return False
 
 
+class Restored(NamedTuple):
+    """What a checkpoint says of a table, for the module that opens it."""
+
+    optimizer: frugal.Optimizer  # of the last step
+    made_as: frugal.Optimizer
+    stepped: bool
+    written: bool
+
+
 class Shared:
     """What the ranks of an engine that are in this process must say alike."""
 
@@ -439,6 +467,7 @@ class Shared:
         self._optimizers: Dict[str, frugal.Optimizer] = {}
         self._made: Dict[str, Optional[int]] = {}  # tables of modules here, and the step that was committed last then
         self._said: Dict[int, Dict[int, _ranks.Said]] = {}  # by step and rank
+        self.restored: Dict[str, Restored] = {}  # tables that no module has opened yet
 
     def knows(self, name: str) -> bool:
         """Whether a module of some rank here has the table."""
@@ -493,7 +522,7 @@ class Steps:
         self.device = self.native.device  # which has the trainer
         self.lock: Any = threading.RLock()
         self.rank: int = trainer.rank
-        self.shared = _shared_of(trainer.engine)
+        self.shared = shared_of(trainer.engine)
         committed = trainer.engine.committed_step()
         self.next = 0 if committed is None else committed + 1  # the step that is open, or that comes next
         self.open = False
@@ -599,19 +628,33 @@ class Steps:
             if known is None:
                 self.outside()
                 engine = self.trainer.engine
-                # To create a table that another process has created is no error there: whether it is there has to be
-                # asked.
-                there = bool(engine.service) and _exists(engine, name)
+                # To create a table that another process has created, or that was restored, is no error there: whether
+                # it is there has to be asked.
+                there = _exists(engine, name)
+                restored = self.shared.restored.get(name) if there else None
+                if restored is not None and type(restored.made_as) is not type(optimizer):
+                    raise ValueError(
+                        f"table {name!r}: the checkpoint has it of a module with the optimizer"
+                        f" {type(restored.made_as).__name__}, and this one has {type(optimizer).__name__}"
+                    )
                 shape = rows, dim
                 create = functools.partial(
-                    engine.create_table, name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer,
-                    nan_policy=nan_policy, lazy=lazy,
+                    engine.create_table, name, *_physical(shape), hashed=hashed, init=init,
+                    optimizer=optimizer if restored is None else restored.made_as, nan_policy=nan_policy, lazy=lazy,
                 )  # fmt: skip
                 try:
                     made = self._create(create, name)
                     created = not there
                     known = Table(self, made, created, optimizer, shape)
+                    if restored is not None:
+                        known.restore(self.shared.restored.pop(name))
                 except frugal.Exists:
+                    if restored is not None:
+                        raise ValueError(
+                            f"table {name!r}: the checkpoint has it, not with rows={rows}, dim={dim}, hashed={hashed},"
+                            f" {init}, nan_policy={nan_policy!r}, lazy={lazy}: make its module as before, or give it"
+                            " another name"
+                        ) from None
                     known = Table(self, engine.find_table(name), False, optimizer, shape)
                     if engine.service and not self.shared.knows(name):
                         raise ValueError(
@@ -620,18 +663,19 @@ class Steps:
                             " modules"
                         ) from None
             else:
-                known.created = False
+                known.created = known.restored = False
             info = known.info if created else known.table.describe()
             have = (known.capacity, known.dim, info.key_space == _native.HASHED)
             want = (rows, dim, hashed)
             if have != want:
                 raise ValueError(f"table {name!r} exists with (rows, dim, hashed) {have}, wanted are {want}")
             # A table that modules have made has the optimizer that they say, or one that a step has chosen since.
-            if not self.shared.knows(name) and info.optimizer != optimizer._kind:
+            if not self.shared.knows(name) and not known.restored and info.optimizer != optimizer._kind:
                 raise ValueError(
                     f"table {name!r} exists with an optimizer of kind {info.optimizer}, wanted is {optimizer._kind}"
                 )
-            self.shared.made(name, optimizer, created, self.trainer.engine.committed_step() if created else None)
+            new = known.begins
+            self.shared.made(name, optimizer, new, self.trainer.engine.committed_step() if new else None)
             self.tables[name] = known
             return known
 
@@ -1096,6 +1140,24 @@ _counter: Iterator[int] = itertools.count()
 _steps_lock = threading.RLock()
 
 
+unloaded: List[Shared] = []  # of engines with a checkpoint that Checkpoints.load() has not loaded
+
+
+def check_loaded(shared: Shared) -> None:
+    """An error for a step before Checkpoints.load()."""
+    if shared in unloaded:
+        raise RuntimeError(
+            "the tables are those of a checkpoint, and the rest of it is not loaded: call load() of"
+            " frugal.torch.Checkpoints before the first step"
+        )
+
+
+def of_engine(engine: frugal.Engine) -> List[Steps]:
+    """Those of trainers of an engine, of which modules have been made."""
+    with _steps_lock:
+        return [steps for trainer, steps in _steps.items() if trainer.engine is engine]
+
+
 def _after_fork() -> None:
     global _steps_lock
     _steps_lock = threading.RLock()
@@ -1108,7 +1170,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _shared_of(engine: frugal.Engine) -> Shared:
+def shared_of(engine: frugal.Engine) -> Shared:
     with _steps_lock:
         return _shared.setdefault(engine, Shared())
 
