@@ -1596,27 +1596,30 @@ FRUGAL_API int32_t frugal_trace_stop(frugal_engine *engine, const char *path);
  * but for those that take the path of a folder. docs/checkpoints.md says how it works.
  *
  * Example: a program that goes on where it was interrupted. At its first start it finds no
- * checkpoint.
+ * checkpoint. `weights` is what it trains besides.
  *
+ *     float weights[64] = {0};
  *     frugal_folder_config folder = FRUGAL_FOLDER_CONFIG_INIT;
  *     folder.every_steps = 1000;
  *     check(frugal_folder_open(engine, "checkpoints", &folder));
- *     frugal_checkpoint_info info = {sizeof info};
+ *     frugal_checkpoint_info info;
+ *     info.struct_size = sizeof info;
  *     uint64_t step = 0;
- *     int32_t status = frugal_restore(engine, NULL, &info);
- *     if (status == FRUGAL_OK) {
+ *     int32_t restored = frugal_restore(engine, NULL, &info);
+ *     if (restored == FRUGAL_OK) {
  *       step = info.step + 1;
- *       check(frugal_checkpoint_read_blob("checkpoints", info.number, 0, weights, bytes, NULL));
- *     } else if (status != FRUGAL_ERR_NOT_FOUND) {
- *       abort();
+ *       check(frugal_checkpoint_read_blob("checkpoints", info.number, 0, weights, sizeof weights,
+ *                                         NULL));
+ *     } else if (restored != FRUGAL_ERR_NOT_FOUND) {
+ *       check(restored);
  *     }
- *     // Creates its tables as ever, and gets those that were restored. Then in each step:
+ *     // It creates its tables as ever, and gets those that were restored. Then in each step:
  *     bool due;
- *     check(frugal_step_begin(rank, step, FRUGAL_TIMEOUT_DEFAULT));
- *     // lookups, the model, pushes
- *     check(frugal_checkpoint_due(rank, &due));
- *     if (due) check(frugal_checkpoint_blob(rank, weights, bytes));
- *     check(frugal_step_end(rank, step, 0));
+ *     check(frugal_step_begin(rank[0], step, FRUGAL_TIMEOUT_DEFAULT));
+ *     // Lookups, the model, pushes.
+ *     check(frugal_checkpoint_due(rank[0], &due));
+ *     if (due) check(frugal_checkpoint_blob(rank[0], weights, sizeof weights));
+ *     check(frugal_step_end(rank[0], step, 0));
  */
 
 typedef struct frugal_folder_config {

@@ -30,8 +30,8 @@ case $out in
   *) echo "expected a row near 1" >&2; exit 1 ;;
 esac
 
-# An example is the indented lines after a line " * Example: ...". The one of two processes is
-# compiled and not run.
+# An example is the indented lines after a line " * Example: ...". Those of two processes and of
+# checkpoints are compiled and not run.
 {
   cat <<'EOC'
 # include <stdio.h>
@@ -52,11 +52,11 @@ EOC
     /^ \* Example: / { inside = 1; ++examples; next }
     inside && /^ \*     / { print substr($0, 6); ++lines; next }
     inside && !/^ \*$/ { inside = 0 }
-    END { print "  return " examples " != 4 || " lines " < 40;" }' "$root/include/frugal.h"
+    END { print "  return " examples " != 5 || " lines " < 40;" }' "$root/include/frugal.h"
   echo '}'
 } > "$work/header_examples.c"
-grep -q '^  return 4 != 4 || [4-9][0-9] < 40;$' "$work/header_examples.c" ||
-  { echo "frugal.h has not the four examples" >&2; exit 1; }
+grep -q '^  return 5 != 5 || [4-9][0-9] < 40;$' "$work/header_examples.c" ||
+  { echo "frugal.h has not the five examples" >&2; exit 1; }
 compile header_examples
 "$work/header_examples"
 echo "the examples of frugal.h"
