@@ -62,7 +62,7 @@ class RunTest(unittest.TestCase):
       (programs / name).write_text(text)
       (programs / name).chmod(0o755)
     self.results = self.root / 'out/gpu-results.jsonl'
-    for patch in (mock.patch.object(run, 'ROOT', self.root), mock.patch.object(run, 'LIMIT', 8.0),
+    for patch in (mock.patch.object(run, 'ROOT', self.root), mock.patch.object(run, 'LIMIT', 12.0),
                   mock.patch.object(run.Run, 'build', lambda _: True),
                   # Nor nvidia-smi, nor git of the folder above.
                   mock.patch.dict(os.environ, OUT=str(self.root / 'out'), PATH='/usr/bin:/bin',
