@@ -1589,8 +1589,8 @@ FRUGAL_API int32_t frugal_trace_stop(frugal_engine *engine, const char *path);
  * Blob         Bytes of the caller that belong to a step: dense weights, the place of the data
  *              reader. A rank gives them with frugal_checkpoint_blob inside of the step.
  *
- * Number       A checkpoint has a number in its folder, from 1 on. It is never used again. The
- *              number is also the ticket by which a caller waits.
+ * Number       A checkpoint has a number in its folder, from 1 on; later ones have greater numbers.
+ *              The number is also the ticket by which a caller waits.
  *
  * Processes that attach to an engine cannot use this section yet: their calls return UNSUPPORTED,
  * but for those that take the path of a folder. docs/checkpoints.md says how it works.
@@ -1685,7 +1685,7 @@ typedef struct frugal_checkpoint_config {
   /* The step whose state it has. FRUGAL_NO_STEP (default): the last one that is committed. Else one
    * that is not committed yet. */
   uint64_t step;
-  /* At most 255 bytes, without a slash. Not NULL: it is kept until it is deleted. */
+  /* NULL (default), or 1..255 bytes without a slash: it is kept until it is deleted. */
   const char *name;
   /* Not NULL: the blob of rank `blob_rank`, in the place of one that it has given in the step. Only
    * for the last committed step. It is copied. */
@@ -1697,7 +1697,7 @@ typedef struct frugal_checkpoint_config {
 } frugal_checkpoint_config;
 
 #define FRUGAL_CHECKPOINT_CONFIG_INIT \
-  { sizeof(frugal_checkpoint_config), FRUGAL_NO_STEP, NULL, NULL, 0, 0, 0 }
+  { sizeof(frugal_checkpoint_config), UINT64_MAX, NULL, NULL, 0, 0, 0 }
 
 /* Sets every default.
  *
@@ -1709,12 +1709,13 @@ FRUGAL_API void frugal_checkpoint_config_init(frugal_checkpoint_config *config);
 
 /* Begins a checkpoint.
  * `config` NULL means all defaults. Ranks may be inside of steps, and go on.
- * One that was due by itself and is not begun makes way for it.
+ * One that was due by itself makes way for it, unless a rank is inside of its step.
  * *number_out is the checkpoint's number, by which frugal_checkpoint_wait waits.
  *
  * Returns:  FRUGAL_OK
  *           NOT_FOUND: the engine has opened no folder
- *           BUSY: another one is being written: wait for it with number 0
+ *           BUSY: another one is being written, or a rank is inside of a step that is due: wait
+ *           with number 0
  *           STEP_RANGE: the step is committed already
  *           INVALID_ARGUMENT: a field
  *           STRUCT_SIZE
@@ -1904,7 +1905,8 @@ FRUGAL_API int32_t frugal_checkpoint_read_blob(const char *folder, uint64_t numb
 /* Copies a checkpoint into another folder, which then needs nothing of the first one.
  * `number` 0 means the newest one.
  * That folder is created if it is missing, and may have no checkpoint. On one file system the files
- * share their bytes where that is possible. No engine is needed.
+ * share their bytes where that is possible. Lengths and headers of files are checked, and records
+ * are not: frugal-fsck checks these. No engine is needed.
  *
  * Returns:  FRUGAL_OK: the copy is on disk; on an error there is none
  *           NOT_FOUND: there is no such folder or checkpoint

@@ -30,7 +30,7 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
   keep_ = keep;
   kept_.clear();
   used_.clear();
-  all_known_ = true;
+  unknown_.clear();
   Vector<String> names;
   FRUGAL_TRY(folder_->list(&names));
   Vector<uint64_t> sequences;
@@ -42,7 +42,7 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
     const Status status = read_manifest(*folder_, s, &m, &held);
     if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
     if (status != FRUGAL_OK) {
-      all_known_ = false;  // no file is removed that it may need
+      unknown_.push_back(s);
       continue;
     }
     kept_[s] = kept_of(m);
@@ -87,7 +87,9 @@ void KeptCheckpoints::add() noexcept {
 
 Status KeptCheckpoints::based_on(const Manifest& m) {
   Lock lock(mu_);
-  used_ = kept_of(m).files;
+  // Tables may come one after the other, each by a restore.
+  for (const uint64_t file : kept_of(m).files) used_.push_back(file);
+  std::sort(used_.begin(), used_.end());
   return FRUGAL_OK;
 }
 
@@ -109,7 +111,7 @@ void KeptCheckpoints::remove_old() try {
     bool in_use = false;
     if (delete_manifest(*folder_, at->first, &in_use) == FRUGAL_OK && !in_use) at = kept_.erase(at);
   }
-  if (!all_known_) return;
+  if (!unknown_.empty()) return;
   Vector<String> names;
   if (folder_->list(&names) != FRUGAL_OK) return;
   for (const String& name : names) {
@@ -133,10 +135,13 @@ Status KeptCheckpoints::remove(uint64_t sequence) {
   if (in_use)
     return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is open for reading: delete it later",
                 static_cast<unsigned long long>(sequence));
-  if (at == kept_.end()) return FRUGAL_OK;
+  if (at == kept_.end()) {
+    std::erase(unknown_, sequence);
+    return FRUGAL_OK;
+  }
   const Kept old = std::move(at->second);
   kept_.erase(at);
-  if (!all_known_) return FRUGAL_OK;
+  if (!unknown_.empty()) return FRUGAL_OK;
   const KeepError keep_error;  // what is left is removed after the next checkpoint
   for (const uint64_t file : old.files)
     if (!needed(file)) folder_->remove(rows_name(file).c_str());

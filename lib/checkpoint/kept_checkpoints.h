@@ -44,7 +44,8 @@ class KeptCheckpoints {
   Map<uint64_t, Kept> kept_ GUARDED_BY(mu_);
   Map<uint64_t, Kept> expected_ GUARDED_BY(mu_);  // the one that is being written
   Vector<uint64_t> used_ GUARDED_BY(mu_);  // files of the engine's last checkpoint, ascending
-  bool all_known_ GUARDED_BY(mu_) = true;  // each manifest of the folder is in kept_
+  // Manifests that cannot be read. While there is one, no file is removed that it may need.
+  Vector<uint64_t> unknown_ GUARDED_BY(mu_);
 };
 
 }  // namespace frugal

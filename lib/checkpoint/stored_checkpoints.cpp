@@ -49,6 +49,25 @@ Vector<CopiedFile> files_of(const Manifest& m) {
   return files;
 }
 
+// The files are those that the manifest means, and whole. Their records are not read.
+Status check_files(const Folder& folder, const Manifest& m) {
+  for (const ManifestTable& t : m.tables)
+    for (const ManifestFile& f : t.files) {
+      ParameterFile file;
+      FRUGAL_TRY(ParameterFile::open(folder, f.info.number, false, &file));
+      FRUGAL_TRY(file.expect(f.info));
+    }
+  if (m.blob_bytes == 0) return FRUGAL_OK;
+  File blobs;
+  uint64_t bytes = 0;
+  FRUGAL_TRY(folder.open_file(blob_name(m.sequence).c_str(), false, &blobs));
+  FRUGAL_TRY(blobs.size(&bytes));
+  if (bytes == m.blob_bytes) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_DAMAGED, "%s/%s has %llu bytes, and %llu were written", folder.path(),
+              blobs.name(), static_cast<unsigned long long>(bytes),
+              static_cast<unsigned long long>(m.blob_bytes));
+}
+
 }  // namespace
 
 frugal_checkpoint_info info_of(const Manifest& m) {
@@ -144,12 +163,14 @@ Status copy_checkpoint(const char* path, uint64_t number, const char* to_path) {
   // What a writer that has died left.
   for (const String& name : names)
     if (kind(name) != FileKind::kForeign) FRUGAL_TRY(to->remove(name.c_str()));
+  FRUGAL_TRY(check_files(*folder, m));
   Status status = FRUGAL_OK;
   for (size_t i = 0; i < files.size() && status == FRUGAL_OK; ++i)
     status = copy_file(*folder, files[i].name, files[i].bytes, *to);
   if (status == FRUGAL_OK) status = write_manifest(*to, m);
   if (status == FRUGAL_OK) return status;
   const KeepError keep_error;
+  to->remove(manifest_name(m.sequence).c_str());  // first: no checkpoint is without its files
   for (const CopiedFile& f : files) to->remove(f.name.c_str());
   return status;
 }

@@ -192,8 +192,11 @@ Status TableFiles::expect_deletions(size_t n) {
 
 void TableFiles::deleted(uint32_t slot) noexcept {
   Lock lock(mu_);
+  const uint32_t file = directory_.at(slot).file;
+  // No file has a record of the key, unless an earlier deletion is recorded that concerns it.
+  if (file == Directory::kNone && !lost_places_) return;
   FRUGAL_ASSERT(!spare_.empty());
-  spare_.front() = {rows_->key_of(slot), directory_.at(slot).file};
+  spare_.front() = {rows_->key_of(slot), file};
   deleted_.splice(deleted_.end(), spare_, spare_.begin());
   directory_.set(slot, {});
 }
@@ -271,7 +274,7 @@ Status TableFiles::finish(ManifestTable* out) {
   }
   Lock lock(mu_);
   // In the order of their numbers. A file without live records is needed only for its deletions,
-  // and these only while there is a record that they could concern.
+  // and these only while an earlier file has an old record, which they could concern.
   Vector<uint32_t> order;
   for (uint32_t i = 1; i < files_.size(); ++i)
     if (files_[i].listed) order.push_back(i);
@@ -283,15 +286,15 @@ Status TableFiles::finish(ManifestTable* out) {
   out->format = format();
   out->live_rows = 0;
   out->files.clear();
-  bool records = false;
+  bool old = false;
   for (const uint32_t i : order) {
     FileState& f = files_[i];
     const uint64_t live = f.info.records - f.old;
-    f.needed = live != 0 || (f.info.entries > f.info.records && records);
+    f.needed = live != 0 || (f.info.entries > f.info.records && old);
     if (!f.needed) continue;
     out->files.push_back({f.info, live});
     out->live_rows += live;
-    records |= f.info.records != 0;
+    old |= f.old != 0;
   }
   return FRUGAL_OK;
 }
@@ -303,13 +306,12 @@ void TableFiles::end(bool kept) noexcept {
     Lock lock(mu_);
     writing.swap(writing_);
     unused = std::move(next_);
-    if (kept)
-      spare_.splice(spare_.end(), deletions_);
-    else
-      deleted_.splice(deleted_.begin(), deletions_);
+    if (!kept) deleted_.splice(deleted_.begin(), deletions_);
+    deletions_.clear();
   }
   if (kept) {
     Lock lock(mu_);
+    lost_places_ = false;  // these rows have been saved, or their deletions
     for (FileState& f : files_) f.listed = f.listed && f.needed;
     return;
   }
@@ -321,7 +323,10 @@ void TableFiles::end(bool kept) noexcept {
       for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s)
         if (directory_.committed(s))
           for (const auto& w : writing)
-            if (directory_.at(s).file == w->file) directory_.set(s, {});
+            if (directory_.at(s).file == w->file) {
+              directory_.set(s, {});
+              lost_places_ = true;
+            }
     });
   for (const auto& w : writing) w->writer.abandon();
   Lock lock(mu_);
@@ -336,8 +341,18 @@ void TableFiles::clean() noexcept {
   bool any = false;
   {
     Lock lock(mu_);
+    // Files may be there for their deletions alone, since others have old records. If that is most
+    // of the table's files, there are to be no old records.
+    uint64_t live = 0, entries = 0;
+    for (const FileState& f : files_) {
+      if (!f.listed) continue;
+      live += f.info.records - f.old;
+      entries += f.info.entries;
+    }
+    const bool wasteful = entries > 2 * live;
     for (FileState& f : files_) {
-      f.cleaning = f.listed && !f.cleaned && 2 * f.old >= f.info.records && f.old != f.info.records;
+      const bool some = f.old != 0 && f.old != f.info.records;
+      f.cleaning = f.listed && !f.cleaned && some && (wasteful || 2 * f.old >= f.info.records);
       f.cleaned |= f.cleaning;
       any |= f.cleaning;
     }

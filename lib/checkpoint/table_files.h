@@ -124,6 +124,9 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   List<Deletion> deleted_ GUARDED_BY(mu_);                    // since the last snapshot
   List<Deletion> deletions_ GUARDED_BY(mu_);                  // of the checkpoint
   List<Deletion> spare_ GUARDED_BY(mu_);
+  // A checkpoint failed that had saved rows anew: they have no place, and an older file may have
+  // a record of them.
+  bool lost_places_ GUARDED_BY(mu_) = false;
   CallError error_ GUARDED_BY(mu_);  // of the first save that failed
 };
 

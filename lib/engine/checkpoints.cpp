@@ -185,6 +185,11 @@ Status Checkpoints::request(const frugal_checkpoint_config& config, uint64_t* nu
   if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
     return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
                 static_cast<unsigned long long>(number_));
+  if (state_ == State::kRequested && of_.ranks.begun() > wanted_.load())
+    return fail(FRUGAL_ERR_BUSY,
+                "a rank is inside of step %llu, which will be checkpoint %llu: call again after it",
+                static_cast<unsigned long long>(wanted_.load()),
+                static_cast<unsigned long long>(number_));
   if (state_ == State::kRequested) {
     fail(FRUGAL_ERR_CLOSED,
          "checkpoint %llu was due by itself, and a call began another one: use that",
@@ -281,7 +286,7 @@ void Checkpoints::beginning(uint64_t step) noexcept {
   if (!scheduled_.load(std::memory_order_relaxed)) return;
   Lock lock(mu_);
   if (schedule_.next_step == kNoStep) schedule_.next_step = step;
-  if (state_ != State::kIdle || !accepting_ || !schedule_.due(step)) return;
+  if (state_ != State::kIdle || !accepting_ || stopping_.load() || !schedule_.due(step)) return;
   const KeepError keep_error;
   if (to_.folder->may_write() == FRUGAL_OK) begin(step, "", true);
 }

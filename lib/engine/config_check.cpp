@@ -8,6 +8,7 @@
 #include "arith/init.h"
 #include "device/runtime.h"
 #include "engine/engine.h"
+#include "engine/op_check.h"
 
 namespace frugal {
 
@@ -186,6 +187,10 @@ Status check_checkpoint_config(const frugal_checkpoint_config& c, uint32_t world
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "a checkpoint's name has at most %zu bytes, and no slash: '%.64s'",
                 kMostCheckpointName, name);
+  if (c.name && !*name)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "a checkpoint's name is '': give a name, or NULL for none");
+  if (c.step != FRUGAL_NO_STEP) FRUGAL_TRY(check_step(c.step));
   if (!c.blob && c.blob_size)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "blob_size is %zu, and blob is NULL: give the bytes",
                 c.blob_size);

@@ -30,7 +30,8 @@ FileKind parse_name(const char* name, uint64_t* number) {
     if (parsed > (UINT64_MAX - digit) / 10) return FileKind::kForeign;
     parsed = parsed * 10 + digit;
   }
-  if (at == name || (*name == '0' && at != name + 1)) return FileKind::kForeign;
+  if (at == name || (*name == '0' && at != name + 1) || parsed >= kNamesEnd)
+    return FileKind::kForeign;
   std::string_view end(at);
   const bool is_new = end.ends_with(kNewEnd);
   if (is_new) end.remove_suffix(kNewEnd.size());

@@ -19,6 +19,8 @@ enum class FileKind {
   kManifest,
   kNew,  // one of these three with .new; its number is theirs
 };
+// An engine gives no number from here on, so a file with one is foreign.
+constexpr uint64_t kNamesEnd = uint64_t{1} << 61;
 // `*number` is written unless the file is foreign.
 FileKind parse_name(const char* name, uint64_t* number);
 

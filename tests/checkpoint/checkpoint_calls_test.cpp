@@ -191,14 +191,24 @@ TEST(CheckpointCalls, OneIsDueOnceTheOneBeforeIsWritten) {
   job.step(5);
   job.begin(6);
   EXPECT_TRUE(job.due(0));
-  // A call takes the place of one that was due by itself.
-  CheckpointInfo now;
-  ASSERT_OK(frugal_checkpoint(job.engine, nullptr, &number));
-  ASSERT_OK(await_checkpoint(job.engine, number, &now));
-  EXPECT_EQ(now.step, 5);
-  EXPECT_EQ(frugal_checkpoint_wait(job.engine, number - 1, 0, nullptr), FRUGAL_ERR_CLOSED);
-  EXPECT_FALSE(job.due(0));
+  // A rank is inside of a step that is due, and may have given its blob.
+  EXPECT_EQ(frugal_checkpoint(job.engine, nullptr, &number), FRUGAL_ERR_BUSY);
+  EXPECT_TRUE(job.due(0));
   job.end(6);
+  ASSERT_OK(await_checkpoint(job.engine, 0, &info));
+  EXPECT_EQ(info.step, 6);
+  // A call takes the place of one whose step was undone.
+  job.step(7);
+  job.begin(8);
+  EXPECT_TRUE(job.due(0));
+  ASSERT_OK(frugal_step_abort(job.trainers[0]));
+  ASSERT_OK(frugal_checkpoint(job.engine, nullptr, &number));
+  ASSERT_OK(await_checkpoint(job.engine, number, &info));
+  EXPECT_EQ(info.step, 7);
+  EXPECT_EQ(frugal_checkpoint_wait(job.engine, number - 1, 0, nullptr), FRUGAL_ERR_CLOSED);
+  job.begin(8);
+  EXPECT_FALSE(job.due(0));
+  job.end(8);
 }
 
 TEST(CheckpointCalls, AnAbortDropsTheBlobs) {
@@ -461,6 +471,166 @@ TEST(CheckpointCalls, RestoresFullTables) {
     uint64_t count = 0;
     ASSERT_OK(frugal_table_count(again.hashed, &count));
     EXPECT_EQ(count, 8);
+  }
+}
+
+void put(frugal_table* table, uint64_t key, float value) {
+  const float row[2] = {value, 1};
+  ASSERT_OK(frugal_put(table, &key, 1, 0, row, 0));
+}
+
+bool is_there(frugal_table* table, uint64_t key) {
+  float row[2];
+  uint8_t found = 0;
+  EXPECT_OK(frugal_get(table, &key, 1, 0, row, 0, &found));
+  return found == 1;
+}
+
+// Before the first step tables may come by several restores. Each one's files stay.
+TEST(CheckpointCalls, FilesOfEachRestoreStay) {
+  TemporaryFolder folder;
+  {
+    Job job;
+    job.make_tables();
+    put(job.hashed, 5, 5);
+    put(job.dense, 6, 6);
+    ASSERT_OK(open_folder(job.engine, folder.path(), 2));
+    job.checkpoint();
+  }
+  Job job;
+  ASSERT_OK(open_folder(job.engine, folder.path(), 2));
+  for (const char* const table : {"dense", "hashed"}) {
+    frugal_restore_config config = FRUGAL_RESTORE_CONFIG_INIT;
+    config.tables = &table;
+    config.table_count = 1;
+    ASSERT_OK(frugal_restore(job.engine, &config, nullptr));
+  }
+  ASSERT_OK(frugal_checkpoint_delete(job.engine, 1));
+  EXPECT_EQ(job.checkpoint().number, 2);
+  Job again;
+  ASSERT_OK(restore(again.engine, folder.path().c_str(), 0, nullptr));
+  again.make_tables();
+  EXPECT_TRUE(is_there(again.hashed, 5));
+  EXPECT_EQ(again.rows(again.dense)[12], 6);
+}
+
+// Rows come and go, and one stays: what the folder has is in proportion to the rows that there are.
+TEST(CheckpointCalls, DeletedRowsTakeNoSpace) {
+  constexpr uint64_t kRows = 3000;
+  TemporaryFolder folder;
+  Engine engine;
+  frugal_table* const table = engine.Table("t", FRUGAL_HASHED, 3 * kRows, 2);
+  ASSERT_OK(open_folder(engine, folder.path(), 1));
+  put(table, 1, 1);
+  put(table, 2, 1);
+  uint64_t first = 0, last = 0;
+  for (uint64_t round = 0; round < 20; ++round) {
+    std::vector<uint64_t> keys(kRows), old(kRows);
+    for (uint64_t i = 0; i < kRows; ++i) {
+      keys[i] = 1000 + round * kRows + i;
+      old[i] = keys[i] - kRows;
+    }
+    const std::vector<float> rows(2 * kRows, 1);
+    ASSERT_OK(frugal_put(table, keys.data(), kRows, 0, rows.data(), 0));
+    if (round > 0) {
+      ASSERT_OK(frugal_delete(table, old.data(), kRows, nullptr));
+    }
+    if (round == 10) {  // the file of the row that stays has an old record, too
+      const uint64_t key = 2;
+      ASSERT_OK(frugal_delete(table, &key, 1, nullptr));
+    }
+    uint64_t number = 0;
+    CheckpointInfo info;
+    ASSERT_OK(frugal_checkpoint(engine, nullptr, &number));
+    ASSERT_OK(await_checkpoint(engine, number, &info));
+    (round == 2 ? first : last) = info.bytes;
+    EXPECT_LE(info.bytes, 6 * kRows * 40) << round;
+  }
+  EXPECT_LE(last, 2 * first);
+  Engine again;
+  ASSERT_OK(restore(again, folder.path().c_str(), 0, nullptr));
+  frugal_table* restored = nullptr;
+  ASSERT_OK(frugal_table_find(again, "t", &restored));
+  uint64_t count = 0;
+  ASSERT_OK(frugal_table_count(restored, &count));
+  EXPECT_EQ(count, kRows + 1);
+}
+
+// A row that no file has leaves nothing when it is deleted.
+TEST(CheckpointCalls, DeletionsOfRowsThatNoFileHas) {
+  TemporaryFolder folder;
+  Job job;
+  job.make_tables();
+  ASSERT_OK(open_folder(job.engine, folder.path(), 1));
+  const uint64_t before = job.checkpoint().bytes;
+  for (uint64_t i = 0; i < 5000; ++i) {
+    const uint64_t key = i % 3;
+    put(job.hashed, key, 1);
+    ASSERT_OK(frugal_delete(job.hashed, &key, 1, nullptr));
+  }
+  EXPECT_EQ(job.checkpoint().bytes, before);
+}
+
+TEST(CheckpointCalls, ForeignFilesDoNotMatter) {
+  TemporaryFolder folder;
+  for (const char* name : {"4611686018427387999.rows", "18446744073709551615.checkpoint",
+                           "18446744073709551615.rows", "notes.txt"})
+    folder.Write(name, "");
+  Job job;
+  job.make_tables();
+  ASSERT_OK(open_folder(job.engine, folder.path(), 1));
+  EXPECT_EQ(job.checkpoint().number, 1);
+  EXPECT_EQ(job.checkpoint().number, 2);
+  EXPECT_EQ(folder.Files().count("notes.txt"), 1);
+}
+
+// While a manifest cannot be read, no file goes that it may need. Once it is deleted, they go.
+TEST(CheckpointCalls, ADamagedCheckpointCanBeDeleted) {
+  TemporaryFolder folder;
+  {
+    Job job;
+    job.make_tables();
+    ASSERT_OK(open_folder(job.engine, folder.path(), 1));
+    job.checkpoint();
+  }
+  folder.Write("1.checkpoint", std::string(500, 'x'));
+  uint64_t cursor = 0;
+  CheckpointInfo info;
+  EXPECT_EQ(frugal_checkpoint_next(folder.path().c_str(), &cursor, &info), FRUGAL_ERR_DAMAGED);
+  EXPECT_EQ(cursor, 1);
+  ASSERT_OK(frugal_checkpoint_next(folder.path().c_str(), &cursor, &info));
+  EXPECT_EQ(info.number, 0);
+  Job job;
+  job.make_tables();
+  ASSERT_OK(open_folder(job.engine, folder.path(), 1));
+  for (int i = 0; i < 4; ++i) {
+    put(job.dense, 3, static_cast<float>(i));
+    put(job.hashed, 3, static_cast<float>(i));
+    job.checkpoint();
+  }
+  const size_t files = folder.Files().size();
+  ASSERT_OK(frugal_checkpoint_delete(job.engine, 1));
+  job.checkpoint();
+  EXPECT_LT(folder.Files().size(), files);
+}
+
+TEST(CheckpointCalls, ACopyOfADamagedCheckpointIsRefused) {
+  TemporaryFolder folder;
+  Job job;
+  job.make_tables();
+  ASSERT_OK(open_folder(job.engine, folder.path(), 1));
+  put(job.dense, 3, 3);
+  job.checkpoint();
+  const std::string bytes = folder.Read("1.rows");
+  for (const std::string& wrong :
+       {bytes.substr(0, 5000), std::string(100, 'x') + bytes.substr(100)}) {
+    folder.Write("1.rows", wrong);
+    EXPECT_EQ(frugal_checkpoint_copy(folder.path().c_str(), 0, (folder / "copy").c_str()),
+              FRUGAL_ERR_DAMAGED);
+    uint64_t cursor = 0;
+    CheckpointInfo info;
+    ASSERT_OK(frugal_checkpoint_next((folder / "copy").c_str(), &cursor, &info));
+    EXPECT_EQ(info.number, 0);
   }
 }
 

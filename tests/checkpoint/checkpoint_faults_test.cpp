@@ -257,6 +257,49 @@ TEST(CheckpointFaults, EachCallOfARestoreFails) {
     }
 }
 
+// A checkpoint fails after it has saved a row anew. Then the row is deleted, and its old record
+// does not come back.
+TEST(CheckpointFaults, ADeletionAfterAFailedCheckpoint) {
+  uint64_t failures = 0;
+  for (int64_t n = 1;; ++n) {
+    SCOPED_TRACE("call " + std::to_string(n));
+    TemporaryFolder folder("/dev/shm");
+    TestFileCalls calls;
+    Engine engine;
+    frugal_table* const table = engine.Table("t", FRUGAL_HASHED, 10, 2);
+    const std::vector<float> rows(6, 1);
+    const std::vector<uint64_t> keys = {1, 2, 3};
+    const auto checkpoint = [&] {
+      uint64_t number = 0;
+      FRUGAL_TRY(frugal_checkpoint(engine, nullptr, &number));
+      return await_checkpoint(engine, number, nullptr);
+    };
+    ASSERT_OK(open_folder(engine, folder.path(), 2));
+    ASSERT_OK(frugal_put(table, keys.data(), 3, 0, rows.data(), 0));
+    ASSERT_OK(checkpoint());
+    ASSERT_OK(frugal_put(table, keys.data(), 2, 0, rows.data(), 0));
+    calls.fail(n, EIO);
+    const int32_t status = checkpoint();
+    const bool more = calls.failed() > 0;
+    calls.fail(0, 0);
+    const uint64_t gone = 1;
+    ASSERT_OK(frugal_delete(table, &gone, 1, nullptr));
+    const int32_t next = checkpoint();
+    if (next == FRUGAL_OK) {
+      failures += status != FRUGAL_OK ? 1 : 0;
+      Engine again;
+      ASSERT_OK(restore(again, folder.path().c_str(), 0, nullptr));
+      frugal_table* restored = nullptr;
+      uint64_t count = 0;
+      ASSERT_OK(frugal_table_find(again, "t", &restored));
+      ASSERT_OK(frugal_table_count(restored, &count));
+      EXPECT_EQ(count, 2);
+    }
+    if (!more) break;
+  }
+  EXPECT_GT(failures, 3);
+}
+
 // The n-th call on files, or the n-th allocation, fails while a checkpoint is copied: there is no
 // copy, and the next attempt makes it.
 TEST(CheckpointFaults, EachCallOfACopyFails) {

@@ -8,7 +8,7 @@
 namespace frugal::names_test {
 
 TEST(Names, AreParsedAsTheyAreMade) {
-  for (const uint64_t n : {uint64_t{0}, uint64_t{1}, uint64_t{10}, uint64_t{4096}, UINT64_MAX}) {
+  for (const uint64_t n : {uint64_t{0}, uint64_t{1}, uint64_t{10}, uint64_t{4096}, kNamesEnd - 1}) {
     const struct {
       String name;
       FileKind kind;
@@ -52,6 +52,8 @@ TEST(Names, OthersAreForeign) {
                            "1.rows.neww",
                            "1.5.rows",
                            "18446744073709551616.rows",
+                           "18446744073709551615.checkpoint",
+                           "2305843009213693952.rows",
                            "99999999999999999999999.blob",
                            "1.checkpoint~",
                            "a1.checkpoint"}) {

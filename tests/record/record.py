@@ -168,7 +168,7 @@ def scripts(programs, side, seeds):
   for seed in seeds:
     with tempfile.TemporaryDirectory() as folder:
       script = os.path.join(folder, 'script')
-      compare.make(programs['opscript_maker'], seed, STEPS, script)
+      compare.make([programs['opscript_maker']], seed, STEPS, script)
       script += '.jsonl'
       lines.append(script_line(seed, script, [(run([runner, script], compare.TIMEOUT) or '').splitlines()]))
       if side.machine.processes and seed % 3 == 0:
@@ -180,7 +180,7 @@ def scripts(programs, side, seeds):
       if side.machine.processes and seed % 6 == 1:
         ranks = 2 + seed % 7
         dealt = os.path.join(folder, 'dealt')
-        compare.make(programs['opscript_maker'], seed, STEPS, dealt, ranks, ranks)
+        compare.make([programs['opscript_maker']], seed, STEPS, dealt, ranks, ranks)
         wrong, printed = compare.replay_dealt([[runner]] * ranks, side.controller, dealt + '.jsonl')
         print(''.join(f'script {seed}, process {i}: {w}\n' for i, w in enumerate(wrong) if w), end='', flush=True)
         lines.append(script_line(f'{seed}-dealt', dealt + '.jsonl', printed))

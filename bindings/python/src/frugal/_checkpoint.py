@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from ctypes import addressof, byref, c_size_t, c_uint64, create_string_buffer, sizeof
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, List, Optional, Union
@@ -118,12 +119,22 @@ class Checkpoint(Single):
 
 
 def checkpoints(folder: Path) -> List[CheckpointInfo]:
-    """Returns the checkpoints of a folder, in the order of their numbers. Another process may write the folder."""
+    """Returns the checkpoints of a folder, in the order of their numbers. Another process may write the folder.
+
+    One that cannot be read is left out, with a warning.
+    """
     name, cursor = path_bytes(folder, "folder"), c_uint64(0)
     found: List[CheckpointInfo] = []
     while True:
         info = new_info()
-        check(lib.frugal_checkpoint_next(name, byref(cursor), addressof(info)))
+        before = cursor.value
+        status = lib.frugal_checkpoint_next(name, byref(cursor), addressof(info))
+        if status:
+            error = last_error(status)
+            if cursor.value == before:
+                raise error
+            warnings.warn(f"a checkpoint is left out: {error}", stacklevel=2)
+            continue
         if info.number == 0:
             return found
         found.append(told(info))
