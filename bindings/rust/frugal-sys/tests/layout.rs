@@ -94,8 +94,21 @@ fn layouts() -> Vec<Layout> {
             stale_reads, cache_hits, cache_misses, cache_admitted, cache_evicted, cache_evicted_dirty,
             pending_bytes, pending_bytes_peak, pending_rows, active_rows, modes_at_once, modes_deferred,
             lookup_ns, push_ns, step_begin_ns, step_end_ns, prefetch_ns, entry_ns, apply_ns, cache_refreshes,
-            cache_planned,
+            cache_planned, checkpoints, checkpoints_failed, checkpoint_rows, checkpoint_bytes,
+            checkpoint_copies, checkpoint_waits,
         };
+        frugal_folder_config {
+            struct_size, keep, flags, every_steps, every_ms,
+        } = FRUGAL_FOLDER_CONFIG_INIT by frugal_folder_config_init;
+        frugal_checkpoint_config {
+            struct_size, step, name, blob, blob_size, blob_rank, flags,
+        } = FRUGAL_CHECKPOINT_CONFIG_INIT by frugal_checkpoint_config_init;
+        frugal_checkpoint_info {
+            struct_size, number, step, created, bytes, tables, world_size, blobs, name,
+        };
+        frugal_restore_config {
+            struct_size, folder, number, name, tables, table_count,
+        } = FRUGAL_RESTORE_CONFIG_INIT by frugal_restore_config_init;
     }
 }
 
