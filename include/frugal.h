@@ -1622,6 +1622,7 @@ FRUGAL_API int32_t frugal_trace_stop(frugal_engine *engine, const char *path);
  *     check(frugal_step_end(rank[0], step, 0));
  */
 
+/* What is kept in a folder, and when a checkpoint is due by itself. */
 typedef struct frugal_folder_config {
   size_t struct_size;
   /* How many checkpoints without a name stay, the newest ones; 1 or more, default 2. */
@@ -1680,6 +1681,7 @@ FRUGAL_API int32_t frugal_folder_open(frugal_engine *engine, const char *path,
  */
 FRUGAL_API int32_t frugal_folder_close(frugal_engine *engine);
 
+/* Which state a checkpoint has, and its name. */
 typedef struct frugal_checkpoint_config {
   size_t struct_size;
   /* The step whose state it has. FRUGAL_NO_STEP (default): the last one that is committed. Else one
@@ -1822,6 +1824,7 @@ FRUGAL_API int32_t frugal_checkpoint_blob(frugal_trainer *trainer, const void *b
  */
 FRUGAL_API int32_t frugal_checkpoint_delete(frugal_engine *engine, uint64_t number);
 
+/* Which checkpoint is restored, and which of its tables. */
 typedef struct frugal_restore_config {
   size_t struct_size;
   /* NULL (default): the folder that the engine writes. Else another one, which its
