@@ -16,21 +16,13 @@
 #include <string>
 #include <vector>
 
-#include "frugal.h"
+#include "check.h"
 #include "harness.h"
 
 namespace bench {
 namespace {
 
 constexpr uint64_t kAhead = 10, kOther = 64;  // steps; steps with other keys
-
-void Check(int32_t status, const char* call) {
-  if (status == FRUGAL_OK) return;
-  frugal_error error;
-  frugal_last_error(&error);
-  throw std::runtime_error(std::string(call) + ": " + error.message);
-}
-#define CHECK_OK(call) Check((call), #call)
 
 class Worker {
  public:

@@ -15,20 +15,11 @@
 #include <memory>
 #include <string>
 
-#include "frugal.h"
+#include "check.h"
 #include "harness.h"
 
 namespace bench {
 namespace {
-
-void Check(int32_t status, const char* call) {
-  if (status == FRUGAL_OK) return;
-  frugal_error error;
-  frugal_last_error(&error);
-  throw std::runtime_error(std::string(call) + ": " + frugal_status_name(status) + ": " +
-                           error.message);
-}
-#define CHECK_OK(call) Check((call), #call)
 
 double Percentile(const std::vector<double>& ascending, double share) {
   if (ascending.empty()) return 0;

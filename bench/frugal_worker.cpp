@@ -21,20 +21,11 @@
 #include <algorithm>
 #include <memory>
 
-#include "frugal.h"
+#include "check.h"
 #include "harness.h"
 
 namespace bench {
 namespace {
-
-void Check(int32_t status, const char* call) {
-  if (status == FRUGAL_OK) return;
-  frugal_error error;
-  frugal_last_error(&error);
-  throw std::runtime_error(std::string(call) + ": " + frugal_status_name(status) + ": " +
-                           error.message);
-}
-#define CHECK_OK(call) Check((call), #call)
 
 int32_t ParseOpt(const std::string& name) {
   if (name == "sgd" || name.empty()) return FRUGAL_SGD;

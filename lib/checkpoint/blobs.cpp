@@ -37,13 +37,18 @@ Status write_file(Folder& folder, const char* name, const Vector<const Blob*>& b
 }  // namespace
 
 Status Blob::set(uint32_t of_rank, const void* from, size_t n, BufferPool& pool) {
+  char* to;
+  FRUGAL_TRY(open(of_rank, n, pool, &to));
+  if (n) std::memcpy(to, from, n);
+  return FRUGAL_OK;
+}
+
+Status Blob::open(uint32_t of_rank, size_t n, BufferPool& pool, char** to) {
   auto memory = std::allocate_shared<Buffer>(HeapAllocator<Buffer>());
-  if (n) {
-    FRUGAL_TRY(pool.get(n, memory.get()));
-    std::memcpy(memory->data(), from, n);
-  }
+  if (n) FRUGAL_TRY(pool.get(n, memory.get()));
   rank = of_rank;
   size = n;
+  *to = memory->data();
   bytes = std::move(memory);
   return FRUGAL_OK;
 }
@@ -77,12 +82,10 @@ Status load_blobs(const Folder& folder, const Manifest& m, uint32_t ranks, Buffe
   for (const ManifestBlob& b : m.blobs) {
     if (b.rank >= ranks) continue;
     if (!blobs) blobs = std::allocate_shared<Blobs>(HeapAllocator<Blobs>());
-    auto memory = std::allocate_shared<Buffer>(HeapAllocator<Buffer>());
-    if (b.bytes) FRUGAL_TRY(pool.get(b.bytes, memory.get()));
     Blob blob;
-    blob.rank = b.rank;
-    FRUGAL_TRY(read_blob(folder, m, b.rank, memory->data(), b.bytes, &blob.size));
-    blob.bytes = std::move(memory);
+    char* to;
+    FRUGAL_TRY(blob.open(b.rank, b.bytes, pool, &to));
+    FRUGAL_TRY(read_blob(folder, m, b.rank, to, b.bytes, &blob.size));
     blobs->of_ranks.push_back(std::move(blob));
   }
   *out = std::move(blobs);

@@ -14,6 +14,8 @@ struct Blob {
   std::shared_ptr<const Buffer> bytes;  // shared by checkpoints of the same step
   // Takes a copy of the bytes.
   Status set(uint32_t of_rank, const void* from, size_t n, BufferPool& pool);
+  // The caller writes the bytes, at *to.
+  Status open(uint32_t of_rank, size_t n, BufferPool& pool, char** to);
 };
 
 // Those of a step.

@@ -14,6 +14,10 @@ bool has(const Vector<uint64_t>& ascending, uint64_t number) {
 
 }  // namespace
 
+Status no_folder() {
+  return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+}
+
 KeptCheckpoints::Kept KeptCheckpoints::kept_of(const Manifest& m) {
   Kept kept;
   kept.name = m.name;
@@ -127,8 +131,7 @@ void KeptCheckpoints::remove_old() try {
 // Another checkpoint may be being written: only files of the removed one may go.
 Status KeptCheckpoints::remove(uint64_t sequence) {
   Lock lock(mu_);
-  if (!folder_)
-    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+  if (!folder_) return no_folder();
   const auto at = kept_.find(sequence);  // not of a manifest that cannot be read
   bool in_use = false;
   FRUGAL_TRY(delete_manifest(*folder_, sequence, &in_use));

@@ -4,6 +4,9 @@
 
 namespace frugal {
 
+// The error of a call that needs a folder, where none is open.
+Status no_folder();
+
 // All functions may be called by any thread, if not stated otherwise.
 class KeptCheckpoints {
  public:

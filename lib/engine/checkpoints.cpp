@@ -104,13 +104,10 @@ Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
 }
 
 Status Checkpoints::close() {
-  if (!opened())
-    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+  if (!opened()) return no_folder();
   {
     Lock lock(mu_);
-    if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
-      return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
-                  static_cast<unsigned long long>(number_));
+    FRUGAL_TRY(may_displace());
     accepting_ = false;
     wanted_.store(kNoStep);
     scheduled_.store(false);
@@ -149,6 +146,13 @@ Status Checkpoints::track(Table& table, int32_t kind, bool unchanged, uint64_t n
   return FRUGAL_OK;
 }
 
+// OK: there is no checkpoint, or one that is due by itself and has not begun.
+Status Checkpoints::may_displace() const {
+  if (state_ == State::kIdle || (state_ == State::kRequested && by_itself_)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
+              static_cast<unsigned long long>(number_));
+}
+
 // --- Tickets -------------------------------------------------------------------------------------
 
 Status Checkpoints::request(const frugal_checkpoint_config& config, uint64_t* number) {
@@ -174,17 +178,14 @@ Status Checkpoints::request(const frugal_checkpoint_config& config, uint64_t* nu
     }
   } end_phase{of_.phase, now};
   Lock mine(mu_);
-  if (!accepting_)
-    return fail(FRUGAL_ERR_NOT_FOUND, "the engine has no folder for checkpoints: open one first");
+  if (!accepting_) return no_folder();
   FRUGAL_TRY(to_.folder->may_write());
   const uint64_t last = of_.ranks.committed();
   if (!now && last != kNoStep && config.step <= last)
     return fail(FRUGAL_ERR_STEP_RANGE, "step %llu is committed already: choose a later one",
                 static_cast<unsigned long long>(config.step));
   if (stopping_.load()) return was_closed();
-  if (state_ == State::kTaken || (state_ == State::kRequested && !by_itself_))
-    return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
-                static_cast<unsigned long long>(number_));
+  FRUGAL_TRY(may_displace());
   if (state_ == State::kRequested && of_.ranks.begun() > wanted_.load())
     return fail(FRUGAL_ERR_BUSY,
                 "a rank is inside of step %llu, which will be checkpoint %llu: call again after it",

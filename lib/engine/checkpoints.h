@@ -90,6 +90,7 @@ class Checkpoints {
     uint64_t since = 0;                      // now_ns() of its snapshot
     bool due(uint64_t step) const;
   };
+  Status may_displace() const REQUIRES(mu_);
   void begin(uint64_t step, const char* name, bool by_itself) REQUIRES(mu_);
   void end(const CallError& error) REQUIRES(mu_);
   void take(BlobsRef blobs) noexcept REQUIRES(control, mu_);

@@ -14,7 +14,7 @@ namespace {
 
 using frugal::TestFileCalls;
 
-// Each call on files fails in turn. ThreadSanitizer looks for races, and takes each fifth of them.
+// Each call on files fails in turn. ThreadSanitizer finds races, and takes each fifth of them.
 #if defined(__SANITIZE_THREAD__)
 constexpr int64_t kEach = 5;
 #else
