@@ -23,7 +23,10 @@ constexpr uint64_t ns_of_ms(int64_t ms) {
   return ms < 0 || ms > INT64_MAX / 2'000'000 ? UINT64_MAX : static_cast<uint64_t>(ms) * 1'000'000;
 }
 uint64_t process_cpu_ns();  // CPU time of all threads of the process
+uint64_t thread_cpu_ns();   // CPU time of the calling thread
 uint32_t cpu_count();       // processors that this process may run on
+// From now on the calling thread has a lower priority than other threads of the process.
+void os_background_thread();
 // From now on the calling thread preempts no other when it is woken (SCHED_BATCH).
 void os_batch_thread();
 // For a thread that runs briefly and that others wait for: it may preempt others when it is woken

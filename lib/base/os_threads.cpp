@@ -46,6 +46,7 @@ uint64_t after_ns(uint64_t ns) {
   return ns < UINT64_MAX - now ? now + ns : UINT64_MAX;
 }
 uint64_t process_cpu_ns() { return clock_ns(CLOCK_PROCESS_CPUTIME_ID); }
+uint64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
 
 uint32_t cpu_count() {
   cpu_set_t set;
@@ -55,6 +56,16 @@ uint32_t cpu_count() {
   }
   long n = sysconf(_SC_NPROCESSORS_ONLN);
   return n > 0 ? static_cast<uint32_t>(n) : 1;
+}
+
+void os_background_thread() {
+  // Linux has a priority of each thread. Another thread gets three times the time of this one, so
+  // a thread that waits for this one does not wait long.
+  const int lower = 5;
+  const auto thread = static_cast<id_t>(syscall(SYS_gettid));
+  errno = 0;
+  const int now = getpriority(PRIO_PROCESS, thread);
+  if (errno == 0) setpriority(PRIO_PROCESS, thread, now + lower);  // a wish
 }
 
 void os_batch_thread() {

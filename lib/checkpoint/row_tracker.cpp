@@ -74,9 +74,9 @@ void RowTracker::mark(const Bits& bits, size_t n, Slot slot) noexcept {
   }
 }
 
-void RowTracker::mark_changed(uint32_t slot) noexcept {
+void RowTracker::mark_changed(uint64_t first, uint64_t rows) noexcept {
   const UseEpoch epoch(*this);
-  mark(bits_[epoch->changed], 1, [=](size_t) { return uint64_t{slot}; });
+  bits_[epoch->changed].word(first).fetch_or(rows << first % 64, std::memory_order_release);
 }
 
 // --- Copies --------------------------------------------------------------------------------------

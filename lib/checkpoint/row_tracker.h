@@ -56,8 +56,8 @@ class RowTracker final : public HeapObject, public RowWatcher {
   // changed again.
   void end(bool kept) noexcept;
 
-  // Requires the rows' lock.
-  void mark_changed(uint32_t slot) noexcept;
+  // Marks slots from `first` on, a bit each. All are in one word. Requires the rows' lock.
+  void mark_changed(uint64_t first, uint64_t rows = 1) noexcept;
 
   struct Counts {  // of rows, since it tracks
     std::atomic<uint64_t> before_write{0}, in_order{0}, before_delete{0}, late{0}, awaited{0};

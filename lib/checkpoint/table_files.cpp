@@ -27,6 +27,16 @@ void Directory::set(uint64_t slot, Place place) {
   std::memcpy(packed_.base() + slot * kBytes, &packed, kBytes);
 }
 
+uint64_t Directory::flagged(uint64_t first, uint64_t n, const char* flags) const {
+  FRUGAL_ASSERT(0 < n && n <= 64);
+  // No slab ends between two slots whose slabs are the same, and slabs have more than 64 slots.
+  const bool all = committed(first) && committed(first + n - 1);
+  uint64_t bits = 0;
+  for (uint64_t i = 0; i < n; ++i)
+    if (all || committed(first + i)) bits |= uint64_t{flags[at(first + i).file] != 0} << i;
+  return bits;
+}
+
 // --- Files ---------------------------------------------------------------------------------------
 
 Status TableFiles::open(Rows& rows, RowTracker& tracker, uint64_t number, int32_t optimizer,
@@ -38,6 +48,7 @@ Status TableFiles::open(Rows& rows, RowTracker& tracker, uint64_t number, int32_
   to_ = to;
   Lock lock(mu_);
   files_.resize(1);
+  cleaning_.resize(1);
   return directory_.reserve(rows.capacity(), budget);
 }
 
@@ -57,7 +68,9 @@ Status TableFiles::new_file(uint32_t* file) {
   if (files_.size() > kMostFilesAtOnce)
     return fail(FRUGAL_ERR_UNSUPPORTED, "table %llu has %zu parameter files",
                 static_cast<unsigned long long>(number_), files_.size());
+  make_room(cleaning_, 1);
   files_.emplace_back();
+  cleaning_.push_back(0);
   *file = static_cast<uint32_t>(files_.size() - 1);
   return FRUGAL_OK;
 }
@@ -154,6 +167,12 @@ void TableFiles::save(const uint32_t* slots, size_t n) noexcept {
     Writing* of;
   } places[RowTracker::kMostRows];
   size_t placed = 0;
+  // All loads are under way before the first is awaited, and none is awaited with the lock held.
+  const device::RowsView rows = rows_->ref();
+  for (size_t i = 0; i < n; ++i) {
+    directory_.prefetch(slots[i]);
+    prefetch_row(rows, slots[i], rows.state_pitch != 0);
+  }
   {
     Lock lock(mu_);
     for (; placed < n && error_.status == FRUGAL_OK; ++placed) {
@@ -209,7 +228,7 @@ void TableFiles::new_state() noexcept {
     if (!directory_.committed(s) || directory_.at(s).file == Directory::kNone) continue;
     now_old(directory_.at(s).file);
     directory_.set(s, {});
-    tracker_->mark_changed(static_cast<uint32_t>(s));
+    tracker_->mark_changed(s);
   }
 }
 
@@ -350,21 +369,25 @@ void TableFiles::clean() noexcept {
       entries += f.info.entries;
     }
     const bool wasteful = entries > 2 * live;
-    for (FileState& f : files_) {
+    for (size_t i = 1; i < files_.size(); ++i) {
+      FileState& f = files_[i];
       const bool some = f.old != 0 && f.old != f.info.records;
-      f.cleaning = f.listed && !f.cleaned && some && (wasteful || 2 * f.old >= f.info.records);
-      f.cleaned |= f.cleaning;
-      any |= f.cleaning;
+      const bool clean =
+          f.listed && !f.cleaned && some && (wasteful || 2 * f.old >= f.info.records);
+      cleaning_[i] = clean;
+      f.cleaned |= clean;
+      any |= clean;
     }
   }
   if (!any) return;
-  for (uint64_t from = 0; from < rows_->capacity(); from += kSlotsAtOnce)
+  const uint64_t end = rows_->capacity();
+  for (uint64_t from = 0; from < end; from += kSlotsAtOnce)
     rows_->locked([&] {
       Lock lock(mu_);
-      for (uint64_t s = from; s < std::min(rows_->capacity(), from + kSlotsAtOnce); ++s) {
-        if (!directory_.committed(s)) continue;
-        if (files_[directory_.at(s).file].cleaning)
-          tracker_->mark_changed(static_cast<uint32_t>(s));
+      for (uint64_t s = from; s < std::min(end, from + kSlotsAtOnce); s += 64) {
+        const uint64_t rows =
+            directory_.flagged(s, std::min(end - s, uint64_t{64}), cleaning_.data());
+        if (rows) tracker_->mark_changed(s, rows);
       }
     });
 }

@@ -28,6 +28,9 @@ class Directory {
   bool committed(uint64_t slot) const { return packed_.committed(slot); }
   Place at(uint64_t slot) const;
   void set(uint64_t slot, Place place);
+  void prefetch(uint64_t slot) const { __builtin_prefetch(packed_.base() + slot * kBytes, 1, 2); }
+  // Bits of those of `n` slots, at most 64, whose file has a flag. `flags`: of each file.
+  uint64_t flagged(uint64_t first, uint64_t n, const char* flags) const;
 
  private:
   static constexpr size_t kBytes = 5;  // 20 bits each
@@ -84,11 +87,10 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
  private:
   struct FileState {
     ParameterFileInfo info;
-    uint64_t old = 0;       // records that are no row's newest
-    bool listed = false;    // by the newest checkpoint, or written for the next
-    bool needed = false;    // by the checkpoint
-    bool cleaned = false;   // its rows were marked once
-    bool cleaning = false;  // by the present call of clean()
+    uint64_t old = 0;      // records that are no row's newest
+    bool listed = false;   // by the newest checkpoint, or written for the next
+    bool needed = false;   // by the checkpoint
+    bool cleaned = false;  // its rows were marked once
   };
   // A file that the checkpoint writes.
   struct Writing : HeapObject {
@@ -119,6 +121,7 @@ class TableFiles final : public HeapObject, public RowTracker::Sink {
   mutable Mutex mu_;
   Directory directory_;  // a row's place is changed by the thread that has taken it, with mu_ held
   Vector<FileState> files_ GUARDED_BY(mu_);                   // [0] is none
+  Vector<char> cleaning_ GUARDED_BY(mu_);                     // flags of clean(), of each file
   Vector<std::unique_ptr<Writing>> writing_ GUARDED_BY(mu_);  // the last one takes records
   std::unique_ptr<Writing> next_ GUARDED_BY(mu_);             // the next one; or null
   List<Deletion> deleted_ GUARDED_BY(mu_);                    // since the last snapshot

@@ -12,6 +12,7 @@
 #include "engine/counters.h"
 #include "engine/flusher.h"
 #include "engine/memory.h"
+#include "engine/pacing.h"
 #include "engine/phase.h"
 #include "engine/ranks.h"
 #include "engine/tables.h"
@@ -32,11 +33,14 @@ class Checkpoints {
     Tables& tables;
     Flusher& flusher;
     Workers& workers;
+    Pacing& pacing;
     EngineMemory& memory;
     Meters& meters;
     std::function<void(int, const char*)> log;
   };
-  explicit Checkpoints(const Parts& parts) : of_(parts) {}
+  explicit Checkpoints(const Parts& parts) : of_(parts) {
+    buffers_.on_within([this] { of_.workers.progress(); });
+  }
   ~Checkpoints();
 
   // --- Between steps, and when all updates are written
@@ -66,7 +70,7 @@ class Checkpoints {
   Status await_idle(uint64_t until);  // no snapshot is being written
   // Copies of rows that wait for the disk are within their budget. (Each table has one buffer that
   // fills. They do not count: no write would give them back.)
-  bool within_budget() const { return buffers_.complete() <= kMostBytes; }
+  bool within_budget() { return buffers_.within(kMostBytes); }
   // The first rank is about to begin the step.
   void beginning(uint64_t step) noexcept REQUIRES(control);
   // A step was committed; no later one is. `*blobs`: those of its ranks, or null. It gets what the
@@ -100,6 +104,7 @@ class Checkpoints {
   Status save_rows(const Vector<TableRef>& tables, Table& table);
   Status collect(const Vector<TableRef>& tables);
   Status going_on();
+  void count_time() noexcept;
   uint64_t count(const Vector<TableRef>& tables, const Manifest& manifest, bool kept);
 
   const Parts of_;
@@ -109,6 +114,7 @@ class Checkpoints {
   RecordBuffers buffers_{size_t{8} << 20};
   std::unique_ptr<IoQueue> queue_;
   Thread thread_;
+  uint64_t cpu_ns_ = 0;  // of the thread, that pacing knows
   std::atomic<uint64_t> next_table_{1};
   std::atomic<uint64_t> wanted_{kNoStep};  // the step whose commit takes the snapshot
   std::atomic<bool> scheduled_{false}, has_blobs_{false};

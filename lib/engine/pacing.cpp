@@ -41,10 +41,10 @@ bool Trial::gains(double cost, bool deferred) {
 bool Pacing::decide(bool may_rest, const Measured& now) {
   const Measured last = std::exchange(last_, now);
   const uint64_t span = now.wall - last.wall, work = now.apply - last.apply;
-  // Threads warm rows only if they have nothing else to do, so that time is idle, too.
-  const uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
+  // That time is idle, too.
+  const uint64_t spare = spare_ns_.load(std::memory_order_relaxed);
   uint64_t busy = now.cpu - last.cpu;
-  busy -= std::min(busy, warm - std::exchange(warm_, warm));
+  busy -= std::min(busy, spare - std::exchange(spare_, spare));
   const uint64_t most = std::exchange(most_, 0), bytes = std::exchange(bytes_, 0);
   if (last.wall == 0 || flush_threads_ == 0) return false;
   // Only while trainers are outside the engine does writing not delay them.

@@ -53,8 +53,8 @@ class Pacing {
   bool small(uint64_t bytes) const {
     return mode_ == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
   }
-  // A thread with nothing else to do has warmed rows for `ns`.
-  void warmed(uint64_t ns) { warm_ns_.fetch_add(ns, std::memory_order_relaxed); }
+  // A thread has used a processor for `ns`, and would have left it to a thread that writes rows.
+  void spared(uint64_t ns) { spare_ns_.fetch_add(ns, std::memory_order_relaxed); }
   // Trainers in other processes have used processors for `cpu_ns`.
   void trained_attached(uint64_t cpu_ns) {
     attached_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
@@ -117,8 +117,8 @@ class Pacing {
   std::atomic<uint64_t> pending_{0};
   std::atomic<uint64_t> last_step_{0};  // sums of the last committed step
   uint64_t committing_ = 0;
-  std::atomic<uint64_t> warm_ns_{0}, attached_ns_{0};
-  uint64_t steps_ = 1, most_ = 0, bytes_ = 0, warm_ = 0;
+  std::atomic<uint64_t> spare_ns_{0}, attached_ns_{0};
+  uint64_t steps_ = 1, most_ = 0, bytes_ = 0, spare_ = 0;
   Measured last_;
   bool paid_ = false;
   Trial trial_;

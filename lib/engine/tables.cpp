@@ -34,8 +34,8 @@ Engine::Engine(const frugal_config& config)
       committer_(mu_, phase_, records_, ranks_, pacing_, tables_, declarations_, flusher_, workers_,
                  memory_, meters_, checkpoints_),
       aborter_(mu_, phase_, records_, ranks_, committer_, declarations_, workers_, meters_),
-      checkpoints_({config_, mu_, phase_, ranks_, tables_, flusher_, workers_, memory_, meters_,
-                    [this](int level, const char* text) { log(level, text); }}) {
+      checkpoints_({config_, mu_, phase_, ranks_, tables_, flusher_, workers_, pacing_, memory_,
+                    meters_, [this](int level, const char* text) { log(level, text); }}) {
   // Ranks cannot run further apart than the ring is long, so a larger bound changes nothing.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);

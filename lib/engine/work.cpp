@@ -301,16 +301,10 @@ Workers::Outcome Engine::warm_one() {
   span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
   const device::RowsView rows = table->rows.ref_now();
-  const size_t state_bytes = rewarm ? rows.state_pitch : 0;
   // A thread that shares out a job meanwhile needs this thread at once.
-  for (size_t i = from; i < end && !workers_.sharing(); ++i) {
-    const char* row = reinterpret_cast<const char*>(rows.row(slots[i]));
-    for (size_t o = 0; o < rows.value_pitch; o += 64) __builtin_prefetch(row + o, 0, 2);
-    if (!state_bytes) continue;
-    const char* state = reinterpret_cast<const char*>(rows.state_row(slots[i]));
-    for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
-  }
-  pacing_.warmed(now_ns() - begun);
+  for (size_t i = from; i < end && !workers_.sharing(); ++i)
+    prefetch_row(rows, slots[i], rewarm && rows.state_pitch);
+  pacing_.spared(now_ns() - begun);
   return Outcome::kWork;
 }
 

@@ -8,7 +8,9 @@
 #include <atomic>
 #include <bit>
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "base/heap.h"
 #include "base/status.h"
@@ -131,10 +133,12 @@ class RecordBuffers {
 
   uint64_t used() const { return used_.load(std::memory_order_relaxed); }  // bytes, not free ones
   // Of these, the bytes of complete buffers. The disk alone keeps them from being given back.
-  uint64_t complete() const { return complete_.load(std::memory_order_relaxed); }
-  void count_complete(int64_t bytes) {
-    complete_.fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
-  }
+  uint64_t complete() const { return complete_.load(); }
+  void count_complete(int64_t bytes) noexcept;
+  // Whether complete buffers have at most `most` bytes. If not, `when_within` is called once they
+  // have, by the thread that gives back a buffer.
+  bool within(uint64_t most) noexcept;
+  void on_within(std::function<void()> when_within) { when_within_ = std::move(when_within); }
   size_t most() const { return most_; }
   char* take(size_t bytes) noexcept;  // aligned to kFileBlock; null: no memory
   void give(char* memory, size_t bytes) noexcept;
@@ -142,6 +146,8 @@ class RecordBuffers {
  private:
   const size_t most_, most_kept_;
   std::atomic<uint64_t> used_{0}, complete_{0};
+  std::atomic<uint64_t> awaited_{0};  // by a thread that found more complete bytes; 0: none
+  std::function<void()> when_within_;
   Mutex mu_;
   char* free_ GUARDED_BY(mu_) =
       nullptr;  // of `most_` bytes each; begins with the next one's address

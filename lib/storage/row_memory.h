@@ -55,6 +55,15 @@ struct RowLayout {
   void new_state(const arith::InitSpec& init, device::Element* state) const;
 };
 
+// The row's lines are to be in the processor's cache.
+inline void prefetch_row(const device::RowsView& rows, uint32_t slot, bool with_state) {
+  const char* row = reinterpret_cast<const char*>(rows.row(slot));
+  for (size_t o = 0; o < rows.value_pitch; o += 64) __builtin_prefetch(row + o, 0, 2);
+  if (!with_state) return;
+  const char* state = reinterpret_cast<const char*>(rows.state_row(slot));
+  for (size_t o = 0; o < rows.state_pitch; o += 64) __builtin_prefetch(state + o, 0, 2);
+}
+
 class RowMemory : public HeapObject {
  public:
   struct Config {

@@ -132,10 +132,10 @@ TEST_F(PacingTest, TimeInsideOfCallsIsNotHiddenBehind) {
   EXPECT_FALSE(pacing->deferred());
 }
 
-TEST_F(PacingTest, TimeSpentOnWarmingIsIdle) {
+TEST_F(PacingTest, TimeOfThreadsThatCouldWaitIsIdle) {
   open(FRUGAL_FLUSH_AUTO);
   for (int i = 0; i < 3; ++i) {
-    pacing->warmed(100 * kMs);
+    pacing->spared(100 * kMs);
     steps(20, 400, 30);
   }
   EXPECT_TRUE(pacing->deferred());

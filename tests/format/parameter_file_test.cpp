@@ -513,6 +513,26 @@ TEST(ParameterFiles, BuffersAreKept) {
   for (char* memory : again) buffers.give(memory, 8192);
 }
 
+TEST(ParameterFiles, AThreadThatFoundTooManyCompleteBuffersIsCalledOnce) {
+  RecordBuffers buffers(0);
+  int calls = 0;
+  buffers.on_within([&] { ++calls; });
+  buffers.count_complete(100);
+  EXPECT_TRUE(buffers.within(100));
+  buffers.count_complete(-100);
+  EXPECT_EQ(calls, 0) << "no thread waits";
+  buffers.count_complete(100);
+  EXPECT_FALSE(buffers.within(50));
+  buffers.count_complete(20);
+  buffers.count_complete(-60);
+  EXPECT_EQ(calls, 0) << "there are 60";
+  buffers.count_complete(-10);
+  EXPECT_EQ(calls, 1);
+  buffers.count_complete(-50);
+  EXPECT_EQ(calls, 1);
+  EXPECT_TRUE(buffers.within(50));
+}
+
 int open_descriptors() {
   const int fd = dup(0);
   close(fd);

@@ -138,8 +138,8 @@ struct CommitParts : EngineParts {
 
   EngineMemory memory{UINT64_MAX};
   Declarations declarations;
-  Checkpoints checkpoints{{config, mu, phase, ranks, tables, flusher, workers, memory, meters,
-                           [](int, const char*) {}}};
+  Checkpoints checkpoints{{config, mu, phase, ranks, tables, flusher, workers, pacing, memory,
+                           meters, [](int, const char*) {}}};
   Committer committer{mu,           phase,   records, ranks,  pacing, tables,
                       declarations, flusher, workers, memory, meters, checkpoints};
   Aborter aborter{mu, phase, records, ranks, committer, declarations, workers, meters};
