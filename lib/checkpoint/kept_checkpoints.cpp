@@ -30,6 +30,7 @@ KeptCheckpoints::Kept KeptCheckpoints::kept_of(const Manifest& m) {
 
 Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next* next) {
   Lock lock(mu_);
+  all_read_ = false;
   folder_ = std::move(folder);
   keep_ = keep;
   kept_.clear();
@@ -53,22 +54,33 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
     next->file = std::max(next->file, m.next_file);
     next->table = std::max(next->table, m.next_table);
   }
+  if (!sequences.empty()) next->sequence = sequences.back() + 1;
   for (const String& name : names) {
     uint64_t number;
-    if (parse_name(name.c_str(), &number) == FileKind::kRows)
-      next->file = std::max(next->file, number + 1);
+    const FileKind kind = parse_name(name.c_str(), &number);
+    if (kind == FileKind::kRows) next->file = std::max(next->file, number + 1);
+    if (kind != FileKind::kDeleted) continue;
+    next->sequence = std::max(next->sequence, number + 1);
+    Manifest m;
+    const Status status = read_deleted(*folder_, number, &m);
+    if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
+    if (status != FRUGAL_OK) continue;
+    next->file = std::max(next->file, m.next_file);
+    next->table = std::max(next->table, m.next_table);
   }
-  if (!sequences.empty()) next->sequence = sequences.back() + 1;
+  all_read_ = true;
   remove_old();
   return FRUGAL_OK;
 }
 
 void KeptCheckpoints::close() {
   Lock lock(mu_);
+  used_.clear();
+  if (all_read_) remove_old();  // files that only the engine needed
+  all_read_ = false;
   folder_.reset();
   kept_.clear();
   expected_.clear();
-  used_.clear();
 }
 
 Status KeptCheckpoints::expect(const Manifest& m) try {
@@ -122,7 +134,8 @@ void KeptCheckpoints::remove_old() try {
     uint64_t number;
     const FileKind kind = parse_name(name.c_str(), &number);
     if (kind == FileKind::kNew || (kind == FileKind::kRows && !needed(number)) ||
-        (kind == FileKind::kBlob && !kept_.count(number)))
+        (kind == FileKind::kBlob && !kept_.count(number)) ||
+        (kind == FileKind::kDeleted && !kept_.empty() && number < kept_.rbegin()->first))
       folder_->remove(name.c_str());
   }
 } catch (const std::bad_alloc&) {
@@ -134,7 +147,9 @@ Status KeptCheckpoints::remove(uint64_t sequence) {
   if (!folder_) return no_folder();
   const auto at = kept_.find(sequence);  // not of a manifest that cannot be read
   bool in_use = false;
-  FRUGAL_TRY(delete_manifest(*folder_, sequence, &in_use));
+  const bool newest = (kept_.empty() || sequence >= kept_.rbegin()->first) &&
+                      (unknown_.empty() || sequence >= unknown_.back());
+  FRUGAL_TRY(delete_manifest(*folder_, sequence, &in_use, newest));
   if (in_use)
     return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is open for reading: delete it later",
                 static_cast<unsigned long long>(sequence));

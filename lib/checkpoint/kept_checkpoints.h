@@ -42,6 +42,7 @@ class KeptCheckpoints {
   void remove_old() REQUIRES(mu_);
 
   Mutex mu_;
+  bool all_read_ GUARDED_BY(mu_) = false;  // open() has seen all manifests: files may be removed
   std::shared_ptr<Folder> folder_ GUARDED_BY(mu_);
   uint32_t keep_ GUARDED_BY(mu_) = 1;
   Map<uint64_t, Kept> kept_ GUARDED_BY(mu_);

@@ -162,7 +162,8 @@ Status copy_checkpoint(const char* path, uint64_t number, const char* to_path) {
                   to->path());
   // What a writer that has died left.
   for (const String& name : names)
-    if (kind(name) != FileKind::kForeign) FRUGAL_TRY(to->remove(name.c_str()));
+    if (kind(name) != FileKind::kForeign && kind(name) != FileKind::kDeleted)
+      FRUGAL_TRY(to->remove(name.c_str()));
   FRUGAL_TRY(check_files(*folder, m));
   Status status = FRUGAL_OK;
   for (size_t i = 0; i < files.size() && status == FRUGAL_OK; ++i)

@@ -16,6 +16,7 @@ constexpr uint32_t kPiecesAtOnce = 16;
 constexpr uint64_t kPauseNs = 200'000;  // between two polls
 
 std::atomic<uint64_t> g_pause{0};
+std::atomic<uint64_t> g_budget{uint64_t{32} << 20};  // of bytes of copies
 
 // The first step that a snapshot does not have.
 uint64_t step_after(uint64_t snapshot) { return snapshot == kNoStep ? 0 : snapshot + 1; }
@@ -27,6 +28,9 @@ Status was_closed() {
 }  // namespace
 
 void checkpoint_test_pause(uint64_t ns) { g_pause.store(ns); }
+void checkpoint_test_budget(uint64_t bytes) { g_budget.store(bytes); }
+
+bool Checkpoints::within_budget() { return buffers_.within(g_budget.load()); }
 
 Checkpoints::~Checkpoints() { stop(); }
 
@@ -456,7 +460,7 @@ Status Checkpoints::await_written(const Vector<TableRef>& tables, uint64_t next_
   bool jobs = true;  // later jobs do not matter, so each is awaited once
   for (size_t at = 0; jobs || at < tables.size();) {
     FRUGAL_TRY(going_on());
-    if (buffers_.complete() > kMostBytes) FRUGAL_TRY(collect(tables));
+    if (buffers_.complete() > g_budget.load()) FRUGAL_TRY(collect(tables));
     jobs = jobs && of_.workers.applying();
     while (at < tables.size() &&
            !(tables[at]->window.opened() && tables[at]->window.unwritten_before(next_step)))
@@ -478,7 +482,7 @@ Status Checkpoints::save_rows(const Vector<TableRef>& tables, Table& table) {
     FRUGAL_TRY(table.tracked->files.collect());
     // Writers of rows can always copy what they are about to change: this thread leaves them most
     // of the budget. It also reuses few buffers, which stay in the processor's cache.
-    while (buffers_.complete() > kMostBytes / 8) {
+    while (buffers_.complete() > g_budget.load() / 8) {
       sleep_ns(kPauseNs);
       FRUGAL_TRY(collect(tables));
     }

@@ -22,6 +22,8 @@ namespace frugal {
 
 // Test hook: the thread that saves rows sleeps so long after each piece. 0: not at all.
 void checkpoint_test_pause(uint64_t ns);
+// Test hook: so many bytes of copies of rows may wait for the disk before gates wait.
+void checkpoint_test_budget(uint64_t bytes);
 
 class Checkpoints {
  public:
@@ -70,7 +72,7 @@ class Checkpoints {
   Status await_idle(uint64_t until);  // no snapshot is being written
   // Copies of rows that wait for the disk are within their budget. (Each table has one buffer that
   // fills. They do not count: no write would give them back.)
-  bool within_budget() { return buffers_.within(kMostBytes); }
+  bool within_budget();
   // The first rank is about to begin the step.
   void beginning(uint64_t step) noexcept REQUIRES(control);
   // A step was committed; no later one is. `*blobs`: those of its ranks, or null. It gets what the
@@ -79,8 +81,7 @@ class Checkpoints {
   void stop() noexcept;  // the engine is being closed: nothing is acknowledged any more
 
  private:
-  static constexpr size_t kMostBytes = size_t{32} << 20;  // of copies
-  static constexpr uint64_t kResults = 64;                // that are known
+  static constexpr uint64_t kResults = 64;  // that are known
   enum class State { kIdle, kRequested, kTaken };
   struct Result {
     uint64_t number = 0;

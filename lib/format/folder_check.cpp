@@ -179,6 +179,7 @@ Status FolderChecker::check_names(const Vector<String>& before) {
     String what = none;
     switch (parse_name(name.c_str(), &n)) {  // it has no other values: GCOVR_EXCL_BR_LINE
       case FileKind::kManifest:
+      case FileKind::kDeleted:
         continue;
       case FileKind::kRows:
         if (files_.count(n)) continue;

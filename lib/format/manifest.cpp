@@ -397,6 +397,31 @@ Status write_manifest(Folder& folder, const Manifest& manifest) {
   return folder.sync();
 }
 
+namespace {
+
+Status read_message(const File& file, const char* where, uint64_t sequence, Manifest* out) {
+  uint64_t bytes;
+  ManifestEnvelope e;
+  FRUGAL_TRY(file.size(&bytes));
+  if (bytes < sizeof e)
+    return damaged_manifest(where, bytes, "it has %llu bytes, and a manifest begins with 64",
+                            printed(bytes));
+  FRUGAL_TRY(file.read(0, &e, sizeof e));
+  FRUGAL_TRY(check_envelope(where, sequence, bytes, e));
+  Vector<uint64_t> message(e.message_bytes / sizeof(uint64_t));
+  FRUGAL_TRY(file.read(sizeof e, message.data(), e.message_bytes));
+  return decode_message(where, e, message.data(), out);
+}
+
+}  // namespace
+
+Status read_deleted(const Folder& folder, uint64_t sequence, Manifest* out) {
+  const String name = deleted_name(sequence);
+  File file;
+  FRUGAL_TRY(folder.open_file(name.c_str(), false, &file));
+  return read_message(file, full_name(folder, name).c_str(), sequence, out);
+}
+
 Status read_manifest(const Folder& folder, uint64_t sequence, Manifest* out, File* keep) {
   const String name = manifest_name(sequence), place = full_name(folder, name);
   const char* const where = place.c_str();
@@ -410,17 +435,7 @@ Status read_manifest(const Folder& folder, uint64_t sequence, Manifest* out, Fil
   FRUGAL_TRY(file.has_name(&named));
   if (!named)
     return fail(FRUGAL_ERR_NOT_FOUND, "%.300s was deleted: choose another checkpoint", where);
-  uint64_t bytes;
-  ManifestEnvelope e;
-  FRUGAL_TRY(file.size(&bytes));
-  if (bytes < sizeof e)
-    return damaged_manifest(where, bytes, "it has %llu bytes, and a manifest begins with 64",
-                            printed(bytes));
-  FRUGAL_TRY(file.read(0, &e, sizeof e));
-  FRUGAL_TRY(check_envelope(where, sequence, bytes, e));
-  Vector<uint64_t> message(e.message_bytes / sizeof(uint64_t));
-  FRUGAL_TRY(file.read(sizeof e, message.data(), e.message_bytes));
-  FRUGAL_TRY(decode_message(where, e, message.data(), out));
+  FRUGAL_TRY(read_message(file, where, sequence, out));
   *keep = std::move(file);
   return FRUGAL_OK;
 }
@@ -436,7 +451,7 @@ Status list_manifests(const Folder& folder, Vector<uint64_t>* sequences) {
   return FRUGAL_OK;
 }
 
-Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use) {
+Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use, bool newest) {
   FRUGAL_TRY(folder.may_write());
   const String name = manifest_name(sequence);
   File file;
@@ -446,7 +461,8 @@ Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use) {
   *in_use = !alone;
   if (!alone) return FRUGAL_OK;
   // A reader that opened it before finds, once it has the lock, that the name is gone.
-  FRUGAL_TRY(folder.remove(name.c_str()));
+  FRUGAL_TRY(newest ? folder.rename(name.c_str(), deleted_name(sequence).c_str())
+                    : folder.remove(name.c_str()));
   return folder.sync();
 }
 

@@ -93,7 +93,10 @@ Status list_manifests(const Folder& folder, Vector<uint64_t>* sequences);
 
 // `*in_use`: a reader has the checkpoint open, which stays. After OK and not `*in_use` the manifest
 // is gone, and the disk knows it. NOT_FOUND: there is none.
-Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use);
+// `newest`: no other manifest of the folder is newer, so this one gets its deleted_name().
+Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use, bool newest = false);
+// Reads a manifest that has its deleted_name().
+Status read_deleted(const Folder& folder, uint64_t sequence, Manifest* out);
 
 // What no manifest may say, or an empty text.
 String manifest_fault(const Manifest& manifest);

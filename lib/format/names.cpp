@@ -9,7 +9,7 @@ namespace frugal {
 namespace {
 
 constexpr std::string_view kRowsEnd = ".rows", kBlobEnd = ".blob", kManifestEnd = ".checkpoint";
-constexpr std::string_view kNewEnd = ".new";
+constexpr std::string_view kNewEnd = ".new", kDeletedEnd = ".deleted";
 
 String numbered(uint64_t number, std::string_view end) {
   return text("%llu%s", static_cast<unsigned long long>(number), end.data());
@@ -20,6 +20,7 @@ String numbered(uint64_t number, std::string_view end) {
 String rows_name(uint64_t number) { return numbered(number, kRowsEnd); }
 String blob_name(uint64_t sequence) { return numbered(sequence, kBlobEnd); }
 String manifest_name(uint64_t sequence) { return numbered(sequence, kManifestEnd); }
+String deleted_name(uint64_t sequence) { return numbered(sequence, kDeletedEnd); }
 String new_name(const String& name) { return name + kNewEnd.data(); }
 
 FileKind parse_name(const char* name, uint64_t* number) {
@@ -42,6 +43,8 @@ FileKind parse_name(const char* name, uint64_t* number) {
     kind = FileKind::kBlob;
   else if (end == kManifestEnd)
     kind = FileKind::kManifest;
+  else if (end == kDeletedEnd && !is_new)
+    kind = FileKind::kDeleted;
   else
     return FileKind::kForeign;
   *number = parsed;

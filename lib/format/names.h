@@ -9,6 +9,9 @@ namespace frugal {
 String rows_name(uint64_t number);        // <number>.rows: a parameter file
 String blob_name(uint64_t sequence);      // <sequence>.blob
 String manifest_name(uint64_t sequence);  // <sequence>.checkpoint
+// <sequence>.deleted: the manifest of a checkpoint that was deleted when it was the newest. It says
+// which numbers the folder has had.
+String deleted_name(uint64_t sequence);
 // <name>.new: what the file is called until it is complete.
 String new_name(const String& name);
 
@@ -17,7 +20,8 @@ enum class FileKind {
   kRows,
   kBlob,
   kManifest,
-  kNew,  // one of these three with .new; its number is theirs
+  kDeleted,
+  kNew,  // one of these with .new; its number is theirs
 };
 // An engine gives no number from here on, so a file with one is foreign.
 constexpr uint64_t kNamesEnd = uint64_t{1} << 61;

@@ -146,7 +146,7 @@ class RecordBuffers {
  private:
   const size_t most_, most_kept_;
   std::atomic<uint64_t> used_{0}, complete_{0};
-  std::atomic<uint64_t> awaited_{0};  // by a thread that found more complete bytes; 0: none
+  std::atomic<uint64_t> awaited_{0};  // a thread waits for fewer complete bytes; 0: none does
   std::function<void()> when_within_;
   Mutex mu_;
   char* free_ GUARDED_BY(mu_) =

@@ -67,13 +67,12 @@ void RecordBuffers::count_complete(int64_t bytes) noexcept {
       complete_.fetch_add(static_cast<uint64_t>(bytes)) + static_cast<uint64_t>(bytes);
   if (bytes >= 0) return;
   // within() sets the number before it looks a last time, so one of the two threads sees the other.
-  if (const uint64_t most = awaited_.load(); most != 0 && now <= most && awaited_.exchange(0))
-    when_within_();
+  if (now < awaited_.load() && awaited_.exchange(0)) when_within_();
 }
 
 bool RecordBuffers::within(uint64_t most) noexcept {
   if (complete() <= most) return true;
-  awaited_.store(most);
+  awaited_.store(most + 1);
   return complete() <= most;
 }
 

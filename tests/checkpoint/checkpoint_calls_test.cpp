@@ -585,6 +585,46 @@ TEST(CheckpointCalls, ForeignFilesDoNotMatter) {
 }
 
 // While a manifest cannot be read, no file goes that it may need. Once it is deleted, they go.
+frugal::Manifest manifest_of(const std::string& path, uint64_t number) {
+  std::shared_ptr<frugal::Folder> folder;
+  EXPECT_OK(frugal::Folder::open(path.c_str(), frugal::Folder::Use::kRead, &folder));
+  frugal::Manifest manifest;
+  frugal::File held;
+  EXPECT_OK(frugal::open_checkpoint(*folder, number, nullptr, &manifest, &held));
+  return manifest;
+}
+
+TEST(CheckpointCalls, NoNumberIsUsedAgain) {
+  TemporaryFolder folder;
+  uint64_t tables = 0, files = 0;
+  for (const uint64_t life : {0, 1, 2}) {
+    Job job;
+    job.make_tables();
+    ASSERT_OK(open_folder(job.engine, folder.path(), 9));
+    put(job.dense, 3, 1);
+    const uint64_t first = job.checkpoint().number;
+    EXPECT_EQ(first, 2 * life + 1);
+    const frugal::Manifest manifest = manifest_of(folder.path(), first);
+    for (const frugal::ManifestTable& t : manifest.tables) {
+      EXPECT_GT(t.number, tables) << life;
+      for (const frugal::ManifestFile& f : t.files) EXPECT_GT(f.info.number, files) << life;
+    }
+    EXPECT_EQ(folder.Files().count(std::to_string(first - 1) + ".deleted"), 0) << "it is older";
+    put(job.dense, 3, 2);
+    EXPECT_EQ(job.checkpoint().number, first + 1);
+    const frugal::Manifest last = manifest_of(folder.path(), first + 1);
+    tables = last.next_table - 1;
+    files = last.next_file - 1;
+    // In either order the folder keeps the numbers.
+    ASSERT_OK(frugal_checkpoint_delete(job.engine, first + life % 2));
+    ASSERT_OK(frugal_checkpoint_delete(job.engine, first + 1 - life % 2));
+    EXPECT_EQ(steps_in(folder.path()).size(), 0);
+    ASSERT_OK(frugal_folder_close(job.engine));
+    for (const std::string& name : folder.Files())
+      EXPECT_TRUE(name == "lock" || name.ends_with(".deleted")) << name;
+  }
+}
+
 TEST(CheckpointCalls, ADamagedCheckpointCanBeDeleted) {
   TemporaryFolder folder;
   {

@@ -12,10 +12,13 @@ TEST(Names, AreParsedAsTheyAreMade) {
     const struct {
       String name;
       FileKind kind;
-    } all[] = {
-        {rows_name(n), FileKind::kRows},          {blob_name(n), FileKind::kBlob},
-        {manifest_name(n), FileKind::kManifest},  {new_name(rows_name(n)), FileKind::kNew},
-        {new_name(blob_name(n)), FileKind::kNew}, {new_name(manifest_name(n)), FileKind::kNew}};
+    } all[] = {{rows_name(n), FileKind::kRows},
+               {blob_name(n), FileKind::kBlob},
+               {manifest_name(n), FileKind::kManifest},
+               {new_name(rows_name(n)), FileKind::kNew},
+               {deleted_name(n), FileKind::kDeleted},
+               {new_name(blob_name(n)), FileKind::kNew},
+               {new_name(manifest_name(n)), FileKind::kNew}};
     for (const auto& one : all) {
       uint64_t number = ~n;
       EXPECT_EQ(parse_name(one.name.c_str(), &number), one.kind) << one.name;

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "frugal.h"
 #include "oracle/script.h"
@@ -35,11 +36,17 @@ class RunCheckpoints {
   // Awaits the checkpoint that is being written, and compares it; then begins another one.
   void Begin(frugal_engine* engine, const OutsideAction& action);
   void Finish(frugal_engine* engine);
+  // So many rows of a table were deleted.
+  void Deleted(frugal_engine* engine, size_t table, uint64_t rows);
+  // Rows that were created or deleted after a snapshot, before its checkpoint was awaited.
+  uint64_t created() const { return created_; }
+  uint64_t deleted() const { return deleted_; }
   // Closes the engine after a checkpoint. Returns one of another configuration that has restored
   // it, or null after a failure.
   frugal_engine* Resume(frugal_engine* engine, const OutsideAction& action);
 
  private:
+  uint64_t Next(frugal_engine* engine);
   void Compare(frugal_engine* engine, const Snapshot& expected, const std::string& what);
   bool Expect(int32_t status, const char* call);
 
@@ -50,6 +57,8 @@ class RunCheckpoints {
   const Snapshot* expected_ = nullptr;
   uint64_t end_ = 0;  // the first step that it does not have
   uint64_t variant_ = 0;
+  uint64_t created_ = 0, deleted_ = 0;
+  std::vector<uint64_t> deleted_since_;  // the snapshot, by table
 };
 
 }  // namespace frugal_oracle

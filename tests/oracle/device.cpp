@@ -149,6 +149,8 @@ std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed) {
   return std::make_unique<RankDeviceOn>(std::move(runtime), seed);
 }
 
+void WaitForCopies(bool wait) { frugal::checkpoint_test_budget(wait ? 0 : uint64_t{32} << 20); }
+
 void TakeStepsAsSmall(bool small) {
   frugal::g_small_step.store(small ? frugal::kParallelBytes : 0);
 }

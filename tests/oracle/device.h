@@ -39,6 +39,9 @@ std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed);
 // ones? Where only the C ABI is seen they are small.
 void TakeStepsAsSmall(bool small);
 
+// Do gates wait for each copy of a checkpoint that waits for the disk? Likewise; there they do not.
+void WaitForCopies(bool wait);
+
 }  // namespace frugal_oracle
 
 #endif  // FRUGAL_TESTS_ORACLE_DEVICE_H_

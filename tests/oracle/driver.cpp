@@ -90,7 +90,8 @@ class Run {
         reference_(reference),
         party_(party),
         meeting_(*meeting),
-        progress_(progress) {
+        progress_(progress),
+        world_size_(script.config.world_size) {
     uint64_t arrivals = 0, actions = 0;
     for (const auto& [index, list] : script.boundaries) {
       arrivals += script.ranks.size();
@@ -107,6 +108,7 @@ class Run {
   frugal_table* table(size_t t) const { return tables_[t]; }
   Progress* progress() { return progress_; }
   bool exact() const { return script_.config.staleness == 0; }
+  uint32_t world_size() const { return world_size_; }  // of the present engine
   bool recording() const { return meeting_.recording; }
 
   Meeting& meeting() { return meeting_; }
@@ -203,6 +205,7 @@ class Run {
   const Party& party_;
   Meeting& meeting_;
   Progress* const progress_;
+  uint32_t world_size_;
   frugal_engine* engine_ = nullptr;
   std::vector<frugal_table*> tables_;
   std::vector<std::unique_ptr<RankDriver>> ranks_;  // null: of another process
@@ -211,7 +214,7 @@ class Run {
   std::unique_ptr<RunCheckpoints> checkpoints_;  // null: the run has none
   frugal_stats resumed_ = {};                    // of earlier engines
   size_t resumed_at_ = 0;                        // the first step of this engine
-  uint64_t resumes_ = 0;
+  uint64_t resumes_ = 0, other_worlds_ = 0;
 };
 
 // One rank: a machine that makes one call at a time, so that one thread can drive all ranks too.
@@ -241,8 +244,14 @@ class RankDriver {
   // Another engine goes on from step `index`. A rank that has left joins it for a moment, since no
   // step commits before each has joined once.
   void Rejoin(size_t index) {
-    const bool present = trainer_ != nullptr;
+    const bool present =
+        trainer_ != nullptr || (index < script_.steps && !spec_.steps[index].attempts.empty());
     trainer_ = nullptr;
+    if (rank_ >= run_.world_size()) {
+      batches_.clear();
+      if (device_ != nullptr) device_->Collect();
+      return;
+    }
     Join();
     if (!present) return Close();
     const std::map<int, Batch> before = std::move(batches_);
@@ -361,7 +370,7 @@ RankDriver::Moved RankDriver::Advance() {
   progress_.step = index_;
   switch (phase_) {
     case Phase::kJoin:
-      if (trainer_ == nullptr) {
+      if (trainer_ == nullptr && rank_ < run_.world_size()) {
         progress_.doing = "joining";
         Join();
       }
@@ -1049,6 +1058,7 @@ void RankDriver::CheckRead(size_t op, const OpSpec& spec, const Buffers& buffers
 bool Run::Open() {
   progress_->Enter("opening");
   TakeStepsAsSmall(script_.seed % 2 == 0);
+  WaitForCopies(script_.seed % 3 != 0);
   frugal_config config = script_.config;
   std::string address = party_.address;
   const bool attach = !address.empty() && !party_.host;
@@ -1109,7 +1119,7 @@ void Run::Steps() {
   progress_->Enter("steps");
   for (uint32_t r = 0; r < script_.ranks.size(); ++r) {
     ranks_.push_back(Mine(r) ? std::make_unique<RankDriver>(this, r) : nullptr);
-    if (script_.join_at_once && ranks_.back()) ranks_.back()->Join();
+    if (script_.join_at_once && ranks_.back() && r < world_size_) ranks_.back()->Join();
   }
   if (script_.join_at_once && !Meet(&meeting_.joined)) return;
   using Moved = RankDriver::Moved;
@@ -1268,6 +1278,7 @@ void Run::DoOutside(const OutsideAction& action, size_t index, Digest* digest) {
              std::to_string(action.expected_count));
       }
       digest->Add(deleted);
+      if (checkpoints_) checkpoints_->Deleted(engine_, action.table, deleted);
       break;
     }
     case Outside::kCount: {
@@ -1317,6 +1328,7 @@ void Run::Resume(const OutsideAction& action, size_t index) {
   if (failed()) return;
   resumed_at_ = index;
   ++resumes_;
+  if (std::exchange(world_size_, action.world_size) != action.world_size) ++other_worlds_;
   for (size_t t = 0; t < tables_.size(); ++t)
     if (!Expect(frugal_table_find(engine_, script_.tables[t].name.c_str(), &tables_[t]), FRUGAL_OK,
                 "frugal_table_find"))
@@ -1398,6 +1410,11 @@ void Run::Do() {
     meeting_.stats.checkpoint_copies += resumed_.checkpoint_copies;
     meeting_.stats.checkpoint_waits += resumed_.checkpoint_waits;
     meeting_.resumes = resumes_;
+    meeting_.other_worlds = other_worlds_;
+    if (checkpoints_) {
+      meeting_.created = checkpoints_->created();
+      meeting_.deleted = checkpoints_->deleted();
+    }
   }
   Meet(&meeting_.checked);
   progress_->Enter("closing");
@@ -1420,6 +1437,9 @@ Outcome OutcomeOf(const Meeting& meeting) {
   outcome.stats = meeting.stats;
   outcome.far = meeting.far;
   outcome.resumes = meeting.resumes;
+  outcome.other_worlds = meeting.other_worlds;
+  outcome.created = meeting.created;
+  outcome.deleted = meeting.deleted;
   outcome.rows_checked = meeting.rows_checked;
   outcome.older_rows = meeting.older_rows;
   outcome.lookups = meeting.lookups;

@@ -54,7 +54,9 @@ struct Outcome {
   std::string message;  // of the first failure
   frugal_stats stats = {};
   FarCounts far = {};
-  uint64_t resumes = 0;  // engines that went on from a checkpoint of another one
+  uint64_t resumes = 0;               // engines that went on from a checkpoint of another one
+  uint64_t other_worlds = 0;          // of these, of another world size
+  uint64_t created = 0, deleted = 0;  // rows, while a checkpoint was written
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;  // rows that were of an earlier step than the one that read them
   // Digests, if the run was recorded: what lookups (with staleness 0) and calls outside steps gave,

@@ -46,9 +46,11 @@ struct Meeting {
   std::atomic<uint64_t> outside{0};
   std::atomic<uint64_t> tables{0};
 
-  uint64_t resumes = 0;     // engines that went on from a checkpoint
-  FarCounts far = {};       // of the process that has the engine, if it is one of several
-  frugal_stats stats = {};  // at the end, by one of them
+  uint64_t resumes = 0;               // engines that went on from a checkpoint
+  uint64_t other_worlds = 0;          // of these, of another world size than the one before
+  uint64_t created = 0, deleted = 0;  // rows, while a checkpoint was written
+  FarCounts far = {};                 // of the process that has the engine, if it is one of several
+  frugal_stats stats = {};            // at the end, by one of them
   std::atomic<uint32_t> failures{0};
   std::atomic<bool> told{false};
   char message[4096] = {};  // of the first failure; there when `told` is

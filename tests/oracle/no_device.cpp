@@ -8,6 +8,7 @@ const bool kDeviceMemory = false;
 
 std::unique_ptr<RankDevice> OpenDevice(const std::string&, uint64_t) { return nullptr; }
 void TakeStepsAsSmall(bool) {}
+void WaitForCopies(bool) {}
 
 const bool kFarStores = false;
 

@@ -74,8 +74,11 @@ void ReplayOutside(OutsideAction* action, uint64_t step, size_t tables, Referenc
       action->expected_count = action->expected_keys.size();
       break;
     case Outside::kCheckpoint:
-    case Outside::kResume:
       if (action->ahead == 0) action->expected_tables = SnapshotOf(*reference, tables);
+      break;
+    case Outside::kResume:
+      action->expected_tables = SnapshotOf(*reference, tables);
+      reference->SetWorldSize(action->world_size);
       break;
     case Outside::kFlush:
     case Outside::kRejoin:

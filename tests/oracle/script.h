@@ -140,6 +140,7 @@ struct OutsideAction {
   std::vector<float> rows;  // put
   size_t ahead = 0;         // checkpoint: how many more steps it has
   uint64_t variant = 0;     // checkpoint, resume: of the other engine
+  uint32_t world_size = 0;  // resume: likewise
   // Filled in by the reference:
   std::vector<std::vector<float>> expected_rows;  // empty row: missing
   uint64_t expected_count = 0;

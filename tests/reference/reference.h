@@ -62,6 +62,8 @@ struct Op {
 class Reference {
  public:
   Reference(uint64_t seed, uint32_t world_size) : seed_(seed), world_size_(world_size) {}
+  // Of the steps from now on.
+  void SetWorldSize(uint32_t world_size) { world_size_ = world_size; }
 
   size_t AddTable(const frugal_table_config& config);
   const frugal_table_config& config(size_t table) const { return tables_[table].config; }
@@ -151,7 +153,7 @@ class Reference {
   void AddVersion(Table* table, uint64_t key, uint64_t from, bool absolute, std::vector<float> row);
 
   const uint64_t seed_;
-  const uint32_t world_size_;
+  uint32_t world_size_;
   std::vector<Table> tables_;
   std::map<uint64_t, PendingStep> pending_;
   std::vector<Birth> births_;  // of steps that are not committed
