@@ -32,6 +32,10 @@ void checkpoint_test_budget(uint64_t bytes) { g_budget.store(bytes); }
 
 bool Checkpoints::within_budget() { return buffers_.within(g_budget.load()); }
 
+void Checkpoints::await_room() noexcept {
+  while (!within_budget()) sleep_ns(kPauseNs);
+}
+
 Checkpoints::~Checkpoints() { stop(); }
 
 void Checkpoints::stop() noexcept {

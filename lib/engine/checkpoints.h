@@ -73,6 +73,8 @@ class Checkpoints {
   // Copies of rows that wait for the disk are within their budget. (Each table has one buffer that
   // fills. They do not count: no write would give them back.)
   bool within_budget();
+  // Returns when they are. For calls between steps, of which no gate takes account.
+  void await_room() noexcept;
   // The first rank is about to begin the step.
   void beginning(uint64_t step) noexcept REQUIRES(control);
   // A step was committed; no later one is. `*blobs`: those of its ranks, or null. It gets what the

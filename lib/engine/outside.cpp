@@ -115,6 +115,19 @@ Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t cap
 
 namespace {
 
+constexpr size_t kPieceBytes = size_t{4} << 20;  // of rows
+
+// Calls of(first, end) for pieces of `n` rows that are about to be written. A checkpoint that is
+// being written copies them before, so a piece waits until there is room for copies.
+template <class Of>
+void each_piece(Checkpoints& checkpoints, Table& t, size_t n, Of of) {
+  const size_t rows = std::max(RowTracker::kMostRows, kPieceBytes / t.rows.layout().bytes());
+  for (size_t first = 0; first < n; first += rows) {
+    if (t.tracked) checkpoints.await_room();
+    of(first, std::min(n, first + rows));
+  }
+}
+
 // Releases the slots that resolve() has found, where rows may be stored.
 struct Unhold {
   Rows& rows;
@@ -240,7 +253,11 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     drop_cached(t, s, n);
     created.reserve(t.rows.any_key() ? n : 0);
     if (state && l.state_floats) t.has_state.store(true);
-    t.rows.write_outside(s, n, make);
+    each_piece(checkpoints_, t, n, [&](size_t first, size_t end) {
+      t.rows.write_outside(s + first, end - first, [&](RowWrite& write, size_t from, size_t to) {
+        make(write, first + from, first + to);
+      });
+    });
     // New rows exist from here on, with the given values.
     t.rows.create_reserved(s, n, &created);
     return Status{FRUGAL_OK};
@@ -269,7 +286,10 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   FRUGAL_TRY(t.rows.expect_deletions(slots.size()));
   drop_cached(t, slots.data(), slots.size());
-  const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
+  uint64_t were = 0;
+  each_piece(checkpoints_, t, slots.size(), [&](size_t first, size_t end) {
+    were += t.rows.uncreate(slots.data() + first, end - first, true);
+  });
   declarations_.recount_unknown(t);
   if (deleted) *deleted = were;
   return FRUGAL_OK;

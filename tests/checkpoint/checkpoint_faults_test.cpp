@@ -2,8 +2,11 @@
 // goes on, and what was acknowledged is restored.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "support/checkpoint_job.h"
@@ -303,6 +306,66 @@ TEST(CheckpointFaults, ADeletionAfterAFailedCheckpoint) {
     if (!more) break;
   }
   EXPECT_GT(failures, 3);
+}
+
+// Writes of records wait, as on a slow disk.
+class SlowWrites : public frugal::FileCalls {
+ public:
+  SlowWrites() { frugal::test_file_calls(this); }
+  ~SlowWrites() override { frugal::test_file_calls(nullptr); }
+  ssize_t write(int fd, const void* from, size_t bytes, uint64_t at) const override {
+    while (slow_) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return FileCalls::write(fd, from, bytes, at);
+  }
+  void end() { slow_ = false; }
+
+ private:
+  std::atomic<bool> slow_{true};
+};
+
+// Puts and deletions while a checkpoint is written wait for its disk: their copies have a budget.
+TEST(CheckpointFaults, CopiesOfAPutHaveABudget) {
+  constexpr uint64_t kRows = 40'000;
+  constexpr uint32_t kDim = 64;
+  for (const bool deletes : {false, true}) {
+    TemporaryFolder folder("/dev/shm");
+    Engine engine;
+    frugal_table* table = engine.Table("t", FRUGAL_HASHED, kRows, kDim);
+    std::vector<uint64_t> keys(kRows);
+    for (uint64_t i = 0; i < kRows; ++i) keys[i] = i * 7;
+    std::vector<float> rows(kRows * kDim, 1);
+    ASSERT_OK(open_folder(engine, folder.path(), 1));
+    ASSERT_OK(frugal_put(table, keys.data(), kRows, 0, rows.data(), 0));
+    std::atomic<bool> done{false};
+    SlowWrites writes;
+    frugal::checkpoint_test_budget(0);
+    frugal::checkpoint_test_pause(1'000'000);  // the checkpoint's thread leaves rows to the call
+    uint64_t number = 0;
+    ASSERT_OK(frugal_checkpoint(engine, nullptr, &number));
+    std::thread caller([&] {
+      if (deletes) {
+        EXPECT_OK(frugal_delete(table, keys.data(), kRows, nullptr));
+      } else {
+        EXPECT_OK(frugal_put(table, keys.data(), kRows, 0,
+                             std::vector<float>(kRows * kDim, 2).data(), 0));
+      }
+      done = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    EXPECT_FALSE(done);
+    writes.end();
+    caller.join();
+    frugal::checkpoint_test_pause(0);
+    ASSERT_OK(await_checkpoint(engine, number, nullptr));
+    frugal::checkpoint_test_budget(uint64_t{32} << 20);
+    Engine again;
+    ASSERT_OK(restore(again, folder.path().c_str(), 0, nullptr));
+    frugal_table* restored = nullptr;
+    ASSERT_OK(frugal_table_find(again, "t", &restored));
+    std::vector<float> got(kRows * kDim);
+    ASSERT_OK(frugal_get(restored, keys.data(), kRows, 0, got.data(), 0, nullptr));
+    EXPECT_EQ(got, rows) << "as they were";
+  }
 }
 
 // The n-th call on files, or the n-th allocation, fails while a checkpoint is copied: there is no
