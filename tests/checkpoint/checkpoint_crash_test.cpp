@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 
 #include <chrono>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -122,6 +123,12 @@ TEST(CheckpointCrashes, PowerCuts) {
 // --- Kills ---------------------------------------------------------------------------------------
 
 constexpr uint64_t kMostSteps = 40000;
+// Of a test. A sanitizer finds faults of memory and of threads in fewer kills.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr uint64_t kKills = 30;
+#else
+constexpr uint64_t kKills = 150;
+#endif
 
 uint64_t hash_of(const CheckpointJob::State& state) {
   uint64_t h = 0;
@@ -161,84 +168,233 @@ uint64_t hash_of(const CheckpointJob::State& state) {
   }
 }
 
-TEST(CheckpointCrashes, Kills) {
-  std::vector<uint64_t> known;
-  {
-    CheckpointJob job;
-    job.start();
-    known.push_back(hash_of(job.state()));
+// A folder that processes write, one after the other. Each is killed.
+class KilledJobs {
+ public:
+  explicit KilledJobs(std::string path) : path_(std::move(path)) { begin(); }
+
+  // A new folder.
+  void begin() {
+    std::filesystem::remove_all(path_);
+    acknowledged_ = 0;
   }
-  TemporaryFolder folder("/dev/shm");
-  const std::string path = folder / "job";
-  const uint64_t rounds = frugal::test_rounds(30);
-  frugal::Random random(frugal::test_seed());
-  uint64_t acknowledged = 0, acknowledgements = 0, newest = 0, later = 0, strays = 0;
-  for (uint64_t round = 0; round < rounds && !HasFailure(); ++round) {
-    SCOPED_TRACE("kill " + std::to_string(round));
+  // Starts a process, which calls of(end of the pipe) in the end.
+  template <class Of>
+  void start(Of of) {
     int ends[2];
     ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
-    const pid_t pid = fork_child();
-    if (pid == 0) {
+    pid_ = fork_child();
+    if (pid_ == 0) {
       ::close(ends[0]);
-      child(path, ends[1], round % 2);
+      of(ends[1]);
     }
-    ASSERT_GT(pid, 0);
+    ASSERT_GT(pid_, 0);
     ::close(ends[1]);
-    // The first acknowledgement shows that it trains. Then any moment will do.
-    const auto read_one = [&] {
-      uint64_t told;
-      if (::read(ends[0], &told, sizeof told) != sizeof told) return false;
-      EXPECT_GE(told, acknowledged);
-      acknowledged = told;
-      ++acknowledgements;
-      return true;
-    };
-    for (uint64_t n = random.below(6); n && read_one(); --n) {
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(random.below(6000)));
-    ASSERT_EQ(kill(pid, SIGKILL), 0);
+    from_ = ends[0];
+  }
+  // Awaits an acknowledgement. False: the process is gone.
+  bool read_one() {
+    uint64_t told;
+    if (::read(from_, &told, sizeof told) != sizeof told) return false;
+    EXPECT_GE(told, acknowledged_);
+    acknowledged_ = told;
+    ++acknowledgements;
+    return true;
+  }
+  void kill_it() { ASSERT_EQ(kill(pid_, SIGKILL), 0); }
+  // The process is dead, or is about to be. What it has acknowledged is in the folder.
+  void check() {
     int how = 0;
-    ASSERT_EQ(waitpid(pid, &how, 0), pid);
-    ASSERT_TRUE(WIFSIGNALED(how) && WTERMSIG(how) == SIGKILL) << how;
     while (read_one()) {
     }
-    ::close(ends[0]);
-    if (!std::filesystem::exists(path)) continue;
+    ::close(from_);
+    ASSERT_EQ(waitpid(pid_, &how, 0), pid_);
+    ASSERT_TRUE(WIFSIGNALED(how) && WTERMSIG(how) == SIGKILL) << how;
+    ++kills;
+    if (!std::filesystem::exists(path_)) return;
     // A new engine can write the folder at once, and removes what the old one has left.
-    if (files_in(path) != files_that_belong(path)) ++strays;
+    if (files_in(path_) != files_that_belong(path_)) ++strays;
     CheckpointJob job;
-    ASSERT_OK(open_folder(job.engine(), path, 2));
+    ASSERT_OK(open_folder(job.engine(), path_, 2));
     CheckpointInfo info;
     const int32_t status = restore(job.engine(), nullptr, 0, &info);
-    if (acknowledged || status != FRUGAL_ERR_NOT_FOUND) {
+    if (acknowledged_ || status != FRUGAL_ERR_NOT_FOUND) {
       ASSERT_OK(status);
     }
-    if (status == FRUGAL_OK) CheckpointJob::check_blob(path, info);
+    if (status == FRUGAL_OK) CheckpointJob::check_blob(path_, info);
     const uint64_t steps = status ? 0 : steps_of(info);
-    ASSERT_GE(steps, acknowledged);
-    ++(steps > acknowledged ? later : newest);
+    ASSERT_GE(steps, acknowledged_);
+    ++(steps > acknowledged_ ? later : newest);
     ASSERT_LE(steps, kMostSteps);
     job.start();
-    if (known.size() <= steps) {
-      known.clear();
+    if (known_.size() <= steps) {
+      known_.clear();
       CheckpointJob whole;
       whole.start();
-      known.push_back(hash_of(whole.state()));
+      known_.push_back(hash_of(whole.state()));
       for (uint64_t s = 1; s <= steps * 2 && s <= kMostSteps; ++s) {
         whole.step(s);
-        known.push_back(hash_of(whole.state()));
+        known_.push_back(hash_of(whole.state()));
       }
     }
-    ASSERT_EQ(hash_of(job.state()), known[steps]) << "after step " << steps;
-    ASSERT_EQ(files_in(path), files_that_belong(path));
-    acknowledged = steps;
+    ASSERT_EQ(hash_of(job.state()), known_[steps]) << "after step " << steps;
+    ASSERT_EQ(files_in(path_), files_that_belong(path_));
+    acknowledged_ = steps;
   }
-  std::printf(
-      "%llu kills, %llu checkpoints acknowledged, %llu steps; %llu times the last "
-      "acknowledged checkpoint was there, %llu times a later one; stray files %llu times\n",
-      static_cast<unsigned long long>(rounds), static_cast<unsigned long long>(acknowledgements),
-      static_cast<unsigned long long>(acknowledged), static_cast<unsigned long long>(newest),
-      static_cast<unsigned long long>(later), static_cast<unsigned long long>(strays));
+  void print() const {
+    std::printf(
+        "%llu kills, %llu checkpoints acknowledged; %llu times the last acknowledged checkpoint "
+        "was there, %llu times a later one; stray files %llu times\n",
+        static_cast<unsigned long long>(kills), static_cast<unsigned long long>(acknowledgements),
+        static_cast<unsigned long long>(newest), static_cast<unsigned long long>(later),
+        static_cast<unsigned long long>(strays));
+  }
+
+  uint64_t kills = 0, acknowledgements = 0, newest = 0, later = 0, strays = 0;
+
+ private:
+  const std::string path_;
+  pid_t pid_ = 0;
+  int from_ = -1;
+  uint64_t acknowledged_ = 0;    // steps
+  std::vector<uint64_t> known_;  // hashes of the tables after so many steps
+};
+
+TEST(CheckpointCrashes, Kills) {
+  constexpr uint64_t kOfAFolder = 150;
+  TemporaryFolder folder("/dev/shm");
+  const std::string path = folder / "job";
+  KilledJobs jobs(path);
+  const uint64_t rounds = frugal::test_rounds(kKills);
+  frugal::Random random(frugal::test_seed());
+  for (uint64_t round = 0; round < rounds && !HasFailure(); ++round) {
+    SCOPED_TRACE("kill " + std::to_string(round));
+    if (round % kOfAFolder == 0) jobs.begin();
+    jobs.start([&](int to) { child(path, to, round % 2); });
+    // The first acknowledgement shows that it trains. Then any moment will do.
+    for (uint64_t n = random.below(6); n && jobs.read_one(); --n) {
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(random.below(6000)));
+    jobs.kill_it();
+    jobs.check();
+  }
+  jobs.print();
+}
+
+// Counts calls on files by their names, as "rename 3.checkpoint.new" without the number, and dies
+// at one of them.
+class NamedCalls : public frugal::FileCalls {
+ public:
+  int open(int folder, const char* name, int flags, mode_t mode) const override {
+    const bool creates = flags & O_CREAT;
+    if (creates) at("create", name);
+    const int fd = FileCalls::open(folder, name, flags, mode);
+    if (fd >= 0) {
+      const frugal::Lock lock(mu_);
+      names_[fd] = name;
+    }
+    return fd;
+  }
+  ssize_t write(int fd, const void* from, size_t bytes, uint64_t to) const override {
+    // Half of it is there.
+    if (dies("write", name_of(fd))) {
+      FileCalls::write(fd, from, bytes / 2 / 4096 * 4096, to);
+      die();
+    }
+    return FileCalls::write(fd, from, bytes, to);
+  }
+  int sync(int fd) const override {
+    at("sync", name_of(fd));
+    return FileCalls::sync(fd);
+  }
+  int rename(int folder, const char* from, const char* to) const override {
+    at("rename", from);
+    const int result = FileCalls::rename(folder, from, to);
+    at("renamed", from);
+    return result;
+  }
+  int unlink(int folder, const char* name) const override {
+    at("unlink", name);
+    return FileCalls::unlink(folder, name);
+  }
+
+  std::map<std::string, uint64_t> counts() const {
+    const frugal::Lock lock(mu_);
+    return counts_;
+  }
+  // The process is killed at the n-th call of this name from now on.
+  void die_at(const std::string& point, uint64_t n) {
+    const frugal::Lock lock(mu_);
+    counts_.clear();
+    point_ = point;
+    n_ = n;
+  }
+
+ private:
+  [[noreturn]] static void die() {
+    kill(getpid(), SIGKILL);
+    for (;;) pause();
+  }
+  std::string name_of(int fd) const {
+    const frugal::Lock lock(mu_);
+    const auto found = names_.find(fd);
+    return found == names_.end() ? "folder" : found->second;
+  }
+  bool dies(const char* call, std::string name) const {
+    if (name.find('/') != std::string::npos) name = "folder";
+    std::erase_if(name, [](char c) { return c >= '0' && c <= '9'; });
+    const std::string point = std::string(call) + " " + name;
+    const frugal::Lock lock(mu_);
+    return ++counts_[point] == n_ && point == point_;
+  }
+  void at(const char* call, const std::string& name) const {
+    if (dies(call, name)) die();
+  }
+
+  mutable frugal::Mutex mu_;
+  mutable std::map<int, std::string> names_;
+  mutable std::map<std::string, uint64_t> counts_;
+  std::string point_;
+  uint64_t n_ = 0;
+};
+
+// Each call on files that checkpoints make, and that deletes old ones, is one at which a process
+// dies.
+TEST(CheckpointCrashes, KillsAtNamedPoints) {
+  TemporaryFolder folder("/dev/shm");
+  const std::string path = folder / "job";
+  KilledJobs jobs(path);
+  frugal::Random random(frugal::test_seed());
+  NamedCalls calls;
+  frugal::test_file_calls(&calls);
+  {
+    CheckpointJob job;
+    ASSERT_OK(open_folder(job.engine(), path, 2));
+    job.start();
+    for (uint64_t s = 1; s <= 12; ++s) {
+      job.step(s);
+      ASSERT_OK(job.checkpoint(nullptr));
+    }
+  }
+  const std::map<std::string, uint64_t> points = calls.counts();
+  const uint64_t each = frugal::test_rounds(2);
+  for (const auto& [point, count] : points) {
+    if (point.starts_with("create lock") || point.starts_with("create folder")) continue;
+    jobs.begin();
+    for (uint64_t i = 0; i < each && !HasFailure(); ++i) {
+      const uint64_t n = 1 + random.below(count);
+      SCOPED_TRACE(point + ", call " + std::to_string(n));
+      jobs.start([&](int to) {
+        calls.die_at(point, n);
+        child(path, to, i % 2);
+      });
+      jobs.check();
+    }
+    std::printf("%6llu x %s\n", static_cast<unsigned long long>(each), point.c_str());
+  }
+  frugal::test_file_calls(nullptr);
+  EXPECT_GE(points.size(), 14);
+  jobs.print();
 }
 
 }  // namespace

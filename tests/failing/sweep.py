@@ -158,7 +158,8 @@ def main():
   parser.add_argument('--most-unhealthy', type=float, default=1.5, help='per cent; a sample may have more by chance')
   parser.add_argument('--least', type=int, default=0, help='points that there have to be')
   parser.add_argument('--watchdog', type=float, default=120, help='seconds; a job waits for some time-outs of 8 s')
-  parser.add_argument('--jobs', type=int, default=len(os.sched_getaffinity(0)))
+  # Most of the time a job waits for time-outs.
+  parser.add_argument('--jobs', type=int, default=3 * len(os.sched_getaffinity(0)))
   parser.add_argument('--explain', action='store_true', help='unhealthy and red points again, with their stacks')
   parser.add_argument('--json', help='file for the outcomes')
   parser.add_argument('command', nargs='+')
