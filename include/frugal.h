@@ -818,7 +818,7 @@ FRUGAL_API int32_t frugal_get(const frugal_table *table, const uint64_t *keys, s
  *           KEY_OUT_OF_RANGE
  *           TABLE_FULL or OUT_OF_MEMORY: nothing is written
  *           BUSY, TIMEOUT
- * Waits:    for all pending updates of the engine, up to its timeout_ms
+ * Waits:    for all pending updates of the engine, up to its timeout_ms; for a checkpoint's disk
  * Threads:  any
  */
 FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t count,
@@ -831,7 +831,7 @@ FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t 
  * Returns:  FRUGAL_OK
  *           KEY_OUT_OF_RANGE
  *           BUSY, TIMEOUT
- * Waits:    for all pending updates of the engine, up to its timeout_ms
+ * Waits:    for all pending updates of the engine, up to its timeout_ms; for a checkpoint's disk
  * Threads:  any
  */
 FRUGAL_API int32_t frugal_delete(frugal_table *table, const uint64_t *keys, size_t count,
@@ -1798,9 +1798,9 @@ FRUGAL_API int32_t frugal_checkpoint_due(frugal_trainer *trainer, bool *due_out)
 
 /* Gives the rank's blob of the step that it is inside of.
  * A checkpoint of this step has it. A later call in the step replaces it; an abort drops it.
- * It is copied. Its memory, which counts against host_bytes, is kept until a later step commits, or
- * the checkpoint is on disk. Without a folder the call does nothing.
- * Blobs that a restore finds belong to the last committed step, too.
+ * It is copied. Its memory counts against host_bytes until a later step commits, or the checkpoint
+ * is on disk. Without a folder the call does nothing. Blobs that a restore finds belong to the last
+ * committed step, too. Those of ranks that a smaller world lacks stay in the old checkpoint alone.
  *
  * Returns:  FRUGAL_OK; on an error the rank's earlier blob of the step stays
  *           NOT_IN_STEP

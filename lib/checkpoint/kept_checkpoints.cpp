@@ -28,7 +28,7 @@ KeptCheckpoints::Kept KeptCheckpoints::kept_of(const Manifest& m) {
   return kept;
 }
 
-Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next* next) {
+Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next* next) try {
   Lock lock(mu_);
   all_read_ = false;
   folder_ = std::move(folder);
@@ -71,6 +71,8 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
   all_read_ = true;
   remove_old();
   return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the list of checkpoints");
 }
 
 void KeptCheckpoints::close() {
@@ -99,6 +101,11 @@ void KeptCheckpoints::add() noexcept {
   used_ = expected_.begin()->second.files;
   kept_.merge(expected_);
   remove_old();
+}
+
+void KeptCheckpoints::drop() noexcept {
+  Lock lock(mu_);
+  expected_.clear();
 }
 
 Status KeptCheckpoints::based_on(const Manifest& m) {
@@ -144,7 +151,11 @@ void KeptCheckpoints::remove_old() try {
 // Another checkpoint may be being written: only files of the removed one may go.
 Status KeptCheckpoints::remove(uint64_t sequence) {
   Lock lock(mu_);
-  if (!folder_) return no_folder();
+  if (!all_read_) return no_folder();
+  // Its manifest may have its name already.
+  if (expected_.count(sequence))
+    return fail(FRUGAL_ERR_BUSY, "checkpoint %llu is being written: wait for it, or cancel it",
+                static_cast<unsigned long long>(sequence));
   const auto at = kept_.find(sequence);  // not of a manifest that cannot be read
   bool in_use = false;
   const bool newest = (kept_.empty() || sequence >= kept_.rbegin()->first) &&

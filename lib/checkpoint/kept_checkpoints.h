@@ -24,11 +24,13 @@ class KeptCheckpoints {
   Status expect(const Manifest& m);
   // The expected checkpoint is on disk. Removes files that are needed no more.
   void add() noexcept;
+  // It has failed.
+  void drop() noexcept;
   // The engine's tables are those of this checkpoint, so its files are needed as long as the engine
   // has no newer one.
   Status based_on(const Manifest& m);
 
-  // NOT_FOUND, or BUSY if a reader has it open.
+  // NOT_FOUND, or BUSY if it is being written, or a reader has it open.
   Status remove(uint64_t sequence);
 
  private:

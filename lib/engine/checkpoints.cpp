@@ -49,6 +49,7 @@ void Checkpoints::stop() noexcept {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
+  kept_.close();
 }
 
 // --- The folder ----------------------------------------------------------------------------------
@@ -392,8 +393,10 @@ void Checkpoints::main() {
     if (status == FRUGAL_OK) {
       kept_.add();
       for (const TableRef& t : tables) t->tracked->files.clean();
-    } else if (manifest.blob_bytes > 0) {
-      to_.folder->remove(blob_name(manifest.sequence).c_str());
+      count_time();
+    } else {
+      kept_.drop();
+      if (manifest.blob_bytes > 0) to_.folder->remove(blob_name(manifest.sequence).c_str());
     }
     span.more(count(tables, manifest, status == FRUGAL_OK));
     blobs.reset();
@@ -427,7 +430,8 @@ uint64_t Checkpoints::count(const Vector<TableRef>& tables, const Manifest& m, b
   return records;
 }
 
-// Flush threads come before this one, so its time is no reason not to defer updates.
+// Flush threads come before this one, so the time that it saves rows is no reason not to defer
+// updates.
 void Checkpoints::count_time() noexcept {
   const uint64_t now = thread_cpu_ns();
   of_.pacing.spared(now - std::exchange(cpu_ns_, now));
@@ -435,7 +439,6 @@ void Checkpoints::count_time() noexcept {
 
 // Whether it is still wanted.
 Status Checkpoints::going_on() {
-  count_time();
   if (stopping_.load()) return was_closed();
   if (cancelled_.load())
     return fail(FRUGAL_ERR_CLOSED, "the checkpoint of the engine was cancelled: begin another one");
@@ -444,9 +447,10 @@ Status Checkpoints::going_on() {
 
 Status Checkpoints::write(const Vector<TableRef>& tables, const BlobsRef& blobs, Manifest* m) {
   FRUGAL_TRY(await_written(tables, step_after(m->step)));
-  for (const TableRef& t : tables) FRUGAL_TRY(save_rows(tables, *t));
   for (size_t i = 0; i < tables.size(); ++i) {
+    FRUGAL_TRY(save_rows(tables, *tables[i]));
     FRUGAL_TRY(going_on());
+    // Before the next table, so that a table's last buffer does not stay.
     FRUGAL_TRY(tables[i]->tracked->files.finish(&m->tables[i]));
   }
   if (blobs) FRUGAL_TRY(write_blobs(*to_.folder, *blobs, m));
@@ -472,6 +476,7 @@ Status Checkpoints::await_written(const Vector<TableRef>& tables, uint64_t next_
     if ((jobs || at < tables.size()) && !of_.flusher.write(UINT64_MAX) && !of_.workers.help(false))
       sleep_ns(kPauseNs);
   }
+  cpu_ns_ = thread_cpu_ns();  // until here it did what other threads would have had to do
   return FRUGAL_OK;
 }
 
@@ -482,6 +487,7 @@ Status Checkpoints::save_rows(const Vector<TableRef>& tables, Table& table) {
     yield_thread();  // to flush threads: a gate may wait for them
     if (pieces % kPiecesAtOnce != 0) continue;
     FRUGAL_TRY(table.tracked->files.finish_full());
+    count_time();
     FRUGAL_TRY(going_on());
     FRUGAL_TRY(table.tracked->files.collect());
     // Writers of rows can always copy what they are about to change: this thread leaves them most

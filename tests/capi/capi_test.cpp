@@ -372,7 +372,8 @@ TEST(Handles, ClosedOnesAreRefusedEverywhere) {
   EXPECT_REFUSED(frugal_trace_start(engine, 10), bad);
   EXPECT_REFUSED(frugal_trace_stop(engine, nullptr), bad);
   EXPECT_REFUSED(frugal_serve(engine, "/tmp/none"), bad);
-  frugal_checkpoint_info checkpoint = {sizeof(frugal_checkpoint_info)};
+  frugal_checkpoint_info checkpoint = {};
+  checkpoint.struct_size = sizeof checkpoint;
   bool due = false;
   EXPECT_REFUSED(frugal_folder_open(engine, "/tmp/none", nullptr), bad);
   EXPECT_REFUSED(frugal_folder_close(engine), bad);
@@ -438,7 +439,8 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   EXPECT_NULL_REFUSED(frugal_trace_start(nullptr, 10));
   EXPECT_NULL_REFUSED(frugal_trace_stop(nullptr, nullptr));
   EXPECT_NULL_REFUSED(frugal_serve(nullptr, "/tmp/none"));
-  frugal_checkpoint_info checkpoint = {sizeof(frugal_checkpoint_info)};
+  frugal_checkpoint_info checkpoint = {};
+  checkpoint.struct_size = sizeof checkpoint;
   bool due = false;
   EXPECT_NULL_REFUSED(frugal_folder_open(nullptr, "/tmp/none", nullptr));
   EXPECT_NULL_REFUSED(frugal_folder_close(nullptr));

@@ -619,9 +619,29 @@ TEST(CheckpointCalls, NoNumberIsUsedAgain) {
     ASSERT_OK(frugal_checkpoint_delete(job.engine, first + life % 2));
     ASSERT_OK(frugal_checkpoint_delete(job.engine, first + 1 - life % 2));
     EXPECT_EQ(steps_in(folder.path()).size(), 0);
-    ASSERT_OK(frugal_folder_close(job.engine));
+    if (life != 1) {
+      ASSERT_OK(frugal_folder_close(job.engine));
+    } else {
+      job.engine.Close();
+    }
     for (const std::string& name : folder.Files())
       EXPECT_TRUE(name == "lock" || name.ends_with(".deleted")) << name;
+  }
+}
+
+TEST(CheckpointCalls, ACopyOfADeletedCheckpointCanBeDeleted) {
+  TemporaryFolder folder;
+  const std::string copy = folder / "copy";
+  Job job;
+  job.make_tables();
+  ASSERT_OK(open_folder(job.engine, folder / "first", 1));
+  job.checkpoint();
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_OK(frugal_checkpoint_copy((folder / "first").c_str(), 0, copy.c_str()));
+    Job other;
+    ASSERT_OK(open_folder(other.engine, copy, 1));
+    ASSERT_OK(frugal_checkpoint_delete(other.engine, 1));
+    EXPECT_EQ(frugal_checkpoint_delete(other.engine, 1), FRUGAL_ERR_NOT_FOUND);
   }
 }
 

@@ -165,6 +165,11 @@ uint64_t hash_of(const CheckpointJob::State& state) {
     }
     const uint64_t told = steps_of(info);
     if (write(to, &told, sizeof told) != sizeof told) _exit(6);
+    // A later checkpoint comes and goes.
+    if (sequence % 4 == 0 && s < kMostSteps) {
+      job.step(++s);
+      if (job.checkpoint(&info) || frugal_checkpoint_delete(job.engine(), info.number)) _exit(7);
+    }
   }
 }
 
@@ -372,8 +377,12 @@ TEST(CheckpointCrashes, KillsAtNamedPoints) {
     ASSERT_OK(open_folder(job.engine(), path, 2));
     job.start();
     for (uint64_t s = 1; s <= 12; ++s) {
+      CheckpointInfo info;
       job.step(s);
-      ASSERT_OK(job.checkpoint(nullptr));
+      ASSERT_OK(job.checkpoint(&info));
+      if (s % 4 == 0) {
+        ASSERT_OK(frugal_checkpoint_delete(job.engine(), info.number));
+      }
     }
   }
   const std::map<std::string, uint64_t> points = calls.counts();
@@ -393,7 +402,7 @@ TEST(CheckpointCrashes, KillsAtNamedPoints) {
     std::printf("%6llu x %s\n", static_cast<unsigned long long>(each), point.c_str());
   }
   frugal::test_file_calls(nullptr);
-  EXPECT_GE(points.size(), 14);
+  EXPECT_GE(points.size(), 17);
   jobs.print();
 }
 

@@ -498,6 +498,51 @@ TEST(Manifests, WithoutMemory) {
   }
 }
 
+// The newest manifest gets another name. Calls on files fail in turn, by an error or for want of
+// space: it has one of its two names, or, on a full disk, none.
+TEST(Manifests, TheNewestIsRenamed) {
+  for (const bool again : {false, true})
+    for (const int code : {EIO, ENOSPC})
+      for (int64_t n = 1;; ++n) {
+        SCOPED_TRACE("call " + std::to_string(n) + " fails with " + std::to_string(code));
+        TemporaryFolder place;
+        const FolderRef folder = opened(place.path());
+        ASSERT_OK(write_manifest(*folder, example(2)));
+        if (again) place.Write("2.deleted", "of another folder");
+        Manifest back;
+        EXPECT_EQ(read_deleted(*folder, 2, &back),
+                  again ? FRUGAL_ERR_DAMAGED : FRUGAL_ERR_NOT_FOUND);
+        bool in_use = true, failed;
+        Status status;
+        {
+          TestFileCalls calls;
+          calls.fail(n, code);
+          status = delete_manifest(*folder, 2, &in_use, true);
+          failed = calls.failed() > 0;
+        }
+        const size_t old = place.Files().count("2.checkpoint");
+        const size_t renamed = place.Files().count("2.deleted");
+        if (status == FRUGAL_OK) {
+          EXPECT_EQ(old, 0u);
+          if (!failed) {
+            ASSERT_OK(read_deleted(*folder, 2, &back));
+            EXPECT_EQ(back.sequence, 2u);
+          }
+        } else {
+          EXPECT_TRUE(old || renamed);
+        }
+        if (!failed) {
+          EXPECT_GE(n, 4);
+          break;
+        }
+      }
+  TemporaryFolder place;
+  const FolderRef folder = opened(place.path());
+  place.Write("3.deleted", std::string(100, 'x'));
+  Manifest back;
+  EXPECT_EQ(read_deleted(*folder, 3, &back), FRUGAL_ERR_DAMAGED);
+}
+
 // --- Damage --------------------------------------------------------------------------------------
 
 bool is_of_damage(Status s) {

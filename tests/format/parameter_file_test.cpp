@@ -513,6 +513,31 @@ TEST(ParameterFiles, BuffersAreKept) {
   for (char* memory : again) buffers.give(memory, 8192);
 }
 
+// As many tables have, each with a buffer that fills.
+TEST(ParameterFiles, ManyWritersHaveSmallBuffers) {
+  constexpr size_t kWriters = 100, kBytes = size_t{2} << 20;
+  World world;
+  Spec spec;
+  spec.records = static_cast<uint32_t>(kBytes / spec.format.record_bytes());
+  spec.deletions = 0;
+  std::vector<std::unique_ptr<ParameterFileWriter>> writers;
+  for (size_t i = 0; i < kWriters; ++i) {
+    writers.push_back(std::make_unique<ParameterFileWriter>());
+    ASSERT_OK(writers.back()->open(world.folder.get(), i + 1, 1, 1, spec.format, false,
+                                   &world.queue, &world.buffers));
+    ASSERT_OK(add_all(spec, writers.back().get()));
+  }
+  while (world.buffers.complete() > 0)
+    for (const auto& w : writers) ASSERT_OK(w->collect());
+  // 32 MiB, a large buffer that came last, and small ones.
+  EXPECT_LE(world.buffers.used(), (size_t{33} << 20) + kWriters * (size_t{128} << 10));
+  for (const auto& w : writers) {
+    ParameterFileInfo info;
+    ASSERT_OK(w->finish(&info));
+  }
+  EXPECT_EQ(world.buffers.used(), 0u);
+}
+
 TEST(ParameterFiles, AThreadThatFoundTooManyCompleteBuffersIsCalledOnce) {
   RecordBuffers buffers(0);
   int calls = 0;

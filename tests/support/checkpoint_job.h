@@ -200,6 +200,15 @@ inline std::set<std::string> files_that_belong(const std::string& path) {
         names.insert(frugal::rows_name(f.info.number).c_str());
     if (m.blob_bytes) names.insert(frugal::blob_name(s).c_str());
   }
+  // Manifests of deleted checkpoints, if there is no newer one.
+  frugal::Vector<frugal::String> all;
+  EXPECT_OK(folder->list(&all));
+  for (const frugal::String& name : all) {
+    uint64_t n;
+    if (frugal::parse_name(name.c_str(), &n) == frugal::FileKind::kDeleted &&
+        (sequences.empty() || n > sequences.back()))
+      names.insert(name.c_str());
+  }
   return names;
 }
 
