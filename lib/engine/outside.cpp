@@ -115,13 +115,13 @@ Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t cap
 
 namespace {
 
-constexpr size_t kPieceBytes = size_t{4} << 20;  // of rows
+constexpr size_t kBytesAtOnce = size_t{4} << 20;  // of rows
 
 // Calls of(first, end) for pieces of `n` rows that are about to be written. A checkpoint that is
 // being written copies them before, so a piece waits until there is room for copies.
 template <class Of>
 void each_piece(Checkpoints& checkpoints, Table& t, size_t n, Of of) {
-  const size_t rows = std::max(RowTracker::kMostRows, kPieceBytes / t.rows.layout().bytes());
+  const size_t rows = std::max(RowTracker::kMostRows, kBytesAtOnce / t.rows.layout().bytes());
   for (size_t first = 0; first < n; first += rows) {
     if (t.tracked) checkpoints.await_room();
     of(first, std::min(n, first + rows));
