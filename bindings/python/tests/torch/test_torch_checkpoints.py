@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import numpy
 import pytest
@@ -78,10 +78,10 @@ def dense(model: torch.nn.Module) -> List[Any]:
 class Run:
     """A program: made as ever, it goes on where it was."""
 
-    def __init__(self, kind: str, folder: Optional[Path], seed: int = 1) -> None:
+    def __init__(self, kind: str, folder: Optional[Path], seed: int = 1, restore: Union[int, str, None] = None) -> None:
         torch.manual_seed(seed)
         self.engine = frugal.Engine(seed=1)
-        self.checkpoints = None if folder is None else ft.Checkpoints(folder, engine=self.engine)
+        self.checkpoints = None if folder is None else ft.Checkpoints(folder, restore=restore, engine=self.engine)
         self.model = Model(self.engine.create_trainer(), OURS.get(kind))
         self.parts = KINDS[kind](self.model)
         self.parts.append(torch.optim.lr_scheduler.MultiStepLR(self.parts[0], [2, 4, 5], gamma=0.5))
@@ -606,3 +606,27 @@ def test_the_guide_s_recipe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ended.append(names)
     first, second = ended
     assert first["begin"] == 0 and second["begin"] == 200 and first["loss"].item() == second["loss"].item()
+
+
+def test_one_with_a_name_is_kept_and_restored(folder: Path) -> None:
+    run = Run("adagrad", folder)
+    states: Dict[int, Any] = {}
+    for i in range(1, 6):
+        run.step(i)
+        assert run.checkpoints is not None
+        run.checkpoints.save(run.model, *run.parts, extra={"i": i}, name="good" if i == 2 else None).wait()
+        states[i] = run.state()
+    run.engine.close()
+    infos = frugal.checkpoints(folder)
+    assert [info.name for info in infos] == ["good", "", ""]
+    for wanted, i in ((None, 5), ("good", 2), (infos[0].number, 2), (infos[1].number, 4)):
+        again = Run("adagrad", folder, restore=wanted)
+        assert again.first == i
+        for one, other in zip(by_key(again.state()), by_key(states[i])):
+            assert same(one, other)
+        again.engine.close()
+    for missing in ("bad", 99):
+        with pytest.raises(frugal.NotFound, match=r"has no checkpoint .*: it has 2 \(good\), 4, 5"):
+            ft.Checkpoints(folder, restore=missing, engine=frugal.Engine(seed=1))
+    with pytest.raises(frugal.NotFound, match="it has none"):
+        ft.Checkpoints(folder / "nothing", restore="good", engine=frugal.Engine(seed=1))

@@ -13,7 +13,7 @@ import io
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Set, Tuple, Union
 
 import torch
 
@@ -35,7 +35,7 @@ _PAUSE = 0.001  # seconds between two questions whether a GPU has finished
 
 
 class Checkpoints:
-    """Checkpoints of a model and its optimizers in a folder, of which the newest is restored.
+    """Checkpoints of a model and its optimizers in a folder, of which one is restored.
 
     checkpoints = frugal.torch.Checkpoints("checkpoints")              # before the first module
     model = Model()
@@ -47,7 +47,9 @@ class Checkpoints:
             checkpoints.save(model, optimizer, extra={"i": i + 1})     # training goes on while it is written
 
     folder: created if it is missing. One process at a time writes it.
-    keep: how many checkpoints stay, the newest ones.
+    keep: how many checkpoints without a name stay, the newest ones.
+    restore: the number of a checkpoint, or a name, of which the newest is taken. None: the newest of all. Later
+    checkpoints than that stay, and save() goes on after them.
     engine: one without trainers, of whose trainer the modules will be. None: the engine of the process.
 
     A program makes the same modules as before, in the same order. They find their tables restored, without a warning.
@@ -56,9 +58,16 @@ class Checkpoints:
     checkpoints yet.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, engine: Optional[frugal.Engine] = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        restore: Union[int, str, None] = None,
+        engine: Optional[frugal.Engine] = None,
+    ) -> None:
         _check_alone(engine)
-        found = _newest(folder)
+        found = _find(folder, restore)
         state = None if found is None else _read(folder, found.number)
         seed = None if state is None else state["seed"]
         self.restored: Optional[frugal.CheckpointInfo] = None
@@ -91,12 +100,15 @@ class Checkpoints:
     def __repr__(self) -> str:
         return f"<frugal.torch.Checkpoints, restored {self.restored}>"
 
-    def save(self, model: torch.nn.Module, *parts: Any, extra: Any = None) -> frugal.Checkpoint:
+    def save(
+        self, model: torch.nn.Module, *parts: Any, extra: Any = None, name: Optional[str] = None
+    ) -> frugal.Checkpoint:
         """Begins a checkpoint, and returns its ticket. Call it where state_dict() would be called: after a step.
 
         parts: optimizers, and what else has state_dict() and load_state_dict(): schedulers, a GradScaler.
         extra: what load() is to return, such as the place of the data reader. It and all state have plain types, which
         torch.load(weights_only=True) reads: numbers, str, bytes, tensors, and lists, tuples and dicts of them.
+        name: with one the checkpoint is kept until Engine.delete_checkpoint().
 
         The state of PyTorch's random generators is saved, too. A checkpoint that is still being written is waited for;
         if it has failed, a warning says why, and this one is begun. At the exit of the process the last one is waited
@@ -117,7 +129,7 @@ class Checkpoints:
                 file.seek(len(_FORMAT))
                 torch.save(state, file)
                 try:
-                    self._ticket = self._engine.checkpoint(blob=file.getvalue())
+                    self._ticket = self._engine.checkpoint(name, blob=file.getvalue())
                     break
                 except frugal.Busy:  # another thread has begun one
                     self._ticket = frugal.Checkpoint(self._engine, 0)
@@ -263,12 +275,20 @@ def _check_alone(engine: Optional[frugal.Engine]) -> None:
     )
 
 
-def _newest(folder: Path) -> Optional[frugal.CheckpointInfo]:
+def _find(folder: Path, wanted: Union[int, str, None]) -> Optional[frugal.CheckpointInfo]:
     try:
         found = frugal.checkpoints(folder)
     except frugal.NotFound:
-        return None
-    return found[-1] if found else None
+        found = []
+    if wanted is None:
+        return found[-1] if found else None
+    for info in reversed(found):
+        if wanted in (info.name, info.number):
+            return info
+    there = ", ".join(f"{info.number}" + (f" ({info.name})" if info.name else "") for info in found) or "none"
+    raise frugal.NotFound(
+        f"{os.fsdecode(folder)} has no checkpoint {wanted!r}: it has {there}", _abi.STATUS["FRUGAL_ERR_NOT_FOUND"]
+    )
 
 
 def _read(folder: Path, number: int) -> Dict[str, Any]:
