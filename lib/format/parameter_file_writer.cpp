@@ -12,7 +12,7 @@ namespace frugal {
 namespace {
 
 constexpr size_t kFirstBuffer = size_t{64} << 10;  // so that tables of few rows take little memory
-constexpr size_t kManyBytes = size_t{32} << 20;    // of buffers: then new ones are small, too
+constexpr size_t kSmallFrom = size_t{32} << 20;    // of buffers: then new ones are small, too
 
 size_t whole_blocks(size_t bytes) { return bytes / kFileBlock * kFileBlock; }
 size_t up_to_blocks(size_t bytes) { return whole_blocks(bytes + kFileBlock - 1); }
@@ -171,7 +171,7 @@ Status ParameterFileWriter::next_buffer() try {
   std::unique_ptr<Buffer> made(new Buffer);
   made->batch.requests.reserve(1);
   const size_t bytes =
-      buffers_->used() < kManyBytes ? next_bytes_ : std::min(next_bytes_, kFirstBuffer);
+      buffers_->used() < kSmallFrom ? next_bytes_ : std::min(next_bytes_, kFirstBuffer);
   made->bytes = std::max(bytes, up_to_blocks(kFileBlock + record_bytes_));
   made->memory = buffers_->take(made->bytes);
   if (!made->memory) return no_memory_to_write();
