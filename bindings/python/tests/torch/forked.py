@@ -14,7 +14,7 @@ from typing import Dict, List, Sequence
 # Forks what a line of its input says, and prints the exit statuses. It has one thread, or its children would lack
 # what the others hold. A child goes on below the loop, as a program that was started.
 _SERVER = """
-import json, os, runpy, sys
+import faulthandler, json, os, runpy, sys
 import torch, torch.distributed, torch._dynamo
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +33,7 @@ def serve():
 
 arguments = serve()
 if arguments:
+    faulthandler.dump_traceback_later(240)  # where it hangs
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = arguments
