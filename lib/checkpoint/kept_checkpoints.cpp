@@ -41,6 +41,10 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
   Vector<uint64_t> sequences;
   FRUGAL_TRY(list_manifests(*folder_, &sequences));
   *next = {};
+  const auto had = [next](const Manifest& m) {
+    next->file = std::max(next->file, m.next_file);
+    next->table = std::max(next->table, m.next_table);
+  };
   for (const uint64_t s : sequences) {
     Manifest m;
     File held;
@@ -51,8 +55,7 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
       continue;
     }
     kept_[s] = kept_of(m);
-    next->file = std::max(next->file, m.next_file);
-    next->table = std::max(next->table, m.next_table);
+    had(m);
   }
   if (!sequences.empty()) next->sequence = sequences.back() + 1;
   for (const String& name : names) {
@@ -64,9 +67,7 @@ Status KeptCheckpoints::open(std::shared_ptr<Folder> folder, uint32_t keep, Next
     Manifest m;
     const Status status = read_deleted(*folder_, number, &m);
     if (status == FRUGAL_ERR_OUT_OF_MEMORY) return status;
-    if (status != FRUGAL_OK) continue;
-    next->file = std::max(next->file, m.next_file);
-    next->table = std::max(next->table, m.next_table);
+    if (status == FRUGAL_OK) had(m);
   }
   all_read_ = true;
   remove_old();

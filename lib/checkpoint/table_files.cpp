@@ -171,7 +171,7 @@ void TableFiles::save(const uint32_t* slots, size_t n) noexcept {
   const device::RowsView rows = rows_->ref();
   for (size_t i = 0; i < n; ++i) {
     directory_.prefetch(slots[i]);
-    prefetch_row(rows, slots[i], rows.state_pitch != 0);
+    prefetch_row(rows, slots[i], true);
   }
   {
     Lock lock(mu_);

@@ -41,7 +41,7 @@ bool Trial::gains(double cost, bool deferred) {
 bool Pacing::decide(bool may_rest, const Measured& now) {
   const Measured last = std::exchange(last_, now);
   const uint64_t span = now.wall - last.wall, work = now.apply - last.apply;
-  // That time is idle, too.
+  // Time of threads that would leave their processor to others is idle, too.
   const uint64_t spare = spare_ns_.load(std::memory_order_relaxed);
   uint64_t busy = now.cpu - last.cpu;
   busy -= std::min(busy, spare - std::exchange(spare_, spare));

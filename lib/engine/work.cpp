@@ -303,7 +303,7 @@ Workers::Outcome Engine::warm_one() {
   const device::RowsView rows = table->rows.ref_now();
   // A thread that shares out a job meanwhile needs this thread at once.
   for (size_t i = from; i < end && !workers_.sharing(); ++i)
-    prefetch_row(rows, slots[i], rewarm && rows.state_pitch);
+    prefetch_row(rows, slots[i], rewarm != nullptr);
   pacing_.spared(now_ns() - begun);
   return Outcome::kWork;
 }

@@ -461,15 +461,19 @@ Status delete_manifest(Folder& folder, uint64_t sequence, bool* in_use, bool new
   *in_use = !alone;
   if (!alone) return FRUGAL_OK;
   // A reader that opened it before finds, once it has the lock, that the name is gone.
-  const String deleted = deleted_name(sequence);
-  Status status = newest ? folder.rename(name.c_str(), deleted.c_str()) : FRUGAL_ERR_NO_SPACE;
-  if (status == FRUGAL_ERR_EXISTS) {  // of a copy of the same checkpoint
-    FRUGAL_TRY(folder.remove(deleted.c_str()));
-    status = folder.rename(name.c_str(), deleted.c_str());
+  bool renamed = false;
+  if (newest) {
+    const String deleted = deleted_name(sequence);
+    Status status = folder.rename(name.c_str(), deleted.c_str());
+    if (status == FRUGAL_ERR_EXISTS) {  // of a copy of the same checkpoint
+      FRUGAL_TRY(folder.remove(deleted.c_str()));
+      status = folder.rename(name.c_str(), deleted.c_str());
+    }
+    // A full disk may have no room for a name, but a file can go.
+    if (status != FRUGAL_ERR_NO_SPACE) FRUGAL_TRY(status);
+    renamed = status == FRUGAL_OK;
   }
-  // A full disk may have no room for a name, but a file can go.
-  if (status == FRUGAL_ERR_NO_SPACE) status = folder.remove(name.c_str());
-  FRUGAL_TRY(status);
+  if (!renamed) FRUGAL_TRY(folder.remove(name.c_str()));
   return folder.sync();
 }
 
