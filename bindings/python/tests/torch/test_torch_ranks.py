@@ -20,7 +20,8 @@ from torch_support import DIM, ROWS, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _ranks
+from frugal import _abi
+from frugal.torch import _ranks, _steps
 
 
 def run_ranks(world_size: int, work: Callable[[int], None]) -> None:
@@ -233,6 +234,88 @@ def test_ranks_choose_a_kind_together() -> None:
             out.backward(grads[rank][step] / world_size)
         reference.step()
     torch.testing.assert_close(got, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_rank_chooses_a_kind_while_another_one_waits_to(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is refused, since rank 0 is inside a step. Before it does anything else, rank 0 has given the second table
+    its kind: before that step, after rank 1's call had looked at the table, or after it. Neither rank then makes a step
+    more than the other. `together`: one optimizer has both tables."""
+    said, chosen, stepped = threading.Event(), threading.Event(), threading.Event()
+    own = threading.local()
+    choose, begin, end = frugal.Table.set_optimizer, _steps.Steps.begin, _steps.Steps.end
+
+    def chooses(table: frugal.Table, *how: Any, **options: Any) -> None:
+        second = table.name == "embedding_bag_1"
+        first_try = second and own.rank == 1 and not said.is_set()
+        if second and own.rank == 1 and not first_try:
+            assert chosen.wait(60)
+        if first_try and together:
+            assert stepped.wait(60)
+            said.set()
+            raise frugal.Busy("not between steps: rank 0 is inside step 1", _abi.STATUS["FRUGAL_ERR_BUSY"])
+        try:
+            choose(table, *how, **options)
+        except frugal.Busy:
+            if first_try:
+                said.set()
+            raise
+        if second and own.rank == 0:
+            chosen.set()
+
+    def begins(steps: _steps.Steps) -> None:
+        if steps.rank == 1 and said.is_set():
+            assert chosen.wait(60)
+        begin(steps)
+        if steps.rank == 0 and steps.next == 1:
+            stepped.set()
+
+    def ends(steps: _steps.Steps, skip: bool) -> None:
+        if steps.rank == 0 and steps.next == 1 and not together:
+            assert said.wait(60)
+        end(steps, skip)
+
+    monkeypatch.setattr(frugal.Table, "set_optimizer", chooses)
+    monkeypatch.setattr(_steps.Steps, "begin", begins)
+    monkeypatch.setattr(_steps.Steps, "end", ends)
+    weight = integers(ROWS, DIM)
+    batches = [[torch.randint(0, ROWS, (5, 2)) for _ in range(3)] for _ in range(2)]
+    made = threading.Barrier(2)
+
+    def optimizers_of(modules: Any) -> List[torch.optim.Optimizer]:
+        of = [list(modules.parameters())] if together else [list(module.parameters()) for module in modules]
+        return [torch.optim.Adagrad(some, lr=0.5) for some in of]
+
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+
+        def work(rank: int) -> None:
+            own.rank = rank
+            trainer = engine.create_trainer(rank)
+            bags = torch.nn.ModuleList(
+                [ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=trainer) for _ in range(2)]
+            )
+            optimizers = optimizers_of(bags)
+            made.wait(60)
+            for keys in batches[rank]:
+                bags.zero_grad()
+                (bags[0](keys) + bags[1](keys)).square().sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        run_ranks(2, work)
+        assert said.is_set() and engine.committed_step() == 3 * (1 if together else 2)
+        got = [torch.from_numpy(engine.find_table(f"embedding_bag_{i}").get(torch.arange(ROWS))) for i in range(2)]
+    theirs = [torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight.clone()) for _ in range(2)]
+    optimizers = optimizers_of(torch.nn.ModuleList(theirs))
+    for keys in zip(*batches):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for some in keys:
+            ((theirs[0](some) + theirs[1](some)).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, bag in zip(got, theirs):
+        torch.testing.assert_close(mine, bag.weight.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_model_is_new_on_all_ranks() -> None:

@@ -351,14 +351,7 @@ class Table:
         if self.steps.world_size == 1:
             self.steps.between(set_it)
         else:
-            try:
-                set_it()
-            except frugal.Busy:  # no other rank has given it this kind yet
-                with self.steps.lock:
-                    # Ranks that are inside the step end it, empty, so this one ends it, too.
-                    if not self.steps.open:
-                        self.steps.begin()
-                    self.steps.between(set_it)
+            self.steps.agree(set_it)
         self.has(optimizer)
 
     def has(self, optimizer: frugal.Optimizer) -> None:
@@ -942,6 +935,29 @@ class Steps:
                 self.end(False)
             self.patiently(call)
 
+    def agree(self, call: Callable[[], None]) -> None:
+        """Makes a call that all ranks make before what they push next. Only the first of them has to make it between
+        steps; once it is made, it is allowed inside a step, too. If a rank is inside a step before, all ranks end that
+        step, empty, and make the call after it."""
+        with self.lock:
+            began = time.monotonic()
+            in_next = False  # a call was refused, and a rank was inside the step that comes next here
+            while True:
+                ended = self._all_have_ended()
+                try:
+                    return call()
+                except frugal.Busy as error:
+                    # While a rank is inside a step, no rank can make the call for the first time.
+                    if self.open or in_next:
+                        break
+                    # A rank that is still inside the step before may make it when it has ended that step. One that is
+                    # inside the next step may have made it just before: then the second call here is allowed.
+                    in_next = ended
+                    self._wait_on(error, began)
+            if not self.open:
+                self.begin()
+            self.between(call)
+
     def follows(self) -> bool:
         """Whether rows begin as rank 0 writes them, as DistributedDataParallel gives all ranks those of rank 0."""
         return self.rank != 0 and self.next == 0 and _ranks.are_told(self.rank, self.world_size)
@@ -1020,19 +1036,28 @@ class Steps:
                         f" all ranks before and after state_dict() ({error.message})",
                         error.status,
                     ) from None
-                waited_ms = (time.monotonic() - begin) * 1000
-                if self.world_size == 1 or self.open or waited_ms > self.trainer.engine._timeout_ms:
+                if self.world_size == 1 or self.open:
                     raise
-                if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
-                    self._tell_of_wait(error.message)
-            time.sleep(_PAUSE)
+                self._wait_on(error, begin)
+
+    def _wait_on(self, error: frugal.Busy, begin: float) -> None:
+        """A pause of a wait for other ranks to end their step; the error, if it has been long enough."""
+        waited_ms = (time.monotonic() - begin) * 1000
+        if waited_ms > self.trainer.engine._timeout_ms:
+            raise error
+        if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
+            self._tell_of_wait(error.message)
+        time.sleep(_PAUSE)
+
+    def _all_have_ended(self) -> bool:
+        """Whether all ranks have ended the steps that this one has ended. One that is inside a step is then in the
+        next one, which cannot end without this rank."""
+        committed = self.trainer.engine.committed_step()
+        return (0 if committed is None else committed + 1) == self.next
 
     def _all_have_come(self) -> bool:
-        """Whether all ranks in processes have ended the steps that this one has ended. One that is inside a step is
-        then in the next one, which cannot end without this rank."""
-        committed = self.trainer.engine.committed_step()
-        ended = 0 if committed is None else committed + 1
-        return ended == self.next and _ranks.are_told(self.rank, self.world_size)
+        """The same, of ranks in processes."""
+        return self._all_have_ended() and _ranks.are_told(self.rank, self.world_size)
 
     def _tell_of_wait(self, message: str) -> None:
         """One warning, where others may wait for this rank in the step that it waits for."""
