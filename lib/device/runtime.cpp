@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <new>
 #include <utility>
 
+#include "base/forked.h"
 #include "base/heap.h"
 #include "base/immortal.h"
 #include "base/sync.h"
@@ -27,6 +29,11 @@ struct OpenRuntimes {
 };
 
 Immortal<OpenRuntimes> g_open;
+
+// A child has none of its parent's devices. Another thread of the parent may have been opening one:
+// what it held is left as it is.
+constinit AtFork g_runtimes_at_fork{nullptr, nullptr, [] { std::construct_at(&g_open.object); }};
+[[gnu::constructor]] void register_runtimes() { g_runtimes_at_fork.at_load(); }
 
 bool has_kind(const char* name, const char* kind) {
   const size_t length = strlen(kind);
@@ -78,6 +85,7 @@ bool names_device(const char* name) {
 Result open_runtime(const char* name, std::shared_ptr<Runtime>* out) {
   out->reset();
   try {
+    g_runtimes_at_fork.ensure();
     OpenRuntimes& open = *g_open;
     const Lock lock(open.mutex);
     auto at = std::find_if(open.all.begin(), open.all.end(),

@@ -85,7 +85,7 @@ Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
     schedule_.since = now_ns();
     scheduled_.store(config.every_steps || config.every_ms);
   }
-  opened_.store(true);  // a table that is created from here on is tracked by its creator
+  opening_.store(++openings_);  // a table that is created from here on is tracked by its creator
   for (const TableRef& t : of_.tables.now()) {
     if (status != FRUGAL_OK) break;
     int32_t kind;
@@ -93,7 +93,7 @@ Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
       ControlLock lock(of_.mu);
       kind = t->schedule.begin()->second.kind;
     }
-    status = track(*t, kind, false);
+    status = track(*t, kind, false, 0);
   }
   if (status == FRUGAL_OK && !thread_.joinable()) {
     try {
@@ -121,7 +121,7 @@ Status Checkpoints::close() {
     wanted_.store(kNoStep);
     scheduled_.store(false);
     state_ = State::kIdle;
-    opened_.store(false);
+    opening_.store(0);
     to_.folder.reset();  // blobs of the last step stay, for another folder
     number_ = 0;
     for (Result& r : results_) r.number = 0;
@@ -137,8 +137,12 @@ Status Checkpoints::close() {
   return FRUGAL_OK;
 }
 
+Status Checkpoints::track_new(Table& table, int32_t kind, uint64_t number, uint64_t* opening) {
+  *opening = opening_.load();
+  return *opening ? track(table, kind, true, number) : FRUGAL_OK;
+}
+
 Status Checkpoints::track(Table& table, int32_t kind, bool unchanged, uint64_t number) {
-  FRUGAL_ASSERT(to_.folder);
   if (table.rows.tier())
     return fail(FRUGAL_ERR_UNSUPPORTED, "rows of table '%s' may be stored elsewhere",
                 table.name.c_str());
@@ -332,12 +336,16 @@ void Checkpoints::take(BlobsRef blobs) noexcept {
     m.world_size = of_.ranks.size();
     m.name = name_;
     snapshot_.clear();
-    for (const TableRef& t : of_.tables) {
-      if (!t->tracked) continue;
-      snapshot_.push_back(t);
+    for (const TableRef& t : of_.tables)
+      if (t->tracked) snapshot_.push_back(t);
+    // A manifest lists tables by number. Threads that create tables get numbers in another order.
+    const auto number_of = [](const TableRef& t) { return t->tracked->files.number(); };
+    std::sort(snapshot_.begin(), snapshot_.end(),
+              [&](const TableRef& a, const TableRef& b) { return number_of(a) < number_of(b); });
+    for (const TableRef& t : snapshot_) {
       m.tables.emplace_back();
       ManifestTable& to = m.tables.back();
-      to.number = t->tracked->files.number();
+      to.number = number_of(t);
       to.name = t->name;
       to.config = t->config;
       to.config.name = nullptr;

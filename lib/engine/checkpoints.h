@@ -49,10 +49,9 @@ class Checkpoints {
   // Writes the folder from now on.
   Status open(const char* path, const frugal_folder_config& config);
   Status close();
-  bool opened() const { return opened_.load(); }
-  // From now on the table's changes count. `kind`: of its optimizer. `unchanged`: it is as it was
-  // created. `number`: the table's in the folder; 0: a new one.
-  Status track(Table& table, int32_t kind, bool unchanged, uint64_t number = 0);
+  // Each opening of a folder has a number. 0: none is open.
+  uint64_t opening() const { return opening_.load(); }
+  bool opened() const { return opening() != 0; }
   // Null: none is open.
   const std::shared_ptr<Folder>& folder() const { return to_.folder; }
   // The tables are those of this checkpoint of the folder.
@@ -61,6 +60,10 @@ class Checkpoints {
   void restored(BlobsRef blobs);
 
   // --- Any thread
+  // The changes of a table that no other thread knows yet count from now on, if a folder is open.
+  // `kind`: of its optimizer. `number`: the table's in the folder; 0: a new one. Another call may
+  // close the folder meanwhile: the table may be used as long as opening() is `*opening`.
+  Status track_new(Table& table, int32_t kind, uint64_t number, uint64_t* opening);
   // Begins a checkpoint, and returns its number. BUSY: one is being written.
   Status request(const frugal_checkpoint_config& config, uint64_t* number);
   // OK: it is on disk. `number` 0: the one that was begun last.
@@ -97,6 +100,8 @@ class Checkpoints {
     uint64_t since = 0;                      // now_ns() of its snapshot
     bool due(uint64_t step) const;
   };
+  // `unchanged`: the table is as it was created.
+  Status track(Table& table, int32_t kind, bool unchanged, uint64_t number);
   Status may_displace() const REQUIRES(mu_);
   void begin(uint64_t step, const char* name, bool by_itself) REQUIRES(mu_);
   void end(const CallError& error) REQUIRES(mu_);
@@ -111,7 +116,8 @@ class Checkpoints {
   uint64_t count(const Vector<TableRef>& tables, const Manifest& manifest, bool kept);
 
   const Parts of_;
-  std::atomic<bool> opened_{false};
+  std::atomic<uint64_t> opening_{0};
+  uint64_t openings_ = 0;  // so many there were
   FolderWriter to_;
   KeptCheckpoints kept_;
   RecordBuffers buffers_{size_t{8} << 20};

@@ -290,6 +290,11 @@ class Engine final : public Session, private DataPath {
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   void drop_cache(Trainer& t, const Table& table) noexcept;
 
+  // --- restore.cpp
+  Status may_restore(const Manifest& m);
+  Status make_restored(const Manifest& m, const ManifestTable& t, bool own, Vector<TableRef>* made);
+  Status load(Folder& folder, const Manifest& m, bool own, Vector<TableRef>* made, BlobsRef* blobs);
+
   // --- gate.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
   bool open_still(uint64_t step) REQUIRES(control);

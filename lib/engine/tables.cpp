@@ -292,10 +292,10 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   }
   TableRef table;
   FRUGAL_TRY(open_table(config, here, blank, &table));
-  const bool tracked = checkpoints_.opened();
-  if (tracked) FRUGAL_TRY(checkpoints_.track(*table, config.optimizer.kind, true, number));
+  uint64_t opening;
+  FRUGAL_TRY(checkpoints_.track_new(*table, config.optimizer.kind, number, &opening));
   ControlLock lock(mu_);
-  if (checkpoints_.opened() != tracked)
+  if (checkpoints_.opening() != opening)
     return fail(FRUGAL_ERR_BUSY, "another call opens or closes the folder of checkpoints");
   // If the engine was closed meanwhile, the closing thread has taken the tables away: no thread
   // would free this one.

@@ -1,6 +1,7 @@
 // The calls of frugal.h for checkpoints: folders, tickets, blobs, and what a folder has.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <set>
 #include <string>
 #include <thread>
@@ -752,6 +753,56 @@ TEST(CheckpointCalls, ClosingEndsTickets) {
   job.engine.Close();
   waits.join();
   EXPECT_TRUE(steps_in(folder.path()).empty());
+}
+
+// Each table gets a number of its own in the folder that it is in, whichever that is.
+TEST(CheckpointCalls, TablesAreCreatedWhileFoldersOpenAndClose) {
+  TemporaryFolder folders[2];
+  Engine engine;
+  struct Creators {
+    ~Creators() {
+      ends.store(true);
+      for (std::thread& t : threads) t.join();
+    }
+    std::atomic<bool> ends{false};
+    std::vector<std::thread> threads;
+  } creators;
+  for (int c = 0; c < 2; ++c)
+    creators.threads.emplace_back([&, c] {
+      const std::string name = "table" + std::to_string(c);
+      frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+      config.name = name.c_str();
+      config.rows = 4;
+      config.dim = 2;
+      config.optimizer.kind = FRUGAL_SGD;
+      while (!creators.ends.load()) {
+        frugal_table* table = nullptr;
+        const int32_t status = frugal_table_create(engine, &config, &table);
+        if (status == FRUGAL_ERR_BUSY) continue;
+        ASSERT_OK(status);
+        int32_t dropped;
+        while ((dropped = frugal_table_drop(table)) == FRUGAL_ERR_BUSY) {
+        }
+        ASSERT_OK(dropped);
+      }
+    });
+  for (int i = 0; i < 40; ++i) {
+    TemporaryFolder& folder = folders[i % 2];
+    ASSERT_OK(open_folder(engine, folder.path(), 1));
+    frugal_checkpoint_config config = FRUGAL_CHECKPOINT_CONFIG_INIT;
+    uint64_t number = 0;
+    ASSERT_OK(frugal_checkpoint(engine, &config, &number));
+    ASSERT_OK(await_checkpoint(engine, number, nullptr));
+    ASSERT_OK(frugal_folder_close(engine));
+    std::shared_ptr<frugal::Folder> read;
+    ASSERT_OK(frugal::Folder::open(folder.path().c_str(), frugal::Folder::Use::kRead, &read));
+    frugal::Manifest m;
+    frugal::File held;
+    ASSERT_OK(frugal::open_checkpoint(*read, number, nullptr, &m, &held));
+    std::set<uint64_t> numbers;
+    for (const frugal::ManifestTable& t : m.tables) numbers.insert(t.number);
+    EXPECT_EQ(numbers.size(), m.tables.size());
+  }
 }
 
 TEST(CheckpointCalls, BadArguments) {

@@ -3,12 +3,16 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <thread>
 #include <vector>
 
 #include "device/runtime.h"
 
+using frugal::device::DeviceKind;
 using frugal::device::ErrorKind;
 using frugal::device::open_runtime;
 using frugal::device::Result;
@@ -52,6 +56,41 @@ TEST(DeviceOpen, NoGpu) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+std::atomic<bool> g_opening{false}, g_may_open{false};
+
+// Device 0 of this kind takes its time.
+Result open_slowly(uint32_t index, std::shared_ptr<Runtime>*) {
+  if (index == 0) {
+    g_opening.store(true);
+    while (!g_may_open.load()) std::this_thread::yield();
+  }
+  return {ErrorKind::kNoDevice, static_cast<int>(index), "open", "a test's device"};
+}
+
+// A child that is forked meanwhile opens a device of its own.
+TEST(DeviceOpen, InAChildOfAProcessThatOpensOne) {
+  static const DeviceKind kind{"slow", open_slowly, [] { return false; },
+                               [](uint64_t) { return false; }};
+  register_devices(&kind);
+  std::thread opens([] {
+    std::shared_ptr<Runtime> out;
+    EXPECT_STREQ(open_runtime("slow:0", &out).text, "a test's device");
+  });
+  while (!g_opening.load()) std::this_thread::yield();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    std::shared_ptr<Runtime> out;
+    _exit(open_runtime("slow:7", &out).code);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+  g_may_open.store(true);
+  opens.join();
+  frugal::device::register_devices(nullptr);
 }
 
 }  // namespace
