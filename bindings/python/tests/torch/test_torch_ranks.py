@@ -239,8 +239,8 @@ def test_ranks_choose_a_kind_together() -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_a_rank_chooses_a_kind_while_another_one_waits_to(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is refused, since rank 0 is inside a step. Before it does anything else, rank 0 has given the second table
-    its kind: before that step, after rank 1's call had read the kind, or after that step. Neither rank then makes a step
-    more than the other. `together`: one optimizer has both tables."""
+    its kind: before that step, after rank 1's call had read the kind, or after that step. Then neither rank makes a
+    step more than the other. `together`: one optimizer has both tables."""
     said, chosen, stepped = threading.Event(), threading.Event(), threading.Event()
     own = threading.local()
     choose, begin, end = frugal.Table.set_optimizer, _steps.Steps.begin, _steps.Steps.end
