@@ -365,6 +365,7 @@ void Checkpoints::take(BlobsRef blobs) noexcept {
     t->tracked->tracker.begin(next);
   }
   snapshot_blobs_ = std::move(blobs);
+  of_.pacing.saving(true);
   schedule_.next_step = next;
   schedule_.since = now_ns();
   wanted_.store(kNoStep);
@@ -406,6 +407,7 @@ void Checkpoints::main() {
       kept_.drop();
       if (manifest.blob_bytes > 0) to_.folder->remove(blob_name(manifest.sequence).c_str());
     }
+    of_.pacing.saving(false);
     span.more(count(tables, manifest, status == FRUGAL_OK));
     blobs.reset();
     of_.workers.progress();

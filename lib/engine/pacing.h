@@ -20,8 +20,9 @@ extern std::atomic<uint64_t> g_small_step;
 // trainers less time in calls than before. After each failure it waits longer for the next try.
 class Trial {
  public:
-  // Makes a decision. `cost`: the time in calls for each byte since the last one.
-  bool gains(double cost, bool deferred);
+  // Makes a decision. `cost`: the time in calls for each byte since the last one. `unsteady`: calls
+  // took longer or less long for another reason, too.
+  bool gains(double cost, bool deferred, bool unsteady);
 
  private:
   static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
@@ -55,6 +56,12 @@ class Pacing {
   }
   // A thread has used a processor for `ns`, and would have left it to a thread that writes rows.
   void spared(uint64_t ns) { spare_ns_.fetch_add(ns, std::memory_order_relaxed); }
+  // A snapshot is being saved, or no longer. What a step costs then varies. The first steps copy
+  // the most rows before they write them, so their cost does not count.
+  void saving(bool on) {
+    saving_.store(on);
+    (on ? begun_ : saved_).store(true);
+  }
   // Trainers in other processes have used processors for `cpu_ns`.
   void trained_attached(uint64_t cpu_ns) {
     attached_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
@@ -118,6 +125,8 @@ class Pacing {
   std::atomic<uint64_t> last_step_{0};  // sums of the last committed step
   uint64_t committing_ = 0;
   std::atomic<uint64_t> spare_ns_{0}, attached_ns_{0};
+  // A snapshot is being saved; since the last decision one was begun, or saved.
+  std::atomic<bool> saving_{false}, begun_{false}, saved_{false};
   uint64_t steps_ = 1, most_ = 0, bytes_ = 0, spare_ = 0;
   Measured last_;
   bool paid_ = false;

@@ -126,6 +126,35 @@ TEST_F(PacingTest, WhatCallsCostIsToldOfAByte) {
   EXPECT_FALSE(pacing->deferred());
 }
 
+TEST_F(PacingTest, WhileASnapshotIsSavedLessOfTheWorkMustFit) {
+  open(FRUGAL_FLUSH_AUTO);
+  for (int i = 0; i < 2; ++i) steps(20, 100, 30);
+  pacing->saving(true);
+  steps(10, 390, 30);
+  EXPECT_TRUE(pacing->deferred()) << "more than a quarter fits";
+  steps(10, 393, 30);
+  EXPECT_FALSE(pacing->deferred());
+}
+
+TEST_F(PacingTest, WhileASnapshotIsSavedCallsMayTakeTwiceAsLong) {
+  open(FRUGAL_FLUSH_AUTO);
+  for (int i = 0; i < 2; ++i) steps(20, 100, 30);
+  steps(10, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  pacing->saving(true);
+  steps(90, 100, 30);
+  EXPECT_TRUE(pacing->deferred()) << "its first steps do not count";
+  for (int i = 0; i < 3; ++i) steps(39, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  pacing->saving(false);
+  steps(39, 100, 30);
+  EXPECT_TRUE(pacing->deferred()) << "one was saved in some of these steps";
+  steps(19, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  steps(39, 100, 30);
+  EXPECT_FALSE(pacing->deferred());
+}
+
 TEST_F(PacingTest, TimeInsideOfCallsIsNotHiddenBehind) {
   open(FRUGAL_FLUSH_AUTO);
   for (int i = 0; i < 3; ++i) steps(95, 100, 30);
