@@ -1,19 +1,45 @@
-// Runs a fuzz target without a fuzzer: standalone COUNT [FIRST]: random inputs of seeds from FIRST;
-// or FILE...: these inputs. Prints the seed before an input is tried, so that the last one is the
-// guilty.
+// Runs a fuzz target without a fuzzer: standalone COUNT [FIRST [CORPUS]]: random inputs of seeds
+// from FIRST, and then the inputs of a file, each a line of hexadecimal digits, which goes on in
+// the next line after a '+'; or FILE...: these inputs. Prints the seed or the line before an input
+// is tried, so that the last one is the guilty.
 #include <cctype>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "support/mix.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
+namespace {
+
+bool try_corpus(const char* path) {
+  std::ifstream file(path);
+  size_t lines = 0, inputs = 0;
+  std::vector<uint8_t> bytes;
+  for (std::string line; std::getline(file, line);) {
+    ++lines;
+    for (size_t i = 0; i + 1 < line.size(); i += 2)
+      bytes.push_back(static_cast<uint8_t>(std::stoi(line.substr(i, 2), nullptr, 16)));
+    if (line.ends_with('+')) continue;
+    std::printf("\rline %zu", lines);
+    std::fflush(stdout);
+    LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
+    bytes.clear();
+    ++inputs;
+  }
+  std::printf("\r%zu inputs of %s\n", inputs, path);
+  return inputs > 0;
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: %s COUNT [FIRST] | FILE...\n", argv[0]);
+    std::fprintf(stderr, "usage: %s COUNT [FIRST [CORPUS]] | FILE...\n", argv[0]);
     return 2;
   }
   if (!std::isdigit(static_cast<unsigned char>(argv[1][0]))) {
@@ -52,5 +78,6 @@ int main(int argc, char** argv) {
   }
   std::printf("\r%llu inputs, %llu of them taken\n", static_cast<unsigned long long>(count),
               static_cast<unsigned long long>(used));
-  return used > 0 ? 0 : 1;  // else nothing was tested
+  if (used == 0) return 1;  // nothing was tested
+  return argc > 3 && !try_corpus(argv[3]) ? 2 : 0;
 }
