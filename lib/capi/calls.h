@@ -1,9 +1,11 @@
-// How every call of the C interface begins and ends: a handle becomes an object, an exception
-// becomes a status, and what the caller's thread is set to does not reach the engine.
+// How every call of the C interface begins and ends. A handle becomes an object, and an exception
+// becomes a status. The caller's rounding mode does not reach the engine.
 #pragma once
 #include <pthread.h>
 
+#include <exception>
 #include <initializer_list>
+#include <memory>
 #include <new>
 #include <utility>
 

@@ -88,6 +88,7 @@ Status Checkpoints::open(const char* path, const frugal_folder_config& config) {
   opening_.store(++openings_);  // a table that is created from here on is tracked by its creator
   for (const TableRef& t : of_.tables.now()) {
     if (status != FRUGAL_OK) break;
+    if (t->tracked) continue;  // by its creator
     int32_t kind;
     {
       ControlLock lock(of_.mu);
@@ -338,7 +339,8 @@ void Checkpoints::take(BlobsRef blobs) noexcept {
     snapshot_.clear();
     for (const TableRef& t : of_.tables)
       if (t->tracked) snapshot_.push_back(t);
-    // A manifest lists tables by number. Threads that create tables get numbers in another order.
+    // A manifest lists tables by number. Threads may add tables in another order than they took
+    // the numbers.
     const auto number_of = [](const TableRef& t) { return t->tracked->files.number(); };
     std::sort(snapshot_.begin(), snapshot_.end(),
               [&](const TableRef& a, const TableRef& b) { return number_of(a) < number_of(b); });

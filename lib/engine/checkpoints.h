@@ -62,7 +62,7 @@ class Checkpoints {
   // --- Any thread
   // The changes of a table that no other thread knows yet count from now on, if a folder is open.
   // `kind`: of its optimizer. `number`: the table's in the folder; 0: a new one. Another call may
-  // close the folder meanwhile: the table may be used as long as opening() is `*opening`.
+  // close the folder meanwhile. Before the table is used, opening() must still be `*opening`.
   Status track_new(Table& table, int32_t kind, uint64_t number, uint64_t* opening);
   // Begins a checkpoint, and returns its number. BUSY: one is being written.
   Status request(const frugal_checkpoint_config& config, uint64_t* number);
@@ -117,7 +117,7 @@ class Checkpoints {
 
   const Parts of_;
   std::atomic<uint64_t> opening_{0};
-  uint64_t openings_ = 0;  // so many there were
+  uint64_t openings_ = 0;  // how many folders were opened
   FolderWriter to_;
   KeptCheckpoints kept_;
   RecordBuffers buffers_{size_t{8} << 20};

@@ -21,14 +21,17 @@ Pacing::Pacing(const frugal_config& config, uint32_t cpus, std::atomic<uint64_t>
 bool Trial::gains(double cost, bool deferred, bool unsteady) {
   if (!deferred) {
     tried_ = 0;
-    cost_at_once_ = std::min(cost, std::exchange(last_cost_, cost));
+    AtOnce& now = at_once_[unsteady];
+    now.least = std::min(cost, std::exchange(now.last, cost));
     if (paused_ == 0) return true;
     --paused_;
     return false;
   }
   // The first queued steps also make the queue's memory, so the first decision allows twice the
   // cost. So does one that cannot be compared with those before.
-  if (cost < (++tried_ == 1 || unsteady ? 2 : 1) * cost_at_once_) {
+  const double known = at_once_[unsteady].least;
+  const double least = known > 0 ? known : at_once_[!unsteady].least;
+  if (cost < (++tried_ == 1 || unsteady ? 2 : 1) * least) {
     if (tried_ == kMaxPause) pause_ = 0;
     return true;
   }
@@ -51,14 +54,16 @@ bool Pacing::decide(bool may_rest, const Measured& now) {
   const uint64_t inside = (now.calls - last.calls) / world_size_;
   const uint64_t all = span * cpus_, outside = span > inside ? span - inside : 0;
   const uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpus_);
-  const bool was = deferred(), begun = begun_.exchange(false);
-  const bool unsteady = saved_.exchange(false) || begun || saving_.load();
+  const bool was = deferred(), first = std::exchange(first_steps_, false);
+  const bool saving = saving_.load();  // before saved_, which is set first
+  const bool unsteady = saved_.exchange(false) || first || saving;
   // Hysteresis: to begin deferring, the idle time must exceed the work by a margin. Queueing a
-  // small step is more work than writing it. Saving a snapshot makes the work of a step vary.
+  // small step is more work than writing it. While a snapshot is saved, the work of a step varies,
+  // so a quarter of it is enough.
   const uint64_t share = unsteady ? 4 : 2;
   const bool fits = !small(most) && (was ? idle > work / share : idle > work * 3 / 2 + span / 10);
   const double cost = double(inside) / double(std::max<uint64_t>(bytes, 1));
-  const bool gains = always_ || (was && begun) || trial_.gains(cost, was, unsteady);
+  const bool gains = always_ || (was && first) || trial_.gains(cost, was, unsteady);
   const bool pays = gains && fits;
   // One pause of the program proves nothing: deferring has to pay twice in a row.
   const bool deferred = was ? pays : pays && paid_;

@@ -20,14 +20,17 @@ extern std::atomic<uint64_t> g_small_step;
 // trainers less time in calls than before. After each failure it waits longer for the next try.
 class Trial {
  public:
-  // Makes a decision. `cost`: the time in calls for each byte since the last one. `unsteady`: calls
-  // took longer or less long for another reason, too.
+  // Makes a decision. `cost`: the time in calls for each byte since the last one. `unsteady`:
+  // something else also changed how long calls took.
   bool gains(double cost, bool deferred, bool unsteady);
 
  private:
   static constexpr uint32_t kMinPause = 8, kMaxPause = 64;  // decisions
   // While nothing is deferred: the cost at the last decision, and the least of the last two.
-  double last_cost_ = 0, cost_at_once_ = 0;
+  struct AtOnce {
+    double last = 0, least = 0;
+  };
+  AtOnce at_once_[2];                // of steady decisions, and of others
   uint32_t tried_ = 0;               // decisions since deferring began
   uint32_t pause_ = 0, paused_ = 0;  // after the last failure, and what is left of it
 };
@@ -59,8 +62,8 @@ class Pacing {
   // A snapshot is being saved, or no longer. What a step costs then varies. The first steps copy
   // the most rows before they write them, so their cost does not count.
   void saving(bool on) {
-    saving_.store(on);
     (on ? begun_ : saved_).store(true);
+    saving_.store(on);
   }
   // Trainers in other processes have used processors for `cpu_ns`.
   void trained_attached(uint64_t cpu_ns) {
@@ -75,6 +78,7 @@ class Pacing {
   // A commit begins; the step's rows have `bytes`. Updates of a row go in step order: while older
   // ones are pending, new ones queue after them.
   How begin(uint64_t bytes, bool any_pending) {
+    if (begun_.load() && begun_.exchange(false)) first_steps_ = true;
     most_ = std::max(most_, bytes);
     bytes_ += bytes;
     if (!deferred() && any_pending) drains_.store(true);
@@ -125,8 +129,10 @@ class Pacing {
   std::atomic<uint64_t> last_step_{0};  // sums of the last committed step
   uint64_t committing_ = 0;
   std::atomic<uint64_t> spare_ns_{0}, attached_ns_{0};
-  // A snapshot is being saved; since the last decision one was begun, or saved.
+  // A snapshot is being saved; one was begun since the last commit began; one was saved since the
+  // last decision.
   std::atomic<bool> saving_{false}, begun_{false}, saved_{false};
+  bool first_steps_ = false;  // of a snapshot are among those since the last decision
   uint64_t steps_ = 1, most_ = 0, bytes_ = 0, spare_ = 0;
   Measured last_;
   bool paid_ = false;

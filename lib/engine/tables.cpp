@@ -296,7 +296,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   FRUGAL_TRY(checkpoints_.track_new(*table, config.optimizer.kind, number, &opening));
   ControlLock lock(mu_);
   if (checkpoints_.opening() != opening)
-    return fail(FRUGAL_ERR_BUSY, "another call opens or closes the folder of checkpoints");
+    return fail(FRUGAL_ERR_BUSY,
+                "the folder of checkpoints was opened or closed meanwhile: call again");
   // If the engine was closed meanwhile, the closing thread has taken the tables away: no thread
   // would free this one.
   FRUGAL_TRY(check());

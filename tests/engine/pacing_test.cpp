@@ -155,6 +155,35 @@ TEST_F(PacingTest, WhileASnapshotIsSavedCallsMayTakeTwiceAsLong) {
   EXPECT_FALSE(pacing->deferred());
 }
 
+TEST_F(PacingTest, FirstStepsOfASnapshotThatBeginsWithADecisionDoNotCount) {
+  open(FRUGAL_FLUSH_AUTO);
+  for (int i = 0; i < 2; ++i) steps(20, 100, 30);
+  steps(10, 100, 30, 15);
+  now.wall += 100 * kMs;
+  pacing->begin(kLarge, false);
+  pacing->saving(true);  // the commit takes the snapshot, and then decides
+  commit();
+  EXPECT_TRUE(pacing->deferred());
+  steps(90, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  steps(90, 100, 30);
+  EXPECT_FALSE(pacing->deferred());
+}
+
+TEST_F(PacingTest, WhatCallsCostDuringASnapshotSaysNothingOfOtherTimes) {
+  open(FRUGAL_FLUSH_AUTO);
+  for (int i = 0; i < 2; ++i) steps(20, 380, 30);
+  pacing->saving(true);
+  for (int i = 0; i < 2; ++i) steps(60, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  steps(50, 100, 30);
+  pacing->saving(false);
+  steps(50, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+  steps(21, 100, 30);
+  EXPECT_FALSE(pacing->deferred());
+}
+
 TEST_F(PacingTest, TimeInsideOfCallsIsNotHiddenBehind) {
   open(FRUGAL_FLUSH_AUTO);
   for (int i = 0; i < 3; ++i) steps(95, 100, 30);

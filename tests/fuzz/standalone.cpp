@@ -1,7 +1,7 @@
-// Runs a fuzz target without a fuzzer: standalone COUNT [FIRST [CORPUS]]: random inputs of seeds
-// from FIRST, and then the inputs of a file, each a line of hexadecimal digits, which goes on in
-// the next line after a '+'; or FILE...: these inputs. Prints the seed or the line before an input
-// is tried, so that the last one is the guilty.
+// Runs a fuzz target without a fuzzer. `standalone COUNT [FIRST [CORPUS]]` tries random inputs of
+// seeds from FIRST, and then those of a corpus. `standalone FILE...` tries these inputs. A corpus
+// has an input a line, in hexadecimal digits. A line that ends with '+' goes on in the next one.
+// The program prints the seed or the line before it tries an input, so the last one is the guilty.
 #include <cctype>
 #include <cstdint>
 #include <cstdio>

@@ -936,9 +936,9 @@ class Steps:
             self.patiently(call)
 
     def agree(self, call: Callable[[], None]) -> None:
-        """Makes a call that all ranks make before what they push next. Only the first of them has to make it between
-        steps; once it is made, it is allowed inside a step, too. If a rank is inside a step before, all ranks end that
-        step, empty, and make the call after it."""
+        """Makes a call that all ranks make before what they push next. The first call has to be made between steps.
+        Later ones are allowed inside a step, too. If a rank is inside a step when the first call is made, all ranks end
+        that step, empty. They make the call after it."""
         with self.lock:
             began = time.monotonic()
             in_next = False  # a call was refused, and a rank was inside the step that comes next here
