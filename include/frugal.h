@@ -407,6 +407,7 @@ FRUGAL_API int32_t frugal_health(const frugal_engine *engine);
  * Trainers, tables and batches of the engine become closed handles.
  * A step that some rank is inside of is lost.
  * A step that all ranks have ended is lost if there is no memory to commit it. The log reports it.
+ * A checkpoint that is not on disk yet is given up: frugal_checkpoint_wait before waits for it.
  * Attached processes can still read the tables (section 8).
  * Closing needs no memory, except in a thread's first call.
  * It accepts NULL.
@@ -626,7 +627,7 @@ FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
  * The memory of a dense table is taken at once, and its rows are initialized in parallel.
  * The memory of lazy and hashed tables is taken slab by slab.
  * Where processes share the engine, each of them creates its tables.
- * A table that another process has created with the same configuration is then that table.
+ * A table of the same configuration that another process or frugal_restore made is then that table.
  *
  * Returns:  FRUGAL_OK
  *           INVALID_ARGUMENT: a field is out of its range
@@ -1827,8 +1828,8 @@ FRUGAL_API int32_t frugal_checkpoint_delete(frugal_engine *engine, uint64_t numb
 /* Which checkpoint is restored, and which of its tables. */
 typedef struct frugal_restore_config {
   size_t struct_size;
-  /* NULL (default): the folder that the engine writes. Else another one, which its
-   * writer may be writing. */
+  /* NULL (default): the folder that frugal_folder_open opened. Else another one, which
+   * its writer may be writing. */
   const char *folder;
   /* 0 (default): the newest, or the one that has `name`. */
   uint64_t number;
@@ -1851,7 +1852,8 @@ typedef struct frugal_restore_config {
 FRUGAL_API void frugal_restore_config_init(frugal_restore_config *config);
 
 /* Creates the tables of a checkpoint, with their rows, state and hyper-parameters.
- * The next step is the one after the checkpoint's. `config` NULL means all defaults.
+ * frugal_committed_step is then the checkpoint's step, and the next step is the one after it.
+ * `config` NULL means all defaults.
  * The engine may have another world_size, lookahead, staleness, flush mode, backing, caches and
  * devices than the one that wrote the checkpoint. Its seed must be the same.
  * Call it before trainers join. frugal_table_create with the same configuration then gives the
@@ -1859,7 +1861,7 @@ FRUGAL_API void frugal_restore_config_init(frugal_restore_config *config);
  * info_out may be NULL.
  *
  * Returns:  FRUGAL_OK; on an error nothing has changed
- *           NOT_FOUND: no folder, no such checkpoint, or no such table in it
+ *           NOT_FOUND: no folder is open or named; no such checkpoint, or no such table in it
  *           EXISTS: the engine has a table of that name
  *           BUSY: trainers have joined, or steps were begun
  *           INVALID_ARGUMENT: a field; or the engine has another seed

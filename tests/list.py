@@ -53,11 +53,10 @@ def main():
     print('\n'.join(wrong) or f'{len(tests)} banners and {len(mutants)} heads are right')
     return 1 if wrong or not tests or not mutants else 0
   words = [word.lower() for word in sys.argv[1:]]
-  for path, text in tests.items():
-    name = str(path.relative_to(TESTS))
-    if not words or any(word in f'{name} {text}'.lower() for word in words):
-      print(f'{name:44s} {text}')
-  return 0
+  lines = [f'{str(path.relative_to(TESTS)):44s} {text}' for path, text in tests.items()]
+  found = [line for line in lines if not words or any(word in line.lower() for word in words)]
+  print('\n'.join(found) or 'no test has one of these words in its path or first sentence')
+  return 0 if found else 1
 
 
 if __name__ == '__main__':
