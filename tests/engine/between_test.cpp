@@ -252,7 +252,9 @@ TEST(Between, AStepIsCommittedBehindAReadOfCommittedRows) {
     }
     if (!came) break;
     EXPECT_EQ(engine.Committed(), 0u);
-    if (waits) EXPECT_EQ(value, 0);
+    if (waits) {
+      EXPECT_EQ(value, 0);
+    }
     held_off += waits;
   }
   EXPECT_GT(held_off, 0);

@@ -207,7 +207,9 @@ TEST_F(TalkTest, ARefusalMayHaveAnyText) {
     EXPECT_EQ(text.substr(0, prefix.size()), prefix);
     EXPECT_EQ(std::string(length, 'x').find(text.substr(prefix.size())), 0u) << text;
     EXPECT_LE(text.size(), prefix.size() + 511);
-    if (length) EXPECT_GT(text.size(), prefix.size());
+    if (length) {
+      EXPECT_GT(text.size(), prefix.size());
+    }
     EXPECT_EQ(ask(kFlush), "");
     serves.join();
     sequence += 2;
