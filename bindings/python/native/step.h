@@ -197,8 +197,9 @@ inline bool take(Step& step, PyObject* entry, PyObject* groups, PyObject* states
   if (!take_state(one, get(own, names.made), states, next)) return false;
   const bool scaled = common != 1.0 || PyFloat_AsDouble(limit.get()) != 0.0;
   one.optimizer = optimizer_of(own, one.table, next, one.gradient, scaled);
+  if (!one.optimizer) return false;  // also an exception, which a call from here would lose
   const Ref before = get(one.table, names.optimizer);
-  if (!one.optimizer || !before) return false;
+  if (!before) return false;
   one.changed = one.optimizer.get() != before.get();
   if (one.changed && call(one.table.get(), names.is_of, one.optimizer.get()).get() != Py_True)
     return false;

@@ -475,6 +475,14 @@ def test_another_kind_of_optimizer_is_said_in_words(trainer: frugal.Trainer) -> 
         optimizer.step()
 
 
+def test_a_hyper_parameter_that_no_table_takes_is_said_in_words(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    for optimizer in (torch.optim.Adagrad, torch.optim.Adam):
+        module(KEYS).sum().backward()
+        with pytest.raises(frugal.InvalidArgument, match=r"optimizer\.eps"):
+            optimizer(module.parameters(), eps=0.0).step()
+
+
 def test_what_a_second_module_says_of_a_table_is_warned_of(trainer: frugal.Trainer) -> None:
     ft.Embedding(ROWS, DIM, name="found", trainer=trainer)
     with pytest.warns(UserWarning, match=r"'found'.*init=.*nan_policy='skip'"):

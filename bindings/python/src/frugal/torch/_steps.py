@@ -339,8 +339,8 @@ class Table:
             try:
                 self.table.set_optimizer(self.steps.next, optimizer)
             except frugal.InvalidArgument as error:
-                if type(optimizer) is type(self.optimizer):
-                    raise
+                if type(optimizer) is type(self.optimizer) or "optimizer.kind" not in error.message:
+                    raise  # of a hyper-parameter
                 raise frugal.InvalidArgument(
                     f"table {self.name!r} has the optimizer {type(self.optimizer).__name__}, and"
                     f" {type(optimizer).__name__} cannot step it: make the module without optimizer=, or with this one,"
