@@ -680,17 +680,13 @@ class Steps:
             try:
                 return create()
             except frugal.Busy as error:
-                waited_ms = (time.monotonic() - begin) * 1000
                 waits = not self.open and not in_next and _ranks.are_told(self.rank, self.world_size)
-                if not waits or waited_ms > self.trainer.engine._timeout_ms:
+                if not waits or not self._pause(error, begin):
                     raise frugal.Busy(
                         f"table {name!r}: {error.message}. A forward begins a step, and optimizer.step() on all ranks"
                         " ends it: make modules before the first forward, or after step()",
                         error.status,
                     ) from None
-                if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
-                    self._tell_of_wait(error.message)
-            time.sleep(_PAUSE)
 
     def trained(self, table: Table) -> bool:
         """Whether a table that a module finds may have trained rows."""
@@ -953,7 +949,8 @@ class Steps:
                     # A rank that is still inside the step before may make it when it has ended that step. One that is
                     # inside the next step may have made it just before: then the second call here is allowed.
                     in_next = ended
-                    self._wait_on(error, began)
+                    if not self._pause(error, began):
+                        raise
             if not self.open:
                 self.begin()
             self.between(call)
@@ -1036,18 +1033,19 @@ class Steps:
                         f" all ranks before and after state_dict() ({error.message})",
                         error.status,
                     ) from None
-                if self.world_size == 1 or self.open:
+                if self.world_size == 1 or self.open or not self._pause(error, begin):
                     raise
-                self._wait_on(error, begin)
 
-    def _wait_on(self, error: frugal.Busy, begin: float) -> None:
-        """A pause of a wait for other ranks to end their step; the error, if it has been long enough."""
+    def _pause(self, error: frugal.Busy, begin: float) -> bool:
+        """A pause of a wait for other ranks to end their step, which this error is of. False, without a pause: the wait
+        has been long enough."""
         waited_ms = (time.monotonic() - begin) * 1000
         if waited_ms > self.trainer.engine._timeout_ms:
-            raise error
+            return False
         if waited_ms >= _wait.WORD_MS and not self.trainer._tell(error.message):
             self._tell_of_wait(error.message)
         time.sleep(_PAUSE)
+        return True
 
     def _all_have_ended(self) -> bool:
         """Whether all ranks have ended the steps that this one has ended. One that is inside a step is then in the
