@@ -254,8 +254,8 @@ inline bool apply(const StepCalls& calls, Step& step) {
 // that no backward of another thread adds to one meanwhile; in Python the anchor's `adding` does
 // that.
 inline bool hide(PyObject* known, PyObject* entries) {
-  const Ref hidden(PyList_New(0));
-  if (!hidden) return false;
+  const Ref hidden(PyList_New(0));  // from the beginning `known` has it: an error loses no gradient
+  if (!hidden || PyObject_SetAttr(known, names.hidden, hidden.get())) return false;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); ++i) {
     const Ref anchor = get(PyList_GET_ITEM(entries, i), names.anchor);
     if (!anchor) return false;
@@ -267,7 +267,7 @@ inline bool hide(PyObject* known, PyObject* entries) {
       return false;
     grad.reset();
   }
-  return PyObject_SetAttr(known, names.hidden, hidden.get()) == 0;
+  return true;
 }
 
 // Gives the gradients back that were hidden (_hook._show), and holds the interpreter's lock, too.

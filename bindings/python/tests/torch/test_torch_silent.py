@@ -122,6 +122,17 @@ def test_the_parameter_has_no_memory_for_what_asks_no_subclass(trainer: frugal.T
     assert torch.equal(table.weight, rows)
 
 
+def test_what_asks_where_memory_is_gets_an_answer(trainer: frugal.Trainer) -> None:
+    """PyTorch ends the process where it asks a storage without memory whether it is shared."""
+    table = embedding(trainer)
+    table(torch.tensor([1])).sum().backward()
+    for value in (table.weight, table.weight.detach(), table.weight.grad, table.weight.grad.detach()):
+        assert not value.is_shared() and not value.is_pinned()
+        with pytest.raises(RuntimeError, match="has no memory of its own"):
+            value.untyped_storage()
+    assert not torch.Tensor.is_shared(table.weight) and not torch.Tensor.is_pinned(table.weight)
+
+
 class Squares(torch.autograd.Function):
     """Which computes the gradient of its input by itself."""
 

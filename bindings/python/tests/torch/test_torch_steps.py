@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import copy
+import linecache
+import sys
 import threading
 from typing import Any, Callable, Dict, List
 
@@ -15,6 +17,7 @@ from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapsho
 
 import frugal
 import frugal.torch as ft
+from frugal.torch import _usual
 
 
 def keys(*shape: int) -> torch.Tensor:
@@ -507,6 +510,77 @@ def test_an_interrupt_of_a_step_s_end_ends_it(pair: Any, monkeypatch: pytest.Mon
     assert same(ours, theirs)
     train(pair, keys())
     assert same(ours, theirs)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt where a function or a line begins during a call, in some files."""
+
+    def __init__(self, *files: str) -> None:
+        self.files, self.left = files, -1
+
+    def call(self, at: int, function: Callable[[], Any]) -> bool:
+        """Whether it was interrupted, at the place of this number."""
+        self.left = at
+        before = sys.gettrace()
+        sys.settrace(self.place)
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    def place(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        # No signal comes between the end of a block and its lock's release, where the line of `with` comes again.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "call" or (event == "line" and not line.startswith("with ")):
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        return self.place
+
+
+@pytest.mark.parametrize("usual", [True, False])
+@pytest.mark.parametrize("delegates", [False, True])
+def test_an_interrupt_of_a_step_hides_no_gradient(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, usual: bool, delegates: bool
+) -> None:
+    """Wherever it comes, zero_grad() finds the gradient, and the next step trains its own batch alone."""
+    if not usual:
+        monkeypatch.setattr(_usual, "native", None)
+
+    class Other(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    module, dense = ft.Embedding(ROWS, DIM, trainer=trainer), torch.nn.Linear(DIM, 1)
+    parameters = [*module.parameters(), *dense.parameters()]
+    optimizer = (Other if delegates else torch.optim.SGD)(parameters, lr=1e-3, foreach=False)
+    interrupt = Interrupt("torch/_hook.py", "torch/_usual.py", "torch/optim/optimizer.py", "torch/optim/sgd.py")
+    for warm in range(2):
+        dense(module(keys(4))).sum().backward()
+        optimizer.step()
+    ended, at = False, 0
+    while not ended:
+        optimizer.zero_grad()
+        assert module.weight.grad is None
+        dense(module(torch.tensor([1, 2]))).sum().backward()
+        ended = not interrupt.call(at, optimizer.step)
+        torch.set_grad_enabled(True)  # the step has it off
+        assert module.weight.grad is not None, at
+        optimizer.zero_grad()
+        before = snapshot(module)
+        dense(module(torch.tensor([at % ROWS]))).sum().backward()
+        rows = module.weight.grad.abs().sum(dim=1).nonzero().flatten()
+        assert rows.tolist() == [at % ROWS], at
+        optimizer.step()
+        changed = (snapshot(module) != before).any(dim=1).nonzero().flatten()
+        assert changed.tolist() == [at % ROWS], at
+        at += 1
+    assert at > 100
 
 
 def test_gradients_of_weights_do_not_mind_zero_grad(pair: Any) -> None:

@@ -529,7 +529,7 @@ _OF_THE_ELEMENT = {
     *[getattr(_tensor, name) for name in (
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
         "is_floating_point", "is_complex", "is_inference", "is_conj", "is_neg", "element_size", "get_device",
-        "data_ptr", "is_shared", "is_pinned", "__hash__", "_is_view",
+        "data_ptr", "__hash__", "_is_view",
     )],
     torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
@@ -554,7 +554,9 @@ def _refuse_step(stepped: Any) -> None:
                 " optimizer of torch.distributed.optim, which calls such a function, cannot step it: give"
                 " module.parameters() to"
                 " torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam or RMSprop, or write rows, as by"
-                " module.weight.add_(module.weight.grad, alpha=-lr) under torch.no_grad()"
+                " module.weight.add_(module.weight.grad, alpha=-lr) under torch.no_grad(). If such an optimizer has it:"
+                " another thread has zeroed its gradient and made a backward during the step; let one thread at a time"
+                " zero, add to and step it"
             )
 
 

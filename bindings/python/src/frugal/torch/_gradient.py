@@ -114,7 +114,7 @@ def _element(dtype: torch.dtype, device: torch.device, is_seen: bool) -> torch.T
     """That of all gradients. `is_seen`: a reducer checks whether it has the memory."""
     element = no_number(dtype, device)
     if not is_seen:
-        refuse_values(element, "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()")
+        refuse_values(element, _NO_MEMORY)
     return element
 
 
@@ -127,6 +127,9 @@ class Part:
         self.held = held
         self.features = features
         self.factor = factor
+
+
+_NO_MEMORY = "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()"
 
 
 class Gradient(OfGradient):
@@ -162,6 +165,17 @@ class Gradient(OfGradient):
     @property
     def layout(self) -> torch.layout:  # type: ignore[override]
         return torch.sparse_coo if self._is_sparse() and not is_of_torch(names=TORCH) else torch.strided
+
+    def is_shared(self) -> bool:
+        return False
+
+    def untyped_storage(self) -> Any:  # some of what a storage has ends the process, where there is no memory
+        if is_of_torch():
+            return super().untyped_storage()
+        raise RuntimeError(_NO_MEMORY)
+
+    def _typed_storage(self) -> Any:
+        raise RuntimeError(_NO_MEMORY)
 
     def _is_sparse(self) -> bool:
         anchor = self.table.held_anchor()

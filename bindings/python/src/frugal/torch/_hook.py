@@ -1,9 +1,10 @@
 """The steps of torch's optimizers, for the tables that they have.
 
 A hook that PyTorch calls before each optimizer's step finds anchors among its parameters, and gives the optimizer
-two hooks of its own. The last before the step takes the optimizer's hyper-parameters, steps the tables, and hides the
-anchors' gradients from the optimizer, which leaves a parameter without a gradient alone. The first after the step gives
-them back, so that zero_grad() means what it means elsewhere.
+two hooks of its own, the last before the step and the first after it. Between them, around the class's own step, comes
+a function that takes the optimizer's hyper-parameters, steps the tables, and hides the anchors' gradients from the
+optimizer, which leaves a parameter without a gradient alone. It gives them back also where the step ends by an
+exception, after which PyTorch calls no hook: zero_grad() and what clips gradients would miss them.
 """
 
 from __future__ import annotations
@@ -492,9 +493,11 @@ class _Known:
         self.groups: List[_Group] = []
         self.rounds: List[List[_Entry]] = []  # the same, none twice in one; as a rule there is one
         self.hidden: List[Tuple[Anchor, torch.Tensor]] = []
-        self.inside = False  # a step that a subclass has called
+        self.due = False  # the tables, which _stepping is to step
+        self.inside = False  # _stepping
         self.kind: Optional[type] = None
         self.delegates = False  # as _delegates says of the kind
+        self.surrounded = False  # the kind's step, by _stepping
         self.waited = 0  # steps whose class is to call another
         self.adoptions = -1  # there were, when `entries` were made
 
@@ -588,12 +591,17 @@ def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs
         return None
     kind = type(optimizer)
     if kind is not known.kind:
-        known.kind, known.delegates = kind, _delegates(kind)
+        known.delegates = _delegates(kind)
+        known.surrounded = not known.delegates and _surround(kind, hooked=True)
+        known.kind = kind
     if known.delegates:
         known.waited += 1
         if known.waited == _PATIENCE:
             for entry in known.entries:
                 entry.table.warn_if_nobody_steps()
+        return None
+    if known.surrounded:
+        known.due = True
         return None
     return _begin(optimizer, known, args, kwargs)
 
@@ -641,7 +649,7 @@ def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: 
 
 
 def _show(known: _Known) -> None:
-    if _usual.show(known):
+    if not known.hidden or _usual.show(known):
         return
     for anchor, grad in known.hidden:
         with anchor.adding:
@@ -652,6 +660,61 @@ def _show(known: _Known) -> None:
 
 
 register_optimizer_step_pre_hook(_before)
+
+
+def _stepping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of a class, around which come the tables' steps. PyTorch's hooks are for a class's own step: of an
+    optimizer whose step calls this one, the tables are stepped here as often as it is called."""
+
+    def step(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        known = _known_of(optimizer)
+        if known.inside or not (known.due or _delegates(type(optimizer))):
+            return function(optimizer, *args, **kwargs)
+        try:
+            known.inside, known.due = True, False
+            changed = _begin(optimizer, known, (optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed
+            out = function(optimizer, *args, **kwargs)
+            known.inside = False
+            _show(known)  # Ctrl-C may interrupt it
+            return out
+        except BaseException:
+            known.inside = False
+            _show(known)
+            raise
+
+    uncompiled = torch.compiler.disable(step, recursive=False)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def surrounded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _OURS not in optimizer._optimizer_step_pre_hooks:
+            return function(optimizer, *args, **kwargs)  # it has no table
+        return (uncompiled if is_dynamo_compiling() else step)(optimizer, args, kwargs)
+
+    return surrounded
+
+
+_surrounded: "weakref.WeakSet[Callable[..., Any]]" = weakref.WeakSet()
+# Of the function that Optimizer puts around the step of each class, to call the hooks. It has the step in a cell.
+_HOOKED = torch.optim.Optimizer.profile_hook_step(_stepping).__code__
+
+
+def _surround(kind: Type[torch.optim.Optimizer], hooked: bool) -> bool:
+    """Puts _stepping around the class's step, and within its hooks. False, if hooks are wanted, and it is not known
+    where they are."""
+    step: Any = kind.step
+    while step is not None and getattr(step, "__code__", None) is not _HOOKED:
+        step = getattr(step, "__wrapped__", None)
+    if step is not None:
+        cell = step.__closure__[_HOOKED.co_freevars.index("func")]
+        if cell.cell_contents not in _surrounded:
+            cell.cell_contents = _stepping(cell.cell_contents)
+            _surrounded.add(cell.cell_contents)
+    elif not hooked and kind.step not in _surrounded:
+        setattr(kind, "step", _stepping(kind.step))
+        _surrounded.add(kind.step)
+    return step is not None or not hooked
 
 
 def _bring_home(optimizer: torch.optim.Optimizer) -> None:
@@ -1369,39 +1432,14 @@ def _delegates(kind: Type[torch.optim.Optimizer]) -> bool:
         found = _delegating[kind] = own and _calls_a_step(getattr(step, "__code__", None))
         if found:
             for base in kind.__mro__:
-                if base in _HAVE and base not in _reached:
-                    _reached.add(base)
-                    setattr(base, "step", _inherited(getattr(base, "step")))
+                if base in _HAVE:
+                    _surround(base, hooked=False)
     return found
 
 
 def _calls_a_step(code: Any) -> bool:
     inner = [const for const in getattr(code, "co_consts", ()) if inspect.iscode(const)]
     return "step" in getattr(code, "co_names", ()) or any(map(_calls_a_step, inner))
-
-
-# Those of torch's classes whose steps are wrapped for calls by subclasses: PyTorch's hooks are for a class's own step.
-_reached: Set[type] = set()
-
-
-def _inherited(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        known = _known.get(optimizer)
-        if known is None or known.inside or not known.entries or not _delegates(type(optimizer)):
-            return function(optimizer, *args, **kwargs)
-        known.inside = True
-        try:
-            changed = _begin(optimizer, known, (optimizer, *args), kwargs)
-            if changed is not None:
-                (_, *args), kwargs = changed
-            out = function(optimizer, *args, **kwargs)
-            _show(known)
-            return out
-        finally:
-            known.inside = False
-
-    return step
 
 
 _warned: Set[Tuple[str, str]] = set()

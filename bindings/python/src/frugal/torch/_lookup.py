@@ -372,6 +372,11 @@ class _Backward:
         """How often the caller's have been written to in place."""
         total = 0
         for i in self.theirs:
+            if tensors[i].is_inference():
+                raise RuntimeError(
+                    "keys, offsets and weights made in torch.inference_mode() cannot be kept for a backward: make"
+                    " copies outside of it, by clone()"
+                )
             total += tensors[i]._version
         return total
 

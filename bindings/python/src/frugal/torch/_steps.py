@@ -289,8 +289,8 @@ class Table:
             self._warned = True
             warnings.warn(
                 f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its"
-                " rows are not trained. Give model.parameters() to a torch optimizer, or the module to"
-                " frugal.torch.Optimizer, and call step(); or freeze the module",
+                " rows are not trained so far. If no step is to come: give model.parameters() to a torch optimizer, or"
+                " the module to frugal.torch.Optimizer, and call step(); or freeze the module",
                 stacklevel=2,
             )
 
