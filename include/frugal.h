@@ -46,7 +46,8 @@
  * Parameters   The order is: handle, inputs, outputs. Outputs are named *_out.
  *              They are written only on success, unless the function says otherwise.
  * struct_size  Structs that may grow begin with it. The struct's INIT macro and its init function
- *              set it and every default, and give the same bytes.
+ *              set it and every default, and give the same bytes. Structs that only describe
+ *              have no such macro: the caller sets struct_size alone, to the struct's sizeof.
  *              A struct_size that this library does not know is an error, and so is an unknown
  *              flag.
  * Threads      Any number of threads may use a `const` handle at once.
@@ -925,7 +926,8 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine, const frugal_tra
 
 /* Leaves the rank.
  * From now on no rank waits for this one.
- * Its declarations are cancelled. A step that it is inside of is aborted on all ranks.
+ * Its declarations are cancelled. A step that it is inside of is aborted on all ranks. A step that
+ * it has ended keeps its gradients, and commits when the other ranks have ended it.
  * It accepts NULL.
  *
  * Returns:  FRUGAL_OK
@@ -991,7 +993,8 @@ typedef enum frugal_pooling {
 } frugal_pooling;
 
 /* The keys of one table in a call. A call takes an array of ops, tables in any order. A table may
- * occur more than once. The fields are in groups:
+ * occur more than once. A call without ops (op_count 0; ops may be NULL) has no keys, and is right.
+ * The fields are in groups:
  *
  * - which rows: table, batch, part, keys, count; padding_key with a flag
  * - pooling: pooling, offsets, bags, weights

@@ -1748,6 +1748,25 @@ TEST(Steps, CallsThatBelongInAStep) {
   }
 }
 
+TEST(Steps, CallsWithoutOps) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  const frugal_op op = FRUGAL_OP_INIT;
+  for (const frugal_op* ops : {static_cast<const frugal_op*>(nullptr), &op}) {
+    const uint64_t step = ops ? 1 : 0;
+    EXPECT_OK(frugal_prefetch(trainer, step, ops, 0, nullptr));
+    EXPECT_REFUSED(frugal_lookup(trainer, ops, 0), FRUGAL_ERR_NOT_IN_STEP);
+    ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+    EXPECT_OK(frugal_lookup(trainer, ops, 0));
+    EXPECT_OK(frugal_push_grad(trainer, ops, 0));
+    ASSERT_OK(frugal_step_end(trainer, step, 0));
+    EXPECT_OK(frugal_read(engine, nullptr, ops, 0, kWait));
+    EXPECT_EQ(engine.Committed(), step);
+  }
+  EXPECT_EQ(GetOne(table, 1), 0.0f);
+}
+
 TEST(Steps, TimeOuts) {
   Engine engine(2, [](frugal_config* c) { c->timeout_ms = 60; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
