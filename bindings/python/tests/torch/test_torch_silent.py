@@ -126,11 +126,12 @@ def test_what_asks_where_memory_is_gets_an_answer(trainer: frugal.Trainer) -> No
     """PyTorch ends the process where it asks a storage without memory whether it is shared."""
     table = embedding(trainer)
     table(torch.tensor([1])).sum().backward()
-    for value in (table.weight, table.weight.detach(), table.weight.grad, table.weight.grad.detach()):
+    weight: Any = table.weight
+    for value in (weight, weight.detach(), weight.grad, weight.grad.detach()):
         assert not value.is_shared() and not value.is_pinned()
         with pytest.raises(RuntimeError, match="has no memory of its own"):
             value.untyped_storage()
-    assert not torch.Tensor.is_shared(table.weight) and not torch.Tensor.is_pinned(table.weight)
+    assert not torch.Tensor.is_shared(weight) and not torch.Tensor.is_pinned(weight)
 
 
 class Squares(torch.autograd.Function):
