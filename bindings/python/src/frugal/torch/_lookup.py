@@ -374,8 +374,8 @@ class _Backward:
         for i in self.theirs:
             if tensors[i].is_inference():
                 raise RuntimeError(
-                    "keys, offsets and weights made in torch.inference_mode() cannot be kept for a backward: make"
-                    " copies outside of it, by clone()"
+                    "Inference tensors cannot be saved for a backward: make copies of keys, offsets and weights outside"
+                    " of torch.inference_mode(), by clone()"
                 )
             total += tensors[i]._version
         return total
