@@ -363,6 +363,22 @@ def test_an_optimizer_that_calls_nobody_s_step_in_the_end_is_told_of(pair: Pair)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_closure_may_step_its_own_optimizer(pair: Pair, kind: str) -> None:
+    for module in pair:
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.5)
+        for seed in range(3):
+
+            def closure(module: Any = module, optimizer: Any = optimizer, seed: int = seed) -> float:
+                optimizer.zero_grad()
+                backward(module, seed)
+                optimizer.step()
+                return 0.0
+
+            optimizer.step(closure)
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
 def test_a_step_may_be_compiled(pair: Pair, kind: str) -> None:
     for module in pair:
         optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.5)

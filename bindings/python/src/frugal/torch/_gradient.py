@@ -109,6 +109,9 @@ def is_of_a_bucket(value: Any, table: "Table") -> bool:
     return getattr(value, "shape", None) == SHAPE != table.shape
 
 
+_NO_MEMORY = "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()"
+
+
 @functools.lru_cache(maxsize=None)
 def _element(dtype: torch.dtype, device: torch.device, is_seen: bool) -> torch.Tensor:
     """That of all gradients. `is_seen`: a reducer checks whether it has the memory."""
@@ -127,9 +130,6 @@ class Part:
         self.held = held
         self.features = features
         self.factor = factor
-
-
-_NO_MEMORY = "the gradient of a table has no memory of its own: take module.weight.grad.to_dense()"
 
 
 class Gradient(OfGradient):

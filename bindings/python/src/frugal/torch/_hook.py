@@ -665,10 +665,13 @@ register_optimizer_step_pre_hook(_before)
 def _stepping(function: Callable[..., Any]) -> Callable[..., Any]:
     """The step of a class, around which come the tables' steps. PyTorch's hooks are for a class's own step: of an
     optimizer whose step calls this one, the tables are stepped here as often as it is called."""
+    if function in _surrounded:
+        return function
 
     def step(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         known = _known_of(optimizer)
-        if known.inside or not (known.due or _delegates(type(optimizer))):
+        inside = known.inside  # also of a step that a closure of the same optimizer makes, which is due
+        if not known.due and (inside or not _delegates(type(optimizer))):
             return function(optimizer, *args, **kwargs)
         try:
             known.inside, known.due = True, False
@@ -676,11 +679,11 @@ def _stepping(function: Callable[..., Any]) -> Callable[..., Any]:
             if changed is not None:
                 (_, *args), kwargs = changed
             out = function(optimizer, *args, **kwargs)
-            known.inside = False
+            known.inside = inside
             _show(known)  # Ctrl-C may interrupt it
             return out
         except BaseException:
-            known.inside = False
+            known.inside = inside
             _show(known)
             raise
 
@@ -692,10 +695,11 @@ def _stepping(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(optimizer, *args, **kwargs)  # it has no table
         return (uncompiled if is_dynamo_compiling() else step)(optimizer, args, kwargs)
 
+    _surrounded.add(surrounded)
     return surrounded
 
 
-_surrounded: "weakref.WeakSet[Callable[..., Any]]" = weakref.WeakSet()
+_surrounded: "weakref.WeakSet[Callable[..., Any]]" = weakref.WeakSet()  # what _stepping has returned
 # Of the function that Optimizer puts around the step of each class, to call the hooks. It has the step in a cell.
 _HOOKED = torch.optim.Optimizer.profile_hook_step(_stepping).__code__
 
@@ -708,12 +712,9 @@ def _surround(kind: Type[torch.optim.Optimizer], hooked: bool) -> bool:
         step = getattr(step, "__wrapped__", None)
     if step is not None:
         cell = step.__closure__[_HOOKED.co_freevars.index("func")]
-        if cell.cell_contents not in _surrounded:
-            cell.cell_contents = _stepping(cell.cell_contents)
-            _surrounded.add(cell.cell_contents)
-    elif not hooked and kind.step not in _surrounded:
+        cell.cell_contents = _stepping(cell.cell_contents)
+    elif not hooked:
         setattr(kind, "step", _stepping(kind.step))
-        _surrounded.add(kind.step)
     return step is not None or not hooked
 
 

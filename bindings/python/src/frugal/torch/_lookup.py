@@ -371,13 +371,14 @@ class _Backward:
     def _writes(self, tensors: Tensors) -> int:
         """How often the caller's have been written to in place."""
         total = 0
-        for i in self.theirs:
-            if tensors[i].is_inference():
-                raise RuntimeError(
-                    "Inference tensors cannot be saved for a backward: make copies of keys, offsets and weights outside"
-                    " of torch.inference_mode(), by clone()"
-                )
-            total += tensors[i]._version
+        try:
+            for i in self.theirs:
+                total += tensors[i]._version
+        except RuntimeError:  # made in inference mode, it has none
+            raise RuntimeError(
+                "Inference tensors cannot be saved for a backward: make copies of keys, offsets and weights outside of"
+                " torch.inference_mode(), by clone()"
+            ) from None
         return total
 
 
